@@ -68,15 +68,13 @@ class ServedEnv(AskingEnv):
         ) as endpoint:
             await endpoint.while_served(_awaited(self.client(endpoint)))
         return Episode(
-            turns=tuple(endpoint.turns),
-            reward=0.0,
-            stop_reason=endpoint.limit or StopReason.EOS,
+            turns=tuple(endpoint.turns), reward=0.0, stop_reason=endpoint.limit or StopReason.EOS,
             metrics={
                 "rewritten": endpoint.histories.rewritten,
                 "unmatched": endpoint.histories.unmatched,
                 "breaks": endpoint.histories.prefix_breaks,
             },
-        )
+        )  # fmt: skip
 
 
 async def _awaited(result: Awaitable[None]) -> None:
@@ -145,11 +143,9 @@ class Noise:
         tokens_T = np.array([*words, self._end], np.int32)
         self.sampled.append((tuple(request.prompt_tokens_T.tolist()), tuple(tokens_T.tolist())))
         return Sample(
-            tokens_T=tokens_T,
-            logprobs_T=-self._random.random(len(tokens_T)).astype(np.float32),
-            versions_T=np.zeros(len(tokens_T), np.int32),
-            stop_reason=StopReason.EOS,
-        )
+            tokens_T=tokens_T, logprobs_T=-self._random.random(len(tokens_T)).astype(np.float32),
+            versions_T=np.zeros(len(tokens_T), np.int32), stop_reason=StopReason.EOS,
+        )  # fmt: skip
 
 
 def assert_trained_as_sampled(
@@ -194,7 +190,5 @@ async def _complete(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
 
 # The answer to a conversation, by each of the APIs.
 TALKS: dict[str, Callable[[openai.AsyncOpenAI, Sequence[Said]], Awaitable[str]]] = {
-    "chat": _chat,
-    "responses": _respond,
-    "completions": _complete,
-}
+    "chat": _chat, "responses": _respond, "completions": _complete,
+}  # fmt: skip

@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 
 os.environ.update(
-    RAY_AUTH_MODE="disabled",
-    RAY_memory_monitor_refresh_ms="0",
-    RAY_USAGE_STATS_ENABLED="0",
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-    TOKENIZERS_PARALLELISM="false",
-)
+    RAY_AUTH_MODE="disabled", RAY_memory_monitor_refresh_ms="0", RAY_USAGE_STATS_ENABLED="0",
+    HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
+)  # fmt: skip
 
 import getpass
 import multiprocessing.util

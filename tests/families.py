@@ -31,18 +31,10 @@ from tests.tiny import EOS, PAD, VOCAB_SIZE, save_tokenizer
 
 # Of sizes that SGLang's kernels take on a CPU: hidden sizes in multiples of 32, heads of 64.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "dtype": "float32",
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": EOS, "dtype": "float32",
+}  # fmt: skip
 _HEADS: dict[str, Any] = {"head_dim": 64}
 _WINDOWS: dict[str, Any] = {
     "sliding_window": 8,

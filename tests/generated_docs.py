@@ -146,15 +146,13 @@ def _table(part: type, rows: list[_Row], owners: list[str]) -> Iterator[str]:
         (
             (
                 f"**`{row.name}`**{_mark(row)}" if row.bold else f"`{row.name}`{_mark(row)}",
-                _code(type_text(row.first)),
-                _defaults(row),
-                _marked_down(rules_text(row.first)),
+                _code(type_text(row.first)), _defaults(row), _marked_down(rules_text(row.first)),
                 _marked_down(row.first._doc)
                 + ("" if tuple(row.owners) == common else f" ({', '.join(row.owners)})"),
             )
             for row in rows
         ),
-    )
+    )  # fmt: skip
 
 
 def _mark(row: _Row) -> str:

@@ -109,13 +109,11 @@ def training_row(
     fields = segment_fields(prompt, trained, seed=seed)
     rng = np.random.default_rng(seed + 1)
     row = TrainingRow(
-        tokens_T=fields["tokens_T"],
-        loss_mask_T=fields["action_mask_T"],
+        tokens_T=fields["tokens_T"], loss_mask_T=fields["action_mask_T"],
         advantages_T=rng.normal(size=prompt + trained).astype(np.float32),
-        behaviour_logprobs_T=fields["behaviour_logprobs_T"],
-        temperature=temperature,
+        behaviour_logprobs_T=fields["behaviour_logprobs_T"], temperature=temperature,
         source=f"row {seed}",
-    )
+    )  # fmt: skip
     return replace(row, **changes)
 
 

@@ -58,13 +58,10 @@ def setting(
     **changes: object,
 ) -> EnvContext:
     return EnvContext(
-        tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
-        context_length=context_length,
-        max_new_tokens=max_new_tokens,
-        reward=reward,
+        tokenizer=tokenizer, vocab_size=len(tokenizer), context_length=context_length,
+        max_new_tokens=max_new_tokens, reward=reward,
         **changes,  # pyright: ignore[reportArgumentType]
-    )
+    )  # fmt: skip
 
 
 class Scripted:

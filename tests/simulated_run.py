@@ -88,12 +88,10 @@ class SimulatedEngine:
             tokens_T = rng.integers(3, VOCAB_SIZE, size=length).astype(np.int32)
             samples.append(
                 Sample(
-                    tokens_T=tokens_T,
-                    logprobs_T=logprobs[tokens_T],
-                    versions_T=np.zeros(length, np.int32),
-                    stop_reason=StopReason.LENGTH,
+                    tokens_T=tokens_T, logprobs_T=logprobs[tokens_T],
+                    versions_T=np.zeros(length, np.int32), stop_reason=StopReason.LENGTH,
                 )
-            )
+            )  # fmt: skip
         return samples
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -22,11 +22,9 @@ from cluster.config.recipes import config_of
 REPOSITORY = Path(__file__).parents[1]
 DEPLOY = REPOSITORY / "deploy"
 DOCUMENTS = [
-    *sorted(DEPLOY.iterdir()),
-    REPOSITORY / "docs/cluster.md",
-    *sorted((REPOSITORY / "docs/cluster").glob("*.md")),
-    REPOSITORY / "runtime-env.yaml",
-]
+    *sorted(DEPLOY.iterdir()), REPOSITORY / "docs/cluster.md",
+    *sorted((REPOSITORY / "docs/cluster").glob("*.md")), REPOSITORY / "runtime-env.yaml",
+]  # fmt: skip
 
 
 def pins(name: str) -> dict[str, str]:

@@ -31,27 +31,16 @@ from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 64, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0 + 3 * i for i in range(8)],
-    "original_max_position_embeddings": 48,
-}
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + 3 * i for i in range(8)], "original_max_position_embeddings": 48,
+}  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 CONFIGS: dict[str, tuple[PreTrainedConfig, int]] = {
     "longrope": (
@@ -62,14 +51,12 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, int]] = {
     "yarn": (LlamaConfig(**SIZES, rope_parameters=YARN), 64),
     "longrope in some layers": (
         Gemma3TextConfig(
-            **SIZES,
-            sliding_window=16,
-            layer_types=["sliding_attention", "full_attention"],
+            **SIZES, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
             rope_parameters={"sliding_attention": PLAIN, "full_attention": LONG},
         ),
         48,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=CONFIGS)

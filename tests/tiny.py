@@ -22,17 +22,10 @@ EOS = 1
 PAD = 0
 # Of a config of most families, for models that no server has to take.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": PAD,
-    "bos_token_id": 2,
-    "eos_token_id": EOS,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,15 +67,9 @@ def tiny_model_dir(
     `sharpness` scales the final norm: 12 gives logits of standard deviation about 2.
     """
     model = new_qwen3(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=heads,
-        context_length=context_length,
-        eos_token_id=eos_token_id,
-        pad_token_id=PAD,
-        seed=seed,
-    )
+        vocab_size=vocab_size, hidden_size=hidden_size, layers=layers, heads=heads,
+        context_length=context_length, eos_token_id=eos_token_id, pad_token_id=PAD, seed=seed,
+    )  # fmt: skip
     for name, parameter in model.named_parameters():
         if name.endswith("proj.weight"):
             parameter.data.mul_(4)

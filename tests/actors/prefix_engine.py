@@ -44,12 +44,10 @@ class PrefixEngine:
             logprobs.append(log_p_V[token])
             top_ids.append(np.argsort(-log_p_V)[: request.top_k])
         return Sample(
-            tokens_T=chain_T[-length:],
-            logprobs_T=np.array(logprobs, np.float32),
-            versions_T=np.zeros(length, np.int32),
-            stop_reason=StopReason.LENGTH,
+            tokens_T=chain_T[-length:], logprobs_T=np.array(logprobs, np.float32),
+            versions_T=np.zeros(length, np.int32), stop_reason=StopReason.LENGTH,
             top_ids_TK=np.array(top_ids, np.int32) if request.top_k else None,
-        )
+        )  # fmt: skip
 
     async def health(self) -> int:
         return len(self.scored)

@@ -20,13 +20,9 @@ def ask(
     prompt_T: np.ndarray, *, samples: int = 1, known: int = 0, seed: int = 0, new: int = 9
 ) -> GenerateRequest:
     return GenerateRequest(
-        prompt_tokens_T=prompt_T,
-        sampling=TrainSampling(temperature=1.0, max_new_tokens=new),
-        num_samples=samples,
-        seed=seed,
-        experts=True,
-        known=known,
-    )
+        prompt_tokens_T=prompt_T, sampling=TrainSampling(temperature=1.0, max_new_tokens=new),
+        num_samples=samples, seed=seed, experts=True, known=known,
+    )  # fmt: skip
 
 
 def prompt(length: int) -> np.ndarray:

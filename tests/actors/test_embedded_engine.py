@@ -67,15 +67,9 @@ async def generate_all(
 
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _WIDE: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 96}
 _WINDOWED: dict[str, Any] = {**_WIDE, "sliding_window": 8}
 ARCHITECTURES: list[PreTrainedConfig] = [
@@ -187,12 +181,10 @@ def test_a_failing_thread_reaches_every_caller(
 
     async def everything() -> tuple[object, ...]:
         return await asyncio.gather(
-            engine.generate(ask(9, 5)),
-            engine.generate(ask(10, 5)),
+            engine.generate(ask(9, 5)), engine.generate(ask(10, 5)),
             engine.score([ScoreRequest(tokens_T=prompt(9), start=1, temperatures=(1.0,))]),
-            asyncio.create_task(load_later()),
-            return_exceptions=True,
-        )
+            asyncio.create_task(load_later()), return_exceptions=True,
+        )  # fmt: skip
 
     async def load_later() -> None:
         await asyncio.sleep(0.01)
@@ -284,13 +276,11 @@ def top_requests() -> list[ScoreRequest]:
     """Of unlike T, length and top_k; every second wants none."""
     return [
         ScoreRequest(
-            tokens_T=prompt(30 + 7 * i, i),
-            start=9 + i,
-            temperatures=(t, 1.1),
+            tokens_T=prompt(30 + 7 * i, i), start=9 + i, temperatures=(t, 1.1),
             top_k=i % 2 * (i + 2),
         )
         for i, t in enumerate((0.5, 0.7, 0.9, 1.0, 1.3, 1.5))
-    ]
+    ]  # fmt: skip
 
 
 def test_the_likeliest_do_not_depend_on_how_positions_are_cut(

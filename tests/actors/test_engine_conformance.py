@@ -353,9 +353,7 @@ def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Part
     shared_T = prompt(70, 4)
     requests = [
         ScoreRequest(
-            tokens_T=tokens_T,
-            start=start,
-            temperatures=temperatures,
+            tokens_T=tokens_T, start=start, temperatures=temperatures,
             given_NK=None if not given else some_ids(len(tokens_T) - start, given, seed),
             top_k=top_k,
         )
@@ -375,7 +373,7 @@ def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Part
                 (prompt(12, 11), 6, (0.7,), VOCAB_SIZE - 3, 3),
             ]
         )
-    ]
+    ]  # fmt: skip
     scores = party.run(party.engine.score(requests))
     for request, score in zip(requests, scores, strict=True):
         for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
@@ -394,17 +392,15 @@ def test_hidden_states_beside_requests_that_want_none(party: Party) -> None:
     shared_T = prompt(70, 4)
     tails = [prompt(20 + 10 * i, 5 + i) for i in range(3)]
     requests = [
-        states_request(2, 1, (0.7,)),
-        states_request(40, 17, TEMPERATURES),
-        states_request(90, 89, (1.5, 0.5)),
-        states_request(60, 10, (1.0,)),
+        states_request(2, 1, (0.7,)), states_request(40, 17, TEMPERATURES),
+        states_request(90, 89, (1.5, 0.5)), states_request(60, 10, (1.0,)),
         replace(states_request(50, 20, (0.5,)), states_N=None),
         replace(states_request(45, 15, (0.7, 1.0)), top_k=3),
         *(
             replace(states_request(70 + len(tail_T), 70), tokens_T=np.append(shared_T, tail_T))
             for tail_T in tails
         ),
-    ]
+    ]  # fmt: skip
     for _ in range(2):
         scores = party.run(party.engine.score(requests))
         for request, score in zip(requests, scores, strict=True):
@@ -864,15 +860,13 @@ def test_samples_end_at_any_stop_token_with_the_log_prob_of_all(stopping: Party)
 def test_given_stop_tokens_have_the_log_prob_of_all(stopping: Party) -> None:
     requests = [
         ScoreRequest(
-            tokens_T=np.append(prompt(20, seed), np.int32(stop)),
-            start=start,
-            temperatures=temperatures,
-            top_k=3,
+            tokens_T=np.append(prompt(20, seed), np.int32(stop)), start=start,
+            temperatures=temperatures, top_k=3,
         )
         for seed, (stop, start, temperatures) in enumerate(
             [(1, 20, (0.7, 1.0)), (44, 12, (1.5,)), (30, 1, (0.5, 1.0)), (50, 4, (1.0,))]
         )
-    ]
+    ]  # fmt: skip
     scores = stopping.run(stopping.engine.score(requests))
     decoded = stopping.run(stopping.engine.decode_score(requests[:1]))
     for request, score in zip([*requests, requests[0]], [*scores, *decoded], strict=True):
@@ -912,13 +906,10 @@ def test_a_given_stop_token_is_all_of_them_and_so_is_the_likeliest(stopping: Par
             given_NK[::2, 2] = STOPS.ids[0]
         requests.append(
             ScoreRequest(
-                tokens_T=tokens_T,
-                start=7,
-                temperatures=temperatures,
-                given_NK=given_NK,
+                tokens_T=tokens_T, start=7, temperatures=temperatures, given_NK=given_NK,
                 top_k=top_k,
             )
-        )
+        )  # fmt: skip
     for request, score in zip(requests, stopping.run(stopping.engine.score(requests)), strict=True):
         t = request.temperatures[0]
         log_p_NV = outcome_logprobs(stopping.model, request.tokens_T, request.start, t)

@@ -40,13 +40,11 @@ class CountingEngine:
         made = [sample(39 + len(self.requests), 50 + g) for g in range(request.num_samples)]
         return [
             Sample(
-                tokens_T=one.tokens_T,
-                logprobs_T=one.logprobs_T,
-                versions_T=one.versions_T,
+                tokens_T=one.tokens_T, logprobs_T=one.logprobs_T, versions_T=one.versions_T,
                 stop_reason=self._stop_reason,
             )
             for one in made
-        ]
+        ]  # fmt: skip
 
 
 @dataclass
@@ -355,13 +353,9 @@ def test_what_the_user_wrote_runs_inside_and_sampling_outside(starts: bool) -> N
 
     env = LookingEnv([ids(5), ids(5, 40, 50, 6)], inside=inside, starts=starts)
     made = rollout_group(
-        LookingEngine(),
-        LookingBuilder(envs=[env], inside=inside),
-        SAMPLING,
-        group_id=3,
-        seed=0,
+        LookingEngine(), LookingBuilder(envs=[env], inside=inside), SAMPLING, group_id=3, seed=0,
         user_code=inside,
-    )
+    )  # fmt: skip
     asyncio.run(made)
     assert inside.depth == 0
     assert inside.looks == [

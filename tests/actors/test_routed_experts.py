@@ -33,11 +33,9 @@ async def test_experts_are_those_of_the_models_own_forward(name: str, tmp_path: 
     engine = start(path, max_running_requests=4, score_token_budget=60)
     requests = [ask(prompt(n), samples=g, seed=n) for n, g in ((3, 2), (17, 3), (40, 1))]
     plain = GenerateRequest(
-        prompt_tokens_T=prompt(17),
-        sampling=TrainSampling(temperature=1.0, max_new_tokens=3),
-        num_samples=1,
-        seed=1,
-    )
+        prompt_tokens_T=prompt(17), sampling=TrainSampling(temperature=1.0, max_new_tokens=3),
+        num_samples=1, seed=1,
+    )  # fmt: skip
     *answers, without = await asyncio.gather(
         *(engine.generate(request) for request in [*requests, plain])
     )

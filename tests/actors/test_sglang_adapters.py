@@ -44,10 +44,8 @@ TENSORS = {
 }
 ASK = GenerateRequest(
     prompt_tokens_T=np.arange(2, 10, dtype=np.int32),
-    sampling=TrainSampling(temperature=0.7, max_new_tokens=4),
-    num_samples=2,
-    seed=0,
-)
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=4), num_samples=2, seed=0,
+)  # fmt: skip
 SCORE = ScoreRequest(tokens_T=np.arange(2, 10, dtype=np.int32), start=3, temperatures=(0.7, 1.0))
 
 
@@ -60,10 +58,8 @@ class AdapterServer(MisbehavingServer):
     def __init__(self, **info: Any) -> None:
         super().__init__()
         self.info: dict[str, Any] = {
-            "tp_size": 2,
-            "enable_lora": True,
-            "max_loaded_loras": 3,
-        } | info
+            "tp_size": 2, "enable_lora": True, "max_loaded_loras": 3,
+        } | info  # fmt: skip
         self.held: dict[str, dict[str, torch.Tensor]] = {}
         self.named: list[str | None] = []  # the adapter of each request, in order
         self.let_go = asyncio.Event()
@@ -268,11 +264,8 @@ async def test_a_server_that_was_not_started_for_adapters_refuses_them() -> None
 
 T = 0.7
 FAMILIES = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
+    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+}  # fmt: skip
 
 
 def checkpoint(directory: Path, family: str) -> str:

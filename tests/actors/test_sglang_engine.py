@@ -25,11 +25,9 @@ from tests.waiting import DEADLINE_S
 
 TOKENS_T = np.arange(2, 10, dtype=np.int32)
 GENERATE = GenerateRequest(
-    prompt_tokens_T=TOKENS_T,
-    sampling=TrainSampling(temperature=0.7, max_new_tokens=4),
-    num_samples=2,
-    seed=0,
-)
+    prompt_tokens_T=TOKENS_T, sampling=TrainSampling(temperature=0.7, max_new_tokens=4),
+    num_samples=2, seed=0,
+)  # fmt: skip
 SCORE = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7,))
 SCORE_TOP = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7,), top_k=2)
 

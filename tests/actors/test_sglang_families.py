@@ -85,13 +85,9 @@ def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
 
     async def experts(ranks: int) -> ExpertArray:
         engine = HostedSglangEngine(
-            model_path=path,
-            device="cpu",
-            start_deadline_s=300,
-            request_deadline_s=60,
-            routed_experts=True,
-            flags=f"--tp-size {ranks}",
-        )
+            model_path=path, device="cpu", start_deadline_s=300, request_deadline_s=60,
+            routed_experts=True, flags=f"--tp-size {ranks}",
+        )  # fmt: skip
         try:
             await asyncio.wait_for(engine.info(), timeout=360)
             await expect_experts(engine, path)
@@ -118,12 +114,9 @@ async def story(path: str, tmp_path: Path) -> None:
     learner.export(Path(final), load_tokenizer(path))
     routes = MixtureShape.of(load_config(path)) is not None
     engine = HostedSglangEngine(
-        model_path=final,
-        device="cpu",
-        start_deadline_s=300,
-        request_deadline_s=60,
+        model_path=final, device="cpu", start_deadline_s=300, request_deadline_s=60,
         routed_experts=routes,
-    )
+    )  # fmt: skip
     try:
         expect_close(await scored(engine, ROWS), after)
         await engine.load_weights(CheckpointDirectory(path=path), version=1)

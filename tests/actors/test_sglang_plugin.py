@@ -123,14 +123,9 @@ def test_scaled_rows_equal_the_slow_loop(
     cuts = sorted(data.draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
 
     scaled_rows = ScaledRows(
-        rows,
-        temperatures,
-        unscaled=unscaled,
-        listed=listed,
-        states=shown,
-        vocab_size=width + 2,
+        rows, temperatures, unscaled=unscaled, listed=listed, states=shown, vocab_size=width + 2,
         device=torch.device("cpu"),
-    )
+    )  # fmt: skip
     chunks = zip([0, *cuts], [*cuts, total], strict=True)
     divided = [
         scaled_rows.take(logits_NV[lo:hi].clone(), tokens_S, hidden_NH[lo:hi]) for lo, hi in chunks
@@ -230,12 +225,9 @@ def _batch(asked: list[plugin.Asked] | None, lens: list[int], starts: list[int])
         setattr(info, plugin.NOTE, asked)
     mode = SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
     return SimpleNamespace(
-        forward_mode=mode,
-        return_logprob=True,
-        sampling_info=info,
-        extend_seq_lens_cpu=lens,
+        forward_mode=mode, return_logprob=True, sampling_info=info, extend_seq_lens_cpu=lens,
         extend_logprob_start_lens_cpu=starts,
-    )
+    )  # fmt: skip
 
 
 def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
@@ -338,14 +330,10 @@ def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
         request(0.5, logprobs=True, custom={}),
     ]
     batch = SimpleNamespace(
-        return_logprob=True,
-        forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False),
-        decoding_reqs=[reqs[2]],
-        reqs=reqs,
-        prefix_lens=[48, 0, 7],
-        extend_logprob_start_lens=[2, 5, 0],
-        sampling_info=SimpleNamespace(),
-    )
+        return_logprob=True, forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False),
+        decoding_reqs=[reqs[2]], reqs=reqs, prefix_lens=[48, 0, 7],
+        extend_logprob_start_lens=[2, 5, 0], sampling_info=SimpleNamespace(),
+    )  # fmt: skip
     plugin.note_requests(None, None, batch, None)
     metadata = SimpleNamespace()
     plugin.carry_note(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
@@ -567,17 +555,15 @@ class Served:
             "input_ids": [a.prompt for a in asks],
             "sampling_params": [
                 {
-                    "temperature": a.temperature,
-                    "max_new_tokens": a.new_tokens,
-                    "ignore_eos": True,
-                    **a.sampling,
+                    "temperature": a.temperature, "max_new_tokens": a.new_tokens,
+                    "ignore_eos": True, **a.sampling,
                 }
                 for a in asks
             ],
             "return_logprob": [a.return_logprob for a in asks],
             "logprob_start_len": [a.start for a in asks],
             "top_logprobs_num": [a.top for a in asks],
-        }
+        }  # fmt: skip
         if asks[0].token_ids:  # a batch has them for all its requests or for none
             body["token_ids_logprob"] = [a.token_ids for a in asks]
         request = urllib.request.Request(
@@ -686,13 +672,11 @@ def served_spawned(truth: Truth, tmp_path: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def served_in_pieces(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from _served(
-        truth,
-        tmp_path_factory.mktemp("in-pieces"),
+        truth, tmp_path_factory.mktemp("in-pieces"),
         *("--chunked-prefill-size", str(PREFILL_CHUNK), "--enable-metrics"),
-        SGLANG_ENABLE_LOGPROB_CHUNK="1",
-        SGLANG_LOGPROB_CHUNK_SIZE="16",
+        SGLANG_ENABLE_LOGPROB_CHUNK="1", SGLANG_LOGPROB_CHUNK_SIZE="16",
         SGLANG_ENABLE_FAST_INPUT_LOGPROBS="0",
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -887,14 +871,9 @@ def _check_listed_steps(served: Served) -> None:
     asks = []
     for i, (t, top) in enumerate(zip((*TEMPERATURES, 0.6), (5, 33, 3, 0, 1), strict=True)):
         ask = Ask(
-            _prompt(rng, most=130),
-            t,
-            start=-1,
-            new_tokens=(60, 120, 1, 30, 50)[i],
-            top=top,
-            token_ids=rng.sample(range(VOCAB_SIZE), 1 + i),
-            sampling=LIKELIEST,
-        )
+            _prompt(rng, most=130), t, start=-1, new_tokens=(60, 120, 1, 30, 50)[i], top=top,
+            token_ids=rng.sample(range(VOCAB_SIZE), 1 + i), sampling=LIKELIEST,
+        )  # fmt: skip
         ours = LIKELIEST | {"custom_params": {LISTED_OUTPUT_SWITCH: True}}
         asks += [ask, replace(ask, sampling=ours)]
     others = [Ask(_prompt(rng), t, new_tokens=n) for t in TEMPERATURES for n in (0, 9)]

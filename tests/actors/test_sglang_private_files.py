@@ -38,12 +38,9 @@ sys.stdin.read()
 @pytest.mark.parametrize("end", ["of itself", "killed with its process group"])
 def test_files_and_processes_go_when_the_server_has_ended(end: str) -> None:
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
     assert server.stdin is not None and server.stdout is not None
     name, pid, copy = server.stdout.readline().split()
     directory, child = Path(name), psutil.Process(int(pid))

@@ -22,11 +22,9 @@ from distill.stops import StopTokens
 from tests.samples import TEMPERATURE, ids
 
 GENERATE = GenerateRequest(
-    prompt_tokens_T=ids(4, 5, 6),
-    sampling=TrainSampling(temperature=TEMPERATURE, max_new_tokens=9),
-    num_samples=3,
-    seed=-7,
-)
+    prompt_tokens_T=ids(4, 5, 6), sampling=TrainSampling(temperature=TEMPERATURE, max_new_tokens=9),
+    num_samples=3, seed=-7,
+)  # fmt: skip
 CHAIN_T = ids(4, 5, 6, 7)
 
 

@@ -104,11 +104,9 @@ class Server:
 def sample(versions: list[int], reason: StopReason) -> Sample:
     versions_T = np.asarray(versions, np.int32)
     return Sample(
-        tokens_T=np.ones_like(versions_T),
-        logprobs_T=np.zeros(len(versions), np.float32),
-        versions_T=versions_T,
-        stop_reason=reason,
-    )
+        tokens_T=np.ones_like(versions_T), logprobs_T=np.zeros(len(versions), np.float32),
+        versions_T=versions_T, stop_reason=reason,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -90,18 +90,14 @@ def server(
         save_tokenizer(directory)
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
     settings: dict[str, Any] = {
-        "model_path": directories[0],
-        "device": "cpu",
-        "flags": "--tp-size 2" + " --nnodes 2" * (request.param == 2),
-        "start_deadline_s": 600,
-    }
+        "model_path": directories[0], "device": "cpu",
+        "flags": "--tp-size 2" + " --nnodes 2" * (request.param == 2), "start_deadline_s": 600,
+    }  # fmt: skip
     with asyncio.Runner() as runner:
         engine = HostedSglangEngine(
-            **settings,
-            push_bucket_bytes=BUCKET_BYTES,
-            request_deadline_s=120,
+            **settings, push_bucket_bytes=BUCKET_BYTES, request_deadline_s=120,
             address=lambda: LOOPBACK,
-        )
+        )  # fmt: skip
         follower = None
         try:
             if request.param == 2:
@@ -182,10 +178,8 @@ def test_samples_have_their_own_log_probs(server: Served) -> None:
     server.push(0, 8)
     request = GenerateRequest(
         prompt_tokens_T=TOKENS_T[:START],
-        sampling=TrainSampling(temperature=0.7, max_new_tokens=12),
-        num_samples=2,
-        seed=0,
-    )
+        sampling=TrainSampling(temperature=0.7, max_new_tokens=12), num_samples=2, seed=0,
+    )  # fmt: skip
     for sample in server.run(server.engine.generate(request)):
         assert (sample.versions_T == 8).all()
         ids = np.concatenate([TOKENS_T[:START], sample.tokens_T]).astype(np.int64)

@@ -57,19 +57,14 @@ def unscored(**changes: Any) -> TrajectoryGroup:
             trajectory(
                 segment(2, 4, seed=2, **fields),
                 segment(
-                    2,
-                    7,
-                    seed=3,
-                    action_mask_T=with_holes_T,
-                    versions_T=np.where(with_holes_T, 0, -1),
-                    teacher_context_T=ids(7),
-                    **fields,
+                    2, 7, seed=3, action_mask_T=with_holes_T,
+                    versions_T=np.where(with_holes_T, 0, -1), teacher_context_T=ids(7), **fields,
                 ),
             ),
         ),
         metrics={"time/rollout": 1.0},
         tag="sums",
-    )
+    )  # fmt: skip
     return replace(made, **changes)
 
 

@@ -192,11 +192,9 @@ def test_of_a_page_its_text_is_shown() -> None:
 def teacher(server: TextServer, tmp_path: Path) -> TextTeacher:
     save_tokenizer(tmp_path)
     encoder = ExampleEncoder(
-        tokenizer=load_tokenizer(str(tmp_path)),
-        vocab_size=VOCAB_SIZE,
-        max_length=1 << 20,
+        tokenizer=load_tokenizer(str(tmp_path)), vocab_size=VOCAB_SIZE, max_length=1 << 20,
         stop_ids=(EOS,),
-    )
+    )  # fmt: skip
     return TextTeacher(address=address(server.url), encoder=encoder, deadline_s=60.0)
 
 

@@ -150,10 +150,8 @@ async def spent(engines: list[TurnTakingEngine]) -> Counter[str]:
 ROW = ScoreRequest(tokens_T=np.arange(3, 11, dtype=np.int32), start=1, temperatures=(0.7,))
 ASK = GenerateRequest(
     prompt_tokens_T=np.arange(3, 11, dtype=np.int32),
-    sampling=TrainSampling(temperature=0.7, max_new_tokens=100),
-    num_samples=1,
-    seed=0,
-)
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=100), num_samples=1, seed=0,
+)  # fmt: skip
 
 
 def test_teachers_without_a_pause_have_equal_turns_that_cost_little(

@@ -117,14 +117,9 @@ def run(
     sink: Sink, *, teachers: Mapping[str, Engine], **changes: Any
 ) -> dict[int, TrajectoryGroup]:
     settings: dict[str, Any] = {
-        "policy": POLICY,
-        "teachers": teachers,
-        "sink": sink,
-        "dataset": Dataset(),
-        "sampling": SAMPLING,
-        "seed": 1,
-        "max_groups": 2,
-    }
+        "policy": POLICY, "teachers": teachers, "sink": sink, "dataset": Dataset(),
+        "sampling": SAMPLING, "seed": 1, "max_groups": 2,
+    }  # fmt: skip
     worker = RolloutWorker(**settings | changes)
     asyncio.run(asyncio.wait_for(worker.run(), 30))
     return {group.group_id: group for group in sink.done}

@@ -13,13 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 os.environ.update(
-    RAY_AUTH_MODE="disabled",
-    RAY_memory_monitor_refresh_ms="0",
-    RAY_USAGE_STATS_ENABLED="0",
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+    RAY_AUTH_MODE="disabled", RAY_memory_monitor_refresh_ms="0", RAY_USAGE_STATS_ENABLED="0",
+    HF_HUB_OFFLINE="1", OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
     TOKENIZERS_PARALLELISM="false",
-)
+)  # fmt: skip
 
 from functools import partial
 

@@ -176,13 +176,9 @@ class Monkey:
         self.run.wait(lambda: not self._away(since), f"those that died with {victim}")
         others = tuple(sorted(self._dead(since) - {kind.answers or victim, victim}))
         strike = Strike(
-            kind=kind.name,
-            victim=victim,
-            step=step,
-            served_s=served if kind.deadly else None,
-            steps_s=steps_s,
-            others=others,
-        )
+            kind=kind.name, victim=victim, step=step, served_s=served if kind.deadly else None,
+            steps_s=steps_s, others=others,
+        )  # fmt: skip
         if not kind.deadly and self._dead(since):
             self.problems.append(f"{kind.name}: {sorted(self._dead(since))} died")
         self.strikes.append(strike)
@@ -203,14 +199,10 @@ class Monkey:
         self.run.wait_for_steps(STEPS_AFTER)
         self.strikes.append(
             Strike(
-                kind="whole job killed",
-                victim="driver",
-                step=step,
-                served_s=served,
-                steps_s=time.time() - since,
-                others=(),
+                kind="whole job killed", victim="driver", step=step, served_s=served,
+                steps_s=time.time() - since, others=(),
             )
-        )
+        )  # fmt: skip
         self.say(_line(self.strikes[-1]))
 
     def _started(self, since: float) -> bool:

@@ -159,11 +159,9 @@ def full_disk(out: Path, seed: int) -> Monkey | str:
         return f"a small disk cannot be mounted here: {made.stderr.strip()}"
     try:
         kind = Kind(
-            name="disk full",
-            victims="",
-            act=lambda _: _fill(disk / "ballast", _DISK_FULL_S),
+            name="disk full", victims="", act=lambda _: _fill(disk / "ballast", _DISK_FULL_S),
             deadly=False,
-        )
+        )  # fmt: skip
         with struck(disk / "run", settings(out / "pair"), seed) as monkey:
             for _ in range(2):
                 monkey.strike(kind)
@@ -198,12 +196,9 @@ def _fill(ballast: Path, seconds: float) -> None:
 
 
 PARTS: dict[str, Callable[[Path, int], Monkey | str]] = {
-    "overdue": overdue,
-    "sglang": sglang,
-    "corrupted": corrupted,
-    "raylet": raylet,
+    "overdue": overdue, "sglang": sglang, "corrupted": corrupted, "raylet": raylet,
     "disk": full_disk,
-}
+}  # fmt: skip
 
 
 def parts(strikes: int) -> dict[str, Callable[[Path, int], Monkey | str]]:

@@ -77,13 +77,9 @@ class TorturedRun:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.impatient", *arguments, f"out={self.out}"],
-                cwd=REPOSITORY,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                cwd=REPOSITORY, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:

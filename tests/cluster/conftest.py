@@ -22,16 +22,12 @@ def opd(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., OpdConfig]:
         return make(
             "opd",
             **{
-                "student": tiny_pair.student,
-                "teacher": tiny_pair.teacher,
-                "prompts": tiny_pair.prompts,
-                "out": str(tmp_path / "out"),
-                "temperature": 0.7,
-                "max_new_tokens": 8,
-                "estimator": "sampled",
+                "student": tiny_pair.student, "teacher": tiny_pair.teacher,
+                "prompts": tiny_pair.prompts, "out": str(tmp_path / "out"), "temperature": 0.7,
+                "max_new_tokens": 8, "estimator": "sampled",
             }
             | changes,
-        )
+        )  # fmt: skip
 
     return settings
 

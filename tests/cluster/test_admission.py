@@ -97,12 +97,9 @@ class House:
         self.references: list[EnginePool] = []  # engines in the learner's place
         self._disagrees, self._pushes = disagrees, pushes
         self.supervisor = Supervisor(
-            say=self.said.append,
-            record=lambda _event, **_fields: None,
-            buried=lambda _member, _why: None,
-            hang_after_s=60,
-            max_restarts=9,
-        )
+            say=self.said.append, record=lambda _event, **_fields: None,
+            buried=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
+        )  # fmt: skip
         self.supervisor.under_way = True
         # Scorers are examined with it, and so are policy engines that join beside a step.
         self.present = [self._adopt(POLICY, 99, State.SERVING)]
@@ -119,13 +116,10 @@ class House:
 
     def _adopt(self, role: str, index: int, state: State) -> Member:
         spec = ActorSpec(
-            name=role,
-            title=lambda index: f"{role} {index}",
-            create=lambda _index, _attempt: LocalActor(Engine),
-            heartbeat=ready_call,
-            gated=True,
+            name=role, title=lambda index: f"{role} {index}",
+            create=lambda _index, _attempt: LocalActor(Engine), heartbeat=ready_call, gated=True,
             start_deadline_s=60,
-        )
+        )  # fmt: skip
         member = self.supervisor.adopt(spec, index, LocalActor(Engine))
         member.state = state
         return member

@@ -26,13 +26,9 @@ from learner.checkpoint import CheckpointStore
 from tests.rows import read_rows, write_rows
 
 SETTINGS = {
-    "groups_per_step": 2,
-    "max_staleness": 1,
-    "total_groups": 8,
-    "lease_s": 60.0,
-    "max_failures": 1,
+    "groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 60.0, "max_failures": 1,
     "max_deaths": 2,
-}
+}  # fmt: skip
 
 
 class Run:
@@ -43,13 +39,9 @@ class Run:
         epoch = replay(path).epoch + 1
         self.journal = Journal(path)
         self.journal.record(
-            "start",
-            run=run,
-            run_id="isotherm",
-            epoch=epoch,
-            settings=SETTINGS,
+            "start", run=run, run_id="isotherm", epoch=epoch, settings=SETTINGS,
             **self.trained.to_json(),
-        )
+        )  # fmt: skip
         self.ledger = Ledger(
             LedgerSettings(**SETTINGS), self.trained, epoch=epoch, record=self.journal.record
         )

@@ -30,18 +30,11 @@ def seen(sizes: Mapping[Any, int] | None = None, **changes: Any) -> Observation:
     sizes = sizes or dict.fromkeys(NAMES, 2)
     return Observation(
         **{
-            "seconds": WINDOW_S,
-            "learner_wait": 0.1,
-            "credit_starved": 0.0,
-            "sampling": 4,
-            "environment": 1,
-            "scoring": 2,
-            "queue_depth": 3,
-            "sizes": sizes,
-            "ready": sizes,
+            "seconds": WINDOW_S, "learner_wait": 0.1, "credit_starved": 0.0, "sampling": 4,
+            "environment": 1, "scoring": 2, "queue_depth": 3, "sizes": sizes, "ready": sizes,
         }
         | changes
-    )
+    )  # fmt: skip
 
 
 class Rig:
@@ -172,15 +165,11 @@ def test_the_tail_keeps_what_is_still_under_way() -> None:
 shares = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.3, 0.6, 1.0]))
 windows = st.fixed_dictionaries(
     {
-        "seconds": st.floats(0.1, 20),
-        "learner_wait": shares,
-        "credit_starved": shares,
-        "sampling": st.integers(0, 40),
-        "environment": st.integers(0, 40),
-        "scoring": st.integers(0, 40),
-        "exhausted": st.sampled_from([False] * 9 + [True]),
+        "seconds": st.floats(0.1, 20), "learner_wait": shares, "credit_starved": shares,
+        "sampling": st.integers(0, 40), "environment": st.integers(0, 40),
+        "scoring": st.integers(0, 40), "exhausted": st.sampled_from([False] * 9 + [True]),
     }
-)
+)  # fmt: skip
 
 
 @settings(max_examples=60)
@@ -300,16 +289,11 @@ class Plant:
             groups[slowest] += self.credit - sum(groups.values())
         excess = 1 - used[slowest] if self.starved_by_excess else 1.0
         return seen(
-            dict(self.sizes),
-            seconds=LONG_WINDOW_S,
-            learner_wait=1 - pace / self.learner,
-            credit_starved=0.0 if short else excess,
-            sampling=groups["policy"],
-            scoring=groups["teacher"],
-            environment=groups["rollout"],
-            queue_depth=max(0, self.credit - sum(groups.values())),
-            ready=ready,
-        )
+            dict(self.sizes), seconds=LONG_WINDOW_S, learner_wait=1 - pace / self.learner,
+            credit_starved=0.0 if short else excess, sampling=groups["policy"],
+            scoring=groups["teacher"], environment=groups["rollout"],
+            queue_depth=max(0, self.credit - sum(groups.values())), ready=ready,
+        )  # fmt: skip
 
     def _noisy(self, value: float) -> float:
         return value * (1 + self.noise * self._random.uniform(-1, 1))
@@ -329,13 +313,10 @@ def turns(history: Sequence[dict[str, int]], name: str) -> int:
 # Times of the autoscalers below, in seconds.
 OF_A_RUN = {"up_after_s": 30, "down_after_s": 300, "cooldown_s": 60, "memory_s": 1800}
 plants = st.builds(
-    Plant,
-    rates=st.fixed_dictionaries({name: st.floats(0.15, 3) for name in NAMES}),
-    learner=st.floats(0.5, 2),
-    noise=st.sampled_from([0.0, 0.05]),
-    start_s=st.sampled_from([0.0, 20.0, 70.0]),
-    seed=st.integers(0, 9),
-)
+    Plant, rates=st.fixed_dictionaries({name: st.floats(0.15, 3) for name in NAMES}),
+    learner=st.floats(0.5, 2), noise=st.sampled_from([0.0, 0.05]),
+    start_s=st.sampled_from([0.0, 20.0, 70.0]), seed=st.integers(0, 9),
+)  # fmt: skip
 
 
 @settings(max_examples=12)

@@ -121,12 +121,9 @@ class House:
         self.found: list[Finding] = []
         self.trusted = 0
         self.supervisor = Supervisor(
-            say=print,
-            record=lambda _event, **_fields: None,
-            buried=lambda _member, _why: None,
-            hang_after_s=60,
-            max_restarts=9,
-        )
+            say=print, record=lambda _event, **_fields: None, buried=lambda _member, _why: None,
+            hang_after_s=60, max_restarts=9,
+        )  # fmt: skip
         self.supervisor.under_way = True
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
         self.path = path / "ledger.jsonl"
@@ -147,13 +144,10 @@ class House:
 
     def add(self, role: str, index: int, handle: Any) -> Member:
         spec = ActorSpec(
-            name=role,
-            title=lambda index: f"{role} engine {index}",
-            create=lambda _index, _attempt: LocalActor(Frozen, 1),
-            heartbeat=ready_call,
-            gated=True,
+            name=role, title=lambda index: f"{role} engine {index}",
+            create=lambda _index, _attempt: LocalActor(Frozen, 1), heartbeat=ready_call, gated=True,
             start_deadline_s=60,
-        )
+        )  # fmt: skip
         member = self.supervisor.adopt(spec, index, handle)
         member.state = State.READY
         return member

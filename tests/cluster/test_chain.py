@@ -66,12 +66,9 @@ def test_the_environment_pays_for_the_share_of_links_or_for_all_of_them(
 
     def setting(max_new_tokens: int) -> EnvContext:
         return EnvContext(
-            tokenizer=tokenizer,
-            vocab_size=len(tokenizer),
-            context_length=20,
-            max_new_tokens=max_new_tokens,
-            reward=exact_match,
-        )
+            tokenizer=tokenizer, vocab_size=len(tokenizer), context_length=20,
+            max_new_tokens=max_new_tokens, reward=exact_match,
+        )  # fmt: skip
 
     path = str(tmp_path / "prompts.jsonl")
     dataset = Chain(pays=pays)(path, setting(12))
@@ -80,11 +77,9 @@ def test_the_environment_pays_for_the_share_of_links_or_for_all_of_them(
     assert seen_T is not None and tokenizer.decode(seen_T.tolist()) == PROMPT
     ids = np.array(tokenizer.encode("231=701=930=", add_special_tokens=False), np.int32)
     sample = Sample(
-        tokens_T=ids,
-        logprobs_T=np.zeros(len(ids), np.float32),
-        versions_T=np.zeros(len(ids), np.int32),
-        stop_reason=StopReason.LENGTH,
-    )
+        tokens_T=ids, logprobs_T=np.zeros(len(ids), np.float32),
+        versions_T=np.zeros(len(ids), np.int32), stop_reason=StopReason.LENGTH,
+    )  # fmt: skip
     result = asyncio.run(env.step(sample))
     assert result.reward == pytest.approx(reward)
     assert result.metrics == pytest.approx({"links": 2 / 3, "all_right": 0.0})

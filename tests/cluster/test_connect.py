@@ -88,12 +88,8 @@ def python(program: str, address: str | None, **environment: str) -> str:
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**outside, **({} if address is None else {"RAY_ADDRESS": address}), **environment},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

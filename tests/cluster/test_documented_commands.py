@@ -31,17 +31,12 @@ from tests.scripted import Scripted, call, chat_tokenizer, setting
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
-    "cluster.audit": AuditConfig,
-    "cluster.calibrate": CalibrateConfig,
-    "cluster.demo": DemoConfig,
-    "cluster.evaluate": EvaluateConfig,
-    "cluster.forecast": ForecastConfig,
-    "cluster.report": ReportConfig,
-    "cluster.rollouts_to_sft": RolloutsToSftConfig,
-    "cluster.sample_to_sft": SampleToSftConfig,
-    "examples.opd_vs_rl": OpdVsRlConfig,
+    "cluster.audit": AuditConfig, "cluster.calibrate": CalibrateConfig, "cluster.demo": DemoConfig,
+    "cluster.evaluate": EvaluateConfig, "cluster.forecast": ForecastConfig,
+    "cluster.report": ReportConfig, "cluster.rollouts_to_sft": RolloutsToSftConfig,
+    "cluster.sample_to_sft": SampleToSftConfig, "examples.opd_vs_rl": OpdVsRlConfig,
     "examples.show": ShowConfig,
-}
+}  # fmt: skip
 ABOVE_RECIPES = {"config", "step", "blame"}
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"python -m ((?:cluster|examples)\.\w+) (.*)")

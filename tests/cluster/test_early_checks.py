@@ -56,13 +56,10 @@ def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
     opd = parse(
         OpdConfig,
         [
-            f"student={run}",
-            f"teachers.a.model={run}",
-            f"reference={run}",
-            "reference_kl_coef=0.1",
-            *OTHERS,
+            f"student={run}", f"teachers.a.model={run}", f"reference={run}",
+            "reference_kl_coef=0.1", *OTHERS,
         ],
-    )
+    )  # fmt: skip
     assert (opd.model.path, opd.model.reference, opd.teachers["a"].model) == (final, final, final)
     assert parse(OpdConfig, ["student=a/b", f"teacher={run}", *OTHERS]).teacher.model == final
     evaluated = parse(EvaluateConfig, [f"model={run}", *OTHERS[:1], f"reward=model:{run}"])
@@ -92,12 +89,9 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize
 NOWHERE = {
     "model": ("/no/where", "nowhere", "bad.jsonl", ""),
     "head": ("/no/where", "nowhere", "bad.jsonl", ""),
-    "rows": ("no.jsonl", "no-*.jsonl", "bad.jsonl"),
-    "written": ("no/where.json", "."),
-    "run": ("nowhere", "nowhere:3"),
-    "adapter": ("nowhere",),
-    "function": ("no_such:function",),
-}
+    "rows": ("no.jsonl", "no-*.jsonl", "bad.jsonl"), "written": ("no/where.json", "."),
+    "run": ("nowhere", "nowhere:3"), "adapter": ("nowhere",), "function": ("no_such:function",),
+}  # fmt: skip
 # What these settings need beside them.
 BESIDE: dict[str, dict[str, Any]] = {
     "objective.baseline": {"objective.reward_coef": 1.0},

@@ -29,22 +29,16 @@ class House:
         self.said: list[str] = []
         self.made = 0
         self.supervisor = Supervisor(
-            say=self.said.append,
-            record=lambda _event, **_fields: None,
-            buried=lambda member, _why: self.calls.buried(member),
-            hang_after_s=deadline_s / 2,
+            say=self.said.append, record=lambda _event, **_fields: None,
+            buried=lambda member, _why: self.calls.buried(member), hang_after_s=deadline_s / 2,
             max_restarts=9,
-        )
+        )  # fmt: skip
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=deadline_s)
         self.calls = EvaluatorCalls(self.driver)
         role = ActorSpec(
-            name=EVALUATOR,
-            title=lambda _index: EVALUATOR,
-            create=self.create,
-            heartbeat=ready_call,
-            last_words=self.last_words,
-            start_deadline_s=120,
-        )
+            name=EVALUATOR, title=lambda _index: EVALUATOR, create=self.create,
+            heartbeat=ready_call, last_words=self.last_words, start_deadline_s=120,
+        )  # fmt: skip
         self.supervisor.add(role, 0)
         self.supervisor.under_way = True
 

@@ -156,14 +156,12 @@ def kl_said(
     return found(
         [
             {
-                "step": step,
-                "opd/reverse_kl": kl(step) * noise[step],
-                "train/grad_norm": gradient(step) * noise[-step],
-                "train/entropy": entropy(step),
+                "step": step, "opd/reverse_kl": kl(step) * noise[step],
+                "train/grad_norm": gradient(step) * noise[-step], "train/entropy": entropy(step),
             }
             for step in range(1, STEPS + 1)
         ]
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

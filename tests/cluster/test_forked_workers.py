@@ -74,12 +74,10 @@ def begin(worker: Path, address: str, code: str) -> subprocess.Popen[bytes]:
     """Starts the program as Ray would, on the stand-in of the parent at `address`."""
     command = [sys.executable, "-IS", fork_server.__file__, address]
     return subprocess.Popen(
-        [*command, str(worker), code],
-        cwd=worker.parent,
+        [*command, str(worker), code], cwd=worker.parent,
         env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": "/one:/other"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-    )
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def told(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -84,11 +84,8 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         group_id=draw(st.integers(0, 1 << 50)),
         trajectories_G=tuple(
             trajectory(
-                *each,
-                reward=draw(FINITE),
-                stop=draw(st.sampled_from(StopReason)),
-                metrics=draw(METRICS),
-                reward_counts=draw(st.booleans()),
+                *each, reward=draw(FINITE), stop=draw(st.sampled_from(StopReason)),
+                metrics=draw(METRICS), reward_counts=draw(st.booleans()),
             )
             for each in members
         ),
@@ -99,7 +96,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         answer=draw(st.none() | TEXT),
         by_teacher=draw(st.booleans()),
         as_text=draw(st.booleans()),
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=20, deadline=None)

@@ -242,14 +242,9 @@ def test_a_disk_that_takes_nothing_is_a_finding_and_the_run_goes_on(
 ) -> None:
     with simulated_time(monkeypatch) as loop:
         run = SimulatedRun(
-            loop,
-            tmp_path / "run",
-            tiny_pair.student,
-            prompts_per_step=2,
-            group_size=2,
-            steps=8,
+            loop, tmp_path / "run", tiny_pair.student, prompts_per_step=2, group_size=2, steps=8,
             max_new_tokens=8,
-        )
+        )  # fmt: skip
         (tmp_path / "run" / "out" / "groups").write_text("in the way")
         for _ in range(3):
             assert len(run.step()) == 2

@@ -126,13 +126,10 @@ class Parties:
 
     def shake(self, temperature: Any = T, **changes: Any) -> CalibrationReport:
         arguments: dict[str, Any] = {
-            "policies": {"policy": self.policy},
-            "teachers": {"teacher": self.teacher},
-            "learner": self.learner_logprobs,
-            "tokenizer": self.tokenizer,
-            "temperature": temperature,
-            "learner_dtype": "float32",
-        }
+            "policies": {"policy": self.policy}, "teachers": {"teacher": self.teacher},
+            "learner": self.learner_logprobs, "tokenizer": self.tokenizer,
+            "temperature": temperature, "learner_dtype": "float32",
+        }  # fmt: skip
         return asyncio.run(handshake(**arguments | changes))
 
 
@@ -154,12 +151,10 @@ def parties(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Pa
     weights = shared(dict(model.named_parameters()))
     asyncio.run(stale.load_weights(weights, 0))
     return Parties(
-        policy=embedded(tiny_pair.student),
-        stale_policy=stale,
-        teacher=embedded(tiny_pair.teacher),
+        policy=embedded(tiny_pair.student), stale_policy=stale, teacher=embedded(tiny_pair.teacher),
         learner=new_learner(tiny_pair.student, tmp_path_factory.mktemp("scratch")),
         tokenizer=probe_tokenizer(tokenizer),
-    )
+    )  # fmt: skip
 
 
 def failed(report: CalibrationReport) -> set[tuple[str, str]]:

@@ -124,14 +124,10 @@ def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
     run(config)
     inputs = check_rollout(config)
     loop = policy_loop(
-        config=config,
-        learner_config=config.policy_learner(None, inputs.stops),
-        inputs=inputs,
-        source=These(kept(out), 2),
-        store=CheckpointStore(tmp_path / "checkpoints", keep=1),
-        resume_from=None,
-        dump_dir=str(tmp_path / "failed"),
-    )
+        config=config, learner_config=config.policy_learner(None, inputs.stops), inputs=inputs,
+        source=These(kept(out), 2), store=CheckpointStore(tmp_path / "checkpoints", keep=1),
+        resume_from=None, dump_dir=str(tmp_path / "failed"),
+    )  # fmt: skip
     for _ in range(3):
         loop.step()
     fed = load_file(Path(loop.save().model_dir) / "model.safetensors")

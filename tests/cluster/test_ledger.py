@@ -72,28 +72,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.version = steps_before
         self.total = per_step * (steps_before + steps)
         self.settings = {
-            "groups_per_step": per_step,
-            "max_staleness": max_staleness,
-            "total_groups": self.total,
-            "lease_s": LEASE_S,
-            "max_failures": 2,
-            "max_deaths": 4,
-            "groups_in_flight": self.window,
-            "on_stale": on_stale,
-            "begin_again_after": 0.0,
-            "most_begun_again": 2,
+            "groups_per_step": per_step, "max_staleness": max_staleness, "total_groups": self.total,
+            "lease_s": LEASE_S, "max_failures": 2, "max_deaths": 4, "groups_in_flight": self.window,
+            "on_stale": on_stale, "begin_again_after": 0.0, "most_begun_again": 2,
             "most_replaced": self.most_replaced,
-        }
+        }  # fmt: skip
         self.journal.record(
             "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
         )
         self.ledger = Ledger(
-            LedgerSettings(**self.settings),
-            self.trained,
-            epoch=1,
-            clock=lambda: self.now,
+            LedgerSettings(**self.settings), self.trained, epoch=1, clock=lambda: self.now,
             record=self.journal.record,
-        )
+        )  # fmt: skip
         self.committed = [(self.version, self.trained)]
         self.published, self.served = self.trained, self.version
         self.forget()
@@ -688,12 +678,9 @@ def test_the_guilty_are_set_aside_soon_and_the_innocent_never(
         path = Path(directory) / "ledger.jsonl"
         journal = Journal(path)
         rules = LedgerSettings(
-            groups_per_step=per_step,
-            max_staleness=max_staleness,
-            total_groups=steps * per_step,
-            lease_s=LEASE_S,
-            max_failures=max_failures,
-        )
+            groups_per_step=per_step, max_staleness=max_staleness, total_groups=steps * per_step,
+            lease_s=LEASE_S, max_failures=max_failures,
+        )  # fmt: skip
         trained = TrainedGroups()
         journal.record("start", run="r", epoch=1, settings=asdict(rules), **trained.to_json())
         ledger = Ledger(rules, trained, epoch=1, record=journal.record)

@@ -226,13 +226,9 @@ def test_runs_in_one_process_need_no_ray(tiny_pair: TinyPair, tmp_path: Path) ->
     packages = tmp_path / "packages"
     packages.mkdir()
     ended = subprocess.run(
-        [sys.executable, "-S", "-c", SCRIPT],
-        input=json.dumps(given),
-        env=bare_environment(packages),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        [sys.executable, "-S", "-c", SCRIPT], input=json.dumps(given),
+        env=bare_environment(packages), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for recipe in recipes:
         steps = [json.loads(line) for line in (tmp_path / recipe / "metrics.jsonl").open()]

@@ -26,27 +26,16 @@ def curve(*accuracy: float, seed: int = 0, lr: float = 1e-3) -> Curve:
     """A run that was evaluated after every second step."""
     steps = tuple(range(0, 2 * len(accuracy), 2))
     return Curve(
-        length=16,
-        method="GRPO",
-        lr=lr,
-        seed=seed,
-        steps=steps,
-        accuracy=accuracy,
-        seconds=tuple(0.5 * step for step in steps),
-        tokens=tuple(100 * step for step in steps),
-    )
+        length=16, method="GRPO", lr=lr, seed=seed, steps=steps, accuracy=accuracy,
+        seconds=tuple(0.5 * step for step in steps), tokens=tuple(100 * step for step in steps),
+    )  # fmt: skip
 
 
 def row(*steps_by_seed: float, method: str = "OPD", length: int = 16, cap: int = 60) -> ResultRow:
     return ResultRow(
-        length=length,
-        method=method,
-        lr=1e-3,
-        steps_by_seed=steps_by_seed,
-        seconds_by_seed=tuple(2 * steps for steps in steps_by_seed),
-        cap=cap,
-        last_accuracy=0.97,
-    )
+        length=length, method=method, lr=1e-3, steps_by_seed=steps_by_seed,
+        seconds_by_seed=tuple(2 * steps for steps in steps_by_seed), cap=cap, last_accuracy=0.97,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -413,14 +413,10 @@ def _printed_by(script: str) -> Any:
     # Where Ray would leave word of this cluster for whoever starts Ray here next.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         ended = subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=REPOSITORY,
+            [sys.executable, "-c", script], cwd=REPOSITORY,
             env={**os.environ, "RAY_TMPDIR": directory, "RAY_health_check_period_ms": "500"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
         try:
             stdout, stderr = ended.communicate(timeout=DEADLINE_S)
         finally:

@@ -224,13 +224,11 @@ def checkpoint(seed: int) -> dict[str, Tensor]:
                 "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
                 "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
                 "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-                "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-                "self_attn.q_norm": (HEAD,),
-                "mlp.gate_proj": (WIDTH, HIDDEN),
-                "mlp.up_proj": (WIDTH, HIDDEN),
+                "self_attn.o_proj": (HIDDEN, HEADS * HEAD), "self_attn.q_norm": (HEAD,),
+                "mlp.gate_proj": (WIDTH, HIDDEN), "mlp.up_proj": (WIDTH, HIDDEN),
                 "mlp.down_proj": (HIDDEN, WIDTH),
             }.items()
-        }
+        }  # fmt: skip
     return {
         name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
     }

@@ -57,12 +57,9 @@ def turns(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool], version:
     logprobs_T = np.where(mask_T, -np.arange(1, len(mask_T) + 1) / 8, 0)
     return segment_of(
         tokens_T=np.array([token for ids, _ in encoded for token in ids], np.int32),
-        action_mask_T=mask_T,
-        behaviour_logprobs_T=logprobs_T,
-        teacher_logprobs_T=logprobs_T * 1.5,
-        versions_T=np.where(mask_T, version, -1),
-        temperature=0.7,
-    )
+        action_mask_T=mask_T, behaviour_logprobs_T=logprobs_T, teacher_logprobs_T=logprobs_T * 1.5,
+        versions_T=np.where(mask_T, version, -1), temperature=0.7,
+    )  # fmt: skip
 
 
 def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:

@@ -16,10 +16,8 @@ from distill.sampling import TrainSampling
 
 REQUEST = GenerateRequest(
     prompt_tokens_T=np.array([3], np.int32),
-    sampling=TrainSampling(temperature=1.0, max_new_tokens=1),
-    num_samples=16,
-    seed=0,
-)
+    sampling=TrainSampling(temperature=1.0, max_new_tokens=1), num_samples=16, seed=0,
+)  # fmt: skip
 
 
 class Handle:

@@ -46,24 +46,16 @@ GIVEN: dict[str, dict[str, Any]] = {
     "DemoConfig": {"out": "o"},
     "EvaluateConfig": {"model": "m", "prompts": "p"},
     "ForecastConfig": {
-        "student": "s",
-        "teacher.model": "t",
-        "prompts": "p",
-        "sampling.temperature": 0.7,
+        "student": "s", "teacher.model": "t", "prompts": "p", "sampling.temperature": 0.7,
     },
     "ReportConfig": {"out": "o"},
     "RolloutsToSftConfig": {"out": "o", "data": "d.jsonl"},
     "SampleToSftConfig": {"model": "m", "prompts": "p", "data": "d.jsonl", "temperature": 0.7},
-}
+}  # fmt: skip
 COMMANDS = (
-    AuditConfig,
-    DemoConfig,
-    EvaluateConfig,
-    ForecastConfig,
-    ReportConfig,
-    RolloutsToSftConfig,
+    AuditConfig, DemoConfig, EvaluateConfig, ForecastConfig, ReportConfig, RolloutsToSftConfig,
     SampleToSftConfig,
-)
+)  # fmt: skip
 KINDS = CONFIGS | {kind.__name__: kind for kind in (*BUILT_IN, Judged, McpToolUse, *COMMANDS)}
 # Further settings with which a setting means something.
 _REWARDS = {"objective.reward_coef": 1.0}

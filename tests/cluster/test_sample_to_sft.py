@@ -153,9 +153,7 @@ def test_bad_input_is_refused_before_anything_is_sampled(
 ) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
     given = {
-        "model": "a/b",
-        "prompts": str(prompts),
-        "data": str(tmp_path / "rows.jsonl"),
-    } | changes
+        "model": "a/b", "prompts": str(prompts), "data": str(tmp_path / "rows.jsonl"),
+    } | changes  # fmt: skip
     assert main([f"{name}={value}" for name, value in given.items()]) in (1, 2)
     assert message in capsys.readouterr().err

@@ -64,12 +64,9 @@ class Crew:
 
     def _add(self, role: str, state: State) -> None:
         kind = ActorSpec(
-            name=role,
-            title=lambda index: f"{role} engine {index}",
-            create=None,
-            heartbeat=lambda _: None,
-            start_deadline_s=1,
-        )
+            name=role, title=lambda index: f"{role} engine {index}", create=None,
+            heartbeat=lambda _: None, start_deadline_s=1,
+        )  # fmt: skip
         index = len(self.members(role))
         self._members.append(Member(spec=kind, index=index, handle=None, attempt=0, state=state))
 

@@ -183,10 +183,8 @@ def test_half_an_hour_for_a_group_is_no_hang(
 
 SAMPLE = GenerateRequest(
     prompt_tokens_T=np.arange(3, 19, dtype=np.int32),
-    sampling=TrainSampling(temperature=0.7, max_new_tokens=TOKENS),
-    num_samples=1,
-    seed=0,
-)
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=TOKENS), num_samples=1, seed=0,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("compiling_s", "dead_after_s"), [(400.0, None), (1e9, 600.0)])
@@ -345,11 +343,9 @@ def test_a_push_may_take_as_long_as_it_gets_on(
         for i in range(engines)
     }
     answers = collect(
-        pending,
-        10,
-        Sends(loop, buckets) if buckets else None,
+        pending, 10, Sends(loop, buckets) if buckets else None,
         waiting=lambda: waits.append(loop.now),
-    )
+    )  # fmt: skip
     assert not answers.failures and list(answers.values) == list(pending)
     assert loop.now - began == pytest.approx(90, abs=1)
     assert max(b - a for a, b in pairwise(waits)) < 1, "nobody heard of it"

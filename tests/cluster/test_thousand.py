@@ -51,18 +51,11 @@ def test_a_node_of_a_hundred_engines_is_back_within_two_minutes(
     loop: SimulatedLoop, tmp_path: Path, tiny_pair: TinyPair
 ) -> None:
     run = SimulatedRun(
-        loop,
-        tmp_path / "run",
-        tiny_pair.student,
-        start_s=lambda index, attempt: 60.0 + index / 20 if attempt else 1.0,
-        tokens_per_s=2.0,
-        policy_engines=ENGINES,
-        rollout_workers=WORKERS,
-        prompts_per_step=16,
-        group_size=2,
-        max_new_tokens=100,
-        steps=1000,
-    )
+        loop, tmp_path / "run", tiny_pair.student,
+        start_s=lambda index, attempt: 60.0 + index / 20 if attempt else 1.0, tokens_per_s=2.0,
+        policy_engines=ENGINES, rollout_workers=WORKERS, prompts_per_step=16, group_size=2,
+        max_new_tokens=100, steps=1000,
+    )  # fmt: skip
     run.step()
     learner = run.fleet.learner.plain
     assert run.serving() == ENGINES and not learner.pushes

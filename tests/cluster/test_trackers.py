@@ -34,13 +34,11 @@ def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
     prompt, answer = (tokenizer.encode(text) for text in ("1+1=", "2"))
     mask_T = np.arange(len(prompt) + len(answer)) >= len(prompt)
     segment = segment_of(
-        tokens_T=np.array(prompt + answer, np.int32),
-        action_mask_T=mask_T,
+        tokens_T=np.array(prompt + answer, np.int32), action_mask_T=mask_T,
         behaviour_logprobs_T=np.where(mask_T, -0.5, 0),
-        teacher_logprobs_T=np.where(mask_T, -0.25, 0),
-        versions_T=np.where(mask_T, step - 1, -1),
+        teacher_logprobs_T=np.where(mask_T, -0.25, 0), versions_T=np.where(mask_T, step - 1, -1),
         temperature=0.7,
-    )
+    )  # fmt: skip
     one = Trajectory(segments=(segment,), reward=1.0, stop_reason=StopReason.EOS)
     return TrajectoryGroup(group_id=8 * step, trajectories_G=(one, one))
 

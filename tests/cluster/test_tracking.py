@@ -47,11 +47,9 @@ sys.exit(7)
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_closed_pipe_ends_no_run(joined: bool) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHATTER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if joined else subprocess.DEVNULL,
-        cwd=ROOT,
-    )
+        [sys.executable, "-c", _CHATTER], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if joined else subprocess.DEVNULL, cwd=ROOT,
+    )  # fmt: skip
     assert child.stdout is not None
     child.stdout.readline()
     child.stdout.close()

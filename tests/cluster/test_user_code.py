@@ -139,11 +139,8 @@ def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code
 def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:
     """A run in the environment of `code`."""
     given = [
-        f"teacher={opd().teacher.model}",
-        f"student={opd().model.path}",
-        "temperature=0.7",
-        "out=x",
-    ]
+        f"teacher={opd().teacher.model}", f"student={opd().model.path}", "temperature=0.7", "out=x",
+    ]  # fmt: skip
     env = ["max_new_tokens=8", f"env={code.stem}:Own", f"env.breaks={breaks}"]
     config = parse(OpdConfig, [*given, *env, *more])
     assert config is not None

@@ -24,16 +24,10 @@ from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 
 LENGTH, LAYERS, WINDOW = 61, 12, 8
 SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": WINDOW,
-}
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 128, "sliding_window": WINDOW,
+}  # fmt: skip
 KINDS = (["sliding_attention"] * 5 + ["full_attention"]) * 2
 CONFIGS = {
     "mistral": MistralConfig(**SIZES),

@@ -193,21 +193,14 @@ def test_every_trained_token_at_its_place(rows: list[TrainingRow], seed: int) ->
             if real and row.loss_mask_T[t]:
                 expected.append(
                     (
-                        b * width + t - 1,
-                        row.tokens_T[t],
-                        row.advantages_T[t],
-                        row.behaviour_logprobs_T[t],
-                        np.float32(row.temperature),
+                        b * width + t - 1, row.tokens_T[t], row.advantages_T[t],
+                        row.behaviour_logprobs_T[t], np.float32(row.temperature),
                     )
-                )
+                )  # fmt: skip
     collated = zip(
-        batch.position_N.tolist(),
-        batch.tokens_N.tolist(),
-        batch.advantages_N.numpy(),
-        batch.behaviour_logprobs_N.numpy(),
-        batch.temperature_N.numpy(),
-        strict=True,
-    )
+        batch.position_N.tolist(), batch.tokens_N.tolist(), batch.advantages_N.numpy(),
+        batch.behaviour_logprobs_N.numpy(), batch.temperature_N.numpy(), strict=True,
+    )  # fmt: skip
     assert list(collated) == expected
     assert batch.rows == tuple(rows)
 

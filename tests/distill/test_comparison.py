@@ -41,15 +41,9 @@ def compared(
     """`party` against a reference of -2 everywhere, off by `gaps`."""
     reference = np.full(len(gaps), -2, np.float32)
     return compare(
-        party,
-        reference + np.array(gaps, np.float32),
-        "teacher decode",
-        reference,
-        temperature=temperature,
-        dtype=dtype,
-        must_differ=must_differ,
-        suspicions=suspicions,
-    )
+        party, reference + np.array(gaps, np.float32), "teacher decode", reference,
+        temperature=temperature, dtype=dtype, must_differ=must_differ, suspicions=suspicions,
+    )  # fmt: skip
 
 
 def compared_with(logprobs_N: FloatArray, reference_N: FloatArray) -> Comparison:

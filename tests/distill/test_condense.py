@@ -128,11 +128,9 @@ class Scribe:
         self.prompts.append(prompt)
         ids = [*BYTES(self.answer(prompt))["input_ids"], BYTES.eos_token_id]
         sample = Sample(
-            tokens_T=np.array(ids, np.int32),
-            logprobs_T=np.zeros(len(ids), np.float32),
-            versions_T=np.zeros(len(ids), np.int32),
-            stop_reason=StopReason.EOS,
-        )
+            tokens_T=np.array(ids, np.int32), logprobs_T=np.zeros(len(ids), np.float32),
+            versions_T=np.zeros(len(ids), np.int32), stop_reason=StopReason.EOS,
+        )  # fmt: skip
         return [sample]
 
 
@@ -254,16 +252,11 @@ CALL = {
     "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": '{"q": "cat"}'}}],
 }
 HISTORY = [
-    SYSTEM,
-    message("user", "Tell me of the market. " * 5),
-    message("assistant", STORY),
-    message("user", "And the lighthouse?"),
-    CALL,
-    message("tool", "The keeper is old."),
-    message("tool", "The lamp is new."),
-    message("assistant", "It still stands."),
+    SYSTEM, message("user", "Tell me of the market. " * 5), message("assistant", STORY),
+    message("user", "And the lighthouse?"), CALL, message("tool", "The keeper is old."),
+    message("tool", "The lamp is new."), message("assistant", "It still stands."),
     message("user", "Who found the green bottle?"),
-]
+]  # fmt: skip
 
 
 def condense(
@@ -276,13 +269,10 @@ def condense(
 ) -> list[Message]:
     condensed = asyncio.run(
         condense_history(
-            messages,
-            condenser=condenser or KeywordCondenser(tokenizer=tokenizer),
-            tokenizer=tokenizer,
-            max_tokens=max_tokens,
-            keep_last=keep_last,
+            messages, condenser=condenser or KeywordCondenser(tokenizer=tokenizer),
+            tokenizer=tokenizer, max_tokens=max_tokens, keep_last=keep_last,
         )
-    )
+    )  # fmt: skip
     assert len(render_messages(tokenizer, condensed)) <= max_tokens
     return condensed
 

@@ -34,12 +34,10 @@ _WORDS = ["the", "answer", "return", "def", "is", "12", "\n\n"]
 def _sentencepiece_decoder() -> decoders.Decoder:
     return decoders.Sequence(
         [
-            decoders.Replace(_BAR, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
+            decoders.Replace(_BAR, " "), decoders.ByteFallback(), decoders.Fuse(),
             decoders.Strip(" ", 1, 0),
         ]
-    )
+    )  # fmt: skip
 
 
 def _trained(pre: pre_tokenizers.PreTokenizer, decoder: decoders.Decoder, **trained) -> Tokenizer:
@@ -145,11 +143,9 @@ def _encoder(name: str, bos: bool = True, eos: bool = False) -> ExampleEncoder:
     made.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
     return ExampleEncoder(
-        tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
-        max_length=10_000,
+        tokenizer=tokenizer, vocab_size=len(tokenizer), max_length=10_000,
         stop_ids=[token_id(tokenizer, "</s>")],
-    )
+    )  # fmt: skip
 
 
 def _decoded(encoder: ExampleEncoder, ids: list[int]) -> str:

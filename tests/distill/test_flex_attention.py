@@ -81,10 +81,8 @@ def results(length: int, current: Pass, rule: AttentionRule, *, gradients: bool)
 
 
 RULES = [
-    AttentionRule(0.25, None, None),
-    AttentionRule(0.25, 33, None),
-    AttentionRule(0.3, 150, 5.0),
-]
+    AttentionRule(0.25, None, None), AttentionRule(0.25, 33, None), AttentionRule(0.3, 150, 5.0),
+]  # fmt: skip
 
 
 def passes(case: int) -> list[tuple[int, Pass, Pass]]:

@@ -27,11 +27,9 @@ def byte_level(normalizer: normalizers.Normalizer | None = None) -> PreTrainedTo
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>", "<eos>"],
-        show_progress=False,
-    )
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>", "<eos>"], show_progress=False,
+    )  # fmt: skip
     backend.train_from_iterator(["the start of a tool_call is the end of im_start think"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     # As Qwen has them: added, normalized, and not special.
@@ -50,12 +48,9 @@ def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
     spiteful = byte_level()
     spiteful.add_tokens(["a\u200b", "\u200b<", "ab", "b"])  # breaking one makes another
     return {
-        "tiny": tiny,
-        "tinier": tinier,
-        "bytes": byte_level(),
-        "lower": byte_level(lower),
+        "tiny": tiny, "tinier": tinier, "bytes": byte_level(), "lower": byte_level(lower),
         "spiteful": spiteful,
-    }
+    }  # fmt: skip
 
 
 NAMES = ("tiny", "tinier", "bytes", "lower", "spiteful")

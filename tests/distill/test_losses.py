@@ -17,15 +17,11 @@ from tests.loss_twin import bounds, drawn, gradient_of, in_float64, written_out
 
 SEEDS = range(4)
 LOSSES: dict[str, dict[str, Any]] = {
-    "importance_sampling": {},
-    "ppo": {"loss": "ppo"},
-    "ppo, wide above": {"loss": "ppo", "clip": (0.1, 0.5)},
-    "cispo": {"loss": "cispo"},
-    "cispo, narrow": {"loss": "cispo", "clip": (0.3, 0.3)},
-    "dro": {"loss": "dro"},
-    "gspo": {"loss": "gspo"},
-    "gspo, wide": {"loss": "gspo", "clip": (0.3, 0.2)},
-}
+    "importance_sampling": {}, "ppo": {"loss": "ppo"},
+    "ppo, wide above": {"loss": "ppo", "clip": (0.1, 0.5)}, "cispo": {"loss": "cispo"},
+    "cispo, narrow": {"loss": "cispo", "clip": (0.3, 0.3)}, "dro": {"loss": "dro"},
+    "gspo": {"loss": "gspo"}, "gspo, wide": {"loss": "gspo", "clip": (0.3, 0.2)},
+}  # fmt: skip
 NORMALISED: dict[str, dict[str, Any]] = {"token": {}, "sequence": {"normalisation": "sequence"}}
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 every_normalisation = pytest.mark.parametrize("norm", NORMALISED.values(), ids=NORMALISED)

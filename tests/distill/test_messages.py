@@ -37,16 +37,13 @@ def without(message: dict, field: str) -> dict:
 
 
 FORMS = {
-    "object": calling(ARGUMENTS),
-    "text in text": calling(json.dumps(TEXT)),
-    "flat object": flat(ARGUMENTS),
-    "flat text": flat(TEXT),
-    "null content": calling(content=None),
+    "object": calling(ARGUMENTS), "text in text": calling(json.dumps(TEXT)),
+    "flat object": flat(ARGUMENTS), "flat text": flat(TEXT), "null content": calling(content=None),
     "no content": without(calling(), "content"),
     "null fields": calling(name=None, reasoning_content=None, function_call=None),
     "calls as text": calling(tool_calls=json.dumps(calling()["tool_calls"])),
     "all as text": json.dumps(calling()),
-}
+}  # fmt: skip
 # As DeepSeek's shipped templates, which add the arguments to a text; and one that interpolates.
 ADDS = (
     "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"

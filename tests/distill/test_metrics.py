@@ -22,11 +22,9 @@ def group_metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, floa
 def uneven_groups() -> list[TrajectoryGroup]:
     """Two groups of different sizes, versions and endings; one trajectory has two segments."""
     two_turns = trajectory(
-        segment(2, 1, seed=1, version=4),
-        segment(3, 5, seed=2, version=5),
-        reward=3.0,
+        segment(2, 1, seed=1, version=4), segment(3, 5, seed=2, version=5), reward=3.0,
         stop=StopReason.LENGTH,
-    )
+    )  # fmt: skip
     return [
         TrajectoryGroup(
             group_id=0,

@@ -53,11 +53,9 @@ def called(name: str, arguments: Any) -> dict:
 
 def chat(name: str, arguments: Any, tools: list[dict]) -> dict:
     messages = [
-        {"role": "user", "content": "go"},
-        called(name, arguments),
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "done"},
-    ]
+        {"role": "user", "content": "go"}, called(name, arguments),
+        {"role": "tool", "content": "3"}, {"role": "assistant", "content": "done"},
+    ]  # fmt: skip
     return {"messages": messages, "tools": tools}
 
 
@@ -135,19 +133,13 @@ def in_shards(path: Path) -> str:
 
 SOURCES: dict[str, Callable[[Path], str]] = {
     "jsonl": lambda path: write_rows(path / "a.jsonl", *ROWS),
-    "nulls": lambda path: write_rows(path / "a.jsonl", *as_tables()),
-    "to_json": written_by_arrow,
-    "json text": in_json_text,
-    "parquet": in_parquet,
-    "arrow": in_arrow,
-    "json columns": in_json_columns,
-    "saved": saved,
-    "shards": in_shards,
+    "nulls": lambda path: write_rows(path / "a.jsonl", *as_tables()), "to_json": written_by_arrow,
+    "json text": in_json_text, "parquet": in_parquet, "arrow": in_arrow,
+    "json columns": in_json_columns, "saved": saved, "shards": in_shards,
     "pattern": lambda path: f"{in_shards(path)}/train-*.jsonl",
-    "to_pylist": lambda _: f"{__name__}:as_tables",
-    "data set": lambda _: f"{__name__}:as_data_set",
+    "to_pylist": lambda _: f"{__name__}:as_tables", "data set": lambda _: f"{__name__}:as_data_set",
     "tuples": lambda _: f"{__name__}:as_tuples",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", SOURCES)

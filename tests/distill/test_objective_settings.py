@@ -72,27 +72,19 @@ def test_a_distillation_needs_its_teacher() -> None:
 
 
 WHOLE: list[dict[str, Any]] = [
-    {"estimator": "full"},
-    {"estimator": "full", "divergence": "jsd"},
-    {"estimator": "full", "entropy_coef": 0.01},
-    {"estimator": "top_k", "divergence": "forward_kl"},
-]
+    {"estimator": "full"}, {"estimator": "full", "divergence": "jsd"},
+    {"estimator": "full", "entropy_coef": 0.01}, {"estimator": "top_k", "divergence": "forward_kl"},
+]  # fmt: skip
 SAMPLED: list[dict[str, Any]] = [
-    {"estimator": "auto"},
-    {"estimator": "sampled"},
-    {"estimator": "top_k"},
-    {"estimator": "full", "reward_coef": 1.0},
-    {"estimator": "full", "hint_bonus_coef": 0.1},
+    {"estimator": "auto"}, {"estimator": "sampled"}, {"estimator": "top_k"},
+    {"estimator": "full", "reward_coef": 1.0}, {"estimator": "full", "hint_bonus_coef": 0.1},
     {"estimator": "top_k", "divergence": "jsd", "reference_kl_coef": 0.1},
-]
+]  # fmt: skip
 WEIGHING: list[dict[str, Any]] = [
-    {"loss": "ppo"},
-    {"loss": "ppo", "clip": 0.1},
-    {"loss": "cispo"},
-    {"loss": "gspo", "clip": (3e-4, 0.1)},
-    {"correction": "mask"},
+    {"loss": "ppo"}, {"loss": "ppo", "clip": 0.1}, {"loss": "cispo"},
+    {"loss": "gspo", "clip": (3e-4, 0.1)}, {"correction": "mask"},
     {"correction": "truncate", "correction_cap": 3.0},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("weighing", WEIGHING, ids=str)

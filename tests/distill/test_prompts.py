@@ -112,14 +112,11 @@ def test_optional_fields(load, tokenizer: PreTrainedTokenizerBase) -> None:
         GOOD,
         json.dumps(
             {
-                "prompt": "2 + 2 =",
-                "answer": 4.5,
-                "tag": "sums",
-                "teacher_prompt": "(4) 2 + 2 =",
+                "prompt": "2 + 2 =", "answer": 4.5, "tag": "sums", "teacher_prompt": "(4) 2 + 2 =",
                 "bonuses": {"so": 1, "hm": -0.5},
             }
         ),
-    )
+    )  # fmt: skip
     assert (plain.teacher, plain.tag, plain.teacher_tokens_T, plain.bonuses) == ("", None, None, {})
     assert (full.answer, full.tag, full.bonuses) == ("4.5", "sums", {"so": 1.0, "hm": -0.5})
     assert tokenizer.decode(full.tokens_T.tolist()) == "2 + 2 ="
@@ -221,14 +218,9 @@ def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
 ) -> None:
     """Also after the dataset went to another process."""
     prompt = Prompt(
-        tokens_T=ids(3),
-        answer="4",
-        line=1,
-        teacher="maths",
-        tag="sums",
-        teacher_tokens_T=ids(5, 6),
-        bonuses={"so": 1.0},
-    )
+        tokens_T=ids(3), answer="4", line=1, teacher="maths", tag="sums",
+        teacher_tokens_T=ids(5, 6), bonuses={"so": 1.0},
+    )  # fmt: skip
     problems = PromptDataset([prompt], tokenizer, reward=contains)
     stream = pickle.loads(pickle.dumps(EnvStream(problems, group_size=2, seed=0)))
     builder = stream.builder(7)

@@ -112,22 +112,16 @@ def parquet(rows: list[dict]) -> bytes:
 BOM = "\ufeff".encode()
 # File name -> the bytes of rows of texts.
 FORMATS: dict[str, Callable[[list[dict]], bytes]] = {
-    "a.jsonl": json_lines,
-    "windows.jsonl": lambda rows: BOM + json_lines(rows, "\r\n"),
+    "a.jsonl": json_lines, "windows.jsonl": lambda rows: BOM + json_lines(rows, "\r\n"),
     "a.jsonl.gz": lambda rows: gzip.compress(json_lines(rows)),
     "a.json": lambda rows: json.dumps(rows, indent=1).encode(),
     "array.jsonl": lambda rows: BOM + json.dumps(rows).encode(),
-    "a.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
-    "lines.json": json_lines,
-    "a.csv": table,
-    "windows.CSV": lambda rows: BOM + table(rows, end="\r\n"),
-    "a.csv.gz": lambda rows: gzip.compress(table(rows)),
-    "a.tsv": lambda rows: table(rows, "\t"),
-    "a.parquet": parquet,
-    "a.arrow": arrow,
-    "stream.arrow": lambda rows: arrow(rows, pyarrow.ipc.new_stream),
-    "a.feather": arrow,
-}
+    "a.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()), "lines.json": json_lines,
+    "a.csv": table, "windows.CSV": lambda rows: BOM + table(rows, end="\r\n"),
+    "a.csv.gz": lambda rows: gzip.compress(table(rows)), "a.tsv": lambda rows: table(rows, "\t"),
+    "a.parquet": parquet, "a.arrow": arrow,
+    "stream.arrow": lambda rows: arrow(rows, pyarrow.ipc.new_stream), "a.feather": arrow,
+}  # fmt: skip
 # Texts that quotes, commas, tabs, line ends and Unicode are in.
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 

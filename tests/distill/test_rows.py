@@ -36,14 +36,12 @@ def with_top() -> Segment:
     tokens = [9, 20, 21, 22, 23, 24]
     top = [[1, 2], [21, 3], [4, 5], [6, 23], [7, 8]]
     return segment(
-        1,
-        5,
-        tokens_T=tokens,
+        1, 5, tokens_T=tokens,
         teacher_top=TopLogprobs(
             ids_NK=np.array(top, np.int32), logprobs_NK=np.full((5, 2), -1.5, np.float32)
         ),
         teacher_context_T=ids(30, 31),
-    )
+    )  # fmt: skip
 
 
 def one_group(made: Segment, **fields: Any) -> TrajectoryGroup:

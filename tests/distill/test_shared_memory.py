@@ -26,11 +26,9 @@ from tests.leftovers import shared_memory_of
 
 def tensors(fill: float) -> dict[str, torch.Tensor]:
     return {
-        "matrix": torch.full((3, 5), fill),
-        "transposed": torch.full((3, 5), fill).T,
-        "half": torch.full((7,), fill, dtype=torch.bfloat16),
-        "nothing": torch.zeros(0, 4),
-    }
+        "matrix": torch.full((3, 5), fill), "transposed": torch.full((3, 5), fill).T,
+        "half": torch.full((7,), fill, dtype=torch.bfloat16), "nothing": torch.zeros(0, 4),
+    }  # fmt: skip
 
 
 def held(fill: float) -> HeldWeights:

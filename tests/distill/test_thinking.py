@@ -67,19 +67,15 @@ _INLINE = (
 FAMILIES = {
     "think": Family(assistant=_INLINE, before="<think>\n", between="\n</think>\n\n"),
     "think, opened by the prompt": Family(
-        assistant=_INLINE,
-        before="",
-        between="\n</think>\n\n",
+        assistant=_INLINE, before="", between="\n</think>\n\n",
         prompt="<|start|>assistant\n<think>\n",
     ),
     "think, never in a history": Family(
-        assistant=_HEAD + "{{ m.content.split('</think>')[-1] }}<|end|>",
-        before="<think>",
+        assistant=_HEAD + "{{ m.content.split('</think>')[-1] }}<|end|>", before="<think>",
         between="</think>",
     ),
     "think, emptied in a history": Family(
-        assistant=_HEAD + "<think></think>{{ m.content }}<|end|>",
-        before="<think>",
+        assistant=_HEAD + "<think></think>{{ m.content }}<|end|>", before="<think>",
         between="</think>",
     ),
     "channels": Family(
@@ -124,7 +120,7 @@ FAMILIES = {
         after="<|END_TEXT|>",
         prompt="<|start|>assistant\n<|START_THINKING|>",
     ),
-}
+}  # fmt: skip
 _SPECIAL = (
     "<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>", "[THINK]", "[/THINK]",
     "<|channel>", "<channel|>", "<seed:think>", "</seed:think>", "<|START_THINKING|>",

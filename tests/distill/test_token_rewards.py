@@ -22,11 +22,9 @@ def byte_tokenizer(*corpus: str, vocab_size: int = 257) -> PreTrainedTokenizerBa
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=vocab_size, special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     backend.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
@@ -38,12 +36,10 @@ def llama_tokenizer() -> PreTrainedTokenizerBase:
     backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.decoder = decoders.Sequence(
         [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
             decoders.Strip(" ", 1, 0),
         ]
-    )
+    )  # fmt: skip
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
 
 

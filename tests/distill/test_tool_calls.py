@@ -283,16 +283,12 @@ def test_a_template_tells_its_format(family: str) -> None:
 _PARAMETERS = {
     "type": "object",
     "properties": {
-        "s": {"type": "string"},
-        "i": {"type": "integer"},
-        "f": {"type": "number"},
-        "b": {"type": "boolean"},
-        "n": {"type": "null"},
-        "l": {"type": "array"},
+        "s": {"type": "string"}, "i": {"type": "integer"}, "f": {"type": "number"},
+        "b": {"type": "boolean"}, "n": {"type": "null"}, "l": {"type": "array"},
         "o": {"$ref": "#/$defs/Any"},
     },
     "$defs": {"Any": {"type": "object"}},
-}
+}  # fmt: skip
 _EVERY = {"type": "function", "function": {"name": "every", "parameters": _PARAMETERS}}
 # No marks; nor characters that a JSON encoder escapes in other ways than Python.
 _WORDS = st.text(st.sampled_from("ab 01.,:'\"\\\n(){}\u00e9\U0001f40c"), max_size=12)
@@ -305,15 +301,11 @@ _VALUES = st.recursive(
 _ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
-        "s": _WORDS,
-        "i": st.integers(),
-        "f": st.floats(allow_nan=False, allow_infinity=False),
-        "b": st.booleans(),
-        "n": st.none(),
-        "l": st.lists(_VALUES, max_size=3),
+        "s": _WORDS, "i": st.integers(), "f": st.floats(allow_nan=False, allow_infinity=False),
+        "b": st.booleans(), "n": st.none(), "l": st.lists(_VALUES, max_size=3),
         "o": st.dictionaries(_KEYS, _VALUES, max_size=3),
     },
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FORMATS)

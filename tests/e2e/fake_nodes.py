@@ -40,33 +40,24 @@ class LoopbackNodes(FakeMultiNodeProvider):
             node_type = tags[TAG_RAY_USER_NODE_TYPE]
             parameters = RayParams(
                 node_ip_address=self.provider_config["node_ip_address"],
-                gcs_address=self._gcs_address,
-                redis_address=self._gcs_address,
-                min_worker_port=0,
-                max_worker_port=0,
-                dashboard_agent_listen_port=0,
-                num_cpus=wanted.pop("CPU", 0),
+                gcs_address=self._gcs_address, redis_address=self._gcs_address, min_worker_port=0,
+                max_worker_port=0, dashboard_agent_listen_port=0, num_cpus=wanted.pop("CPU", 0),
                 num_gpus=wanted.pop("GPU", 0),
-                object_store_memory=wanted.pop("object_store_memory", None),
-                resources=wanted,
+                object_store_memory=wanted.pop("object_store_memory", None), resources=wanted,
                 labels=labels,
                 env_vars={
-                    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": node_id,
-                    "RAY_CLOUD_INSTANCE_ID": node_id,
+                    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": node_id, "RAY_CLOUD_INSTANCE_ID": node_id,
                     "RAY_NODE_TYPE_NAME": node_type,
                     RESOURCES_ENVIRONMENT_VARIABLE: json.dumps(wanted),
                     LABELS_ENVIRONMENT_VARIABLE: json.dumps(labels),
                 },
-            )
+            )  # fmt: skip
             node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
             nodes: dict[str, dict[str, Any]] = self._nodes
             nodes[node_id] = {
                 "tags": {
-                    TAG_RAY_NODE_KIND: NODE_KIND_WORKER,
-                    TAG_RAY_USER_NODE_TYPE: node_type,
-                    TAG_RAY_NODE_NAME: node_id,
-                    TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE,
-                    **tags,
+                    TAG_RAY_NODE_KIND: NODE_KIND_WORKER, TAG_RAY_USER_NODE_TYPE: node_type,
+                    TAG_RAY_NODE_NAME: node_id, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE, **tags,
                 },
                 "node": node,
-            }
+            }  # fmt: skip

@@ -64,14 +64,10 @@ def taught(model: Path, rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
     """Starts `python -m module arguments` in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-m", module, *arguments], cwd=REPOSITORY,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:

@@ -55,11 +55,7 @@ if __name__ == "__main__":
     lines = Path(path).read_text().splitlines()
     limit = int(rest[1]) if len(rest) > 1 else 50
     value = exact_reverse_kl(
-        student,
-        teacher,
-        [json.loads(line)["prompt"] for line in lines][:limit],
-        float(temperature),
-        max_new_tokens=int(rest[0]) if rest else 64,
-        samples=4,
-    )
+        student, teacher, [json.loads(line)["prompt"] for line in lines][:limit],
+        float(temperature), max_new_tokens=int(rest[0]) if rest else 64, samples=4,
+    )  # fmt: skip
     print(f"exact KL(p_T || q_T) at T={temperature}: {value:.4f} nats per token")

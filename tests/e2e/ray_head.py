@@ -120,12 +120,9 @@ def ray_head(
                 arguments = [f"--autoscaling-config={file}"]
                 complete |= _scaling_environment(autoscaler)
             process = subprocess.Popen(
-                _command(root, ports, cpus, dashboard, arguments),
-                env=complete,
-                stdout=log.open("wb"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                _command(root, ports, cpus, dashboard, arguments), env=complete,
+                stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
             pid = process.pid
             stack.callback(_end, process)
             try:
@@ -137,13 +134,9 @@ def ray_head(
                 if start == _STARTS:
                     raise
         yield Head(
-            gcs_port=gcs_port,
-            dashboard_port=dashboard_port,
-            metrics_port=metrics_port,
-            pid=pid,
-            log=log,
-            environment=complete,
-        )
+            gcs_port=gcs_port, dashboard_port=dashboard_port, metrics_port=metrics_port, pid=pid,
+            log=log, environment=complete,
+        )  # fmt: skip
 
 
 def _scaling(address: str, cpus: int, workers: int, idle_s: float) -> dict[str, Any]:

@@ -167,11 +167,9 @@ def stock(tiny_pair: TinyPair, tmp_path: Path, request: pytest.FixtureRequest) -
     )
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none"}
     server = SglangServer(
-        flags.split(),
-        environment=environment,
-        log_path=tmp_path / "server.log",
+        flags.split(), environment=environment, log_path=tmp_path / "server.log",
         start_deadline_s=300,
-    )
+    )  # fmt: skip
     try:
         asyncio.run(server.ready())
         os.environ["ISOTHERM_TEACHER_API_KEY"] = server.api_key

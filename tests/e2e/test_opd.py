@@ -148,15 +148,9 @@ def test_several_engines_and_workers_share_the_work(
     """On Ray with pushes to engines in bfloat16, beside the next step."""
     changes: dict[str, Any] = {"dtype": "bfloat16", "lr": 1e-6, "verify_every": 1}
     out = distil(
-        tiny_pair,
-        tmp_path / "run",
-        policy_engines=2,
-        teacher_engines=2,
-        rollout_workers=2,
-        steps=4,
-        local=local,
-        **{} if local else changes,
-    )
+        tiny_pair, tmp_path / "run", policy_engines=2, teacher_engines=2, rollout_workers=2,
+        steps=4, local=local, **{} if local else changes,
+    )  # fmt: skip
     assert trained_groups(out) == list(range(4 * PROMPTS_PER_STEP))
     steps = metrics(out)
     if local:

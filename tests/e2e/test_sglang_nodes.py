@@ -93,14 +93,10 @@ def test_a_run_with_a_policy_over_two_nodes_goes_on_when_one_is_lost(
     # Where Ray would leave word of this cluster for whoever starts Ray here next.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         ended = subprocess.Popen(
-            [sys.executable, "-c", _RUN, str(out), *arguments],
-            cwd=REPOSITORY,
-            env={**os.environ, "RAY_TMPDIR": directory},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            [sys.executable, "-c", _RUN, str(out), *arguments], cwd=REPOSITORY,
+            env={**os.environ, "RAY_TMPDIR": directory}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
         try:
             output, _ = ended.communicate(timeout=DEADLINE_S)
         finally:

@@ -39,16 +39,11 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     # What is killed leaves its temporary files; sockets among them have paths of at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as directory:
         yield {
-            **os.environ,
-            "TMPDIR": directory,
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
-            "ISOTHERM_VENV": str(venv.parent),
-            "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_JOB_NODELIST": "node0",
-            "SLURM_JOB_NUM_NODES": "1",
-            "SLURM_CPUS_ON_NODE": "8",
-        }
+            **os.environ, "TMPDIR": directory,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
+            "ISOTHERM_VENV": str(venv.parent), "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NODELIST": "node0", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "8",
+        }  # fmt: skip
 
 
 def test_a_run_that_slurm_ends_has_its_checkpoint_and_is_resumed(

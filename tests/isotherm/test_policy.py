@@ -41,13 +41,11 @@ def own_reverse_kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
 
 SEQUENCES = isotherm.ObjectiveConfig(loss="dro", normalisation="sequence", kl_coef=0.0)
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": "cross_entropy",
-    "ppo": "ppo",
-    "over sequences": SEQUENCES,
+    "cross_entropy": "cross_entropy", "ppo": "ppo", "over sequences": SEQUENCES,
     "pairs": isotherm.PreferenceLoss(beta=0.3),
     "a function": lambda logprobs_N, _old_N, advantages_N: -advantages_N * logprobs_N,
     "its name": f"{__name__}:importance_sampling",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -55,14 +55,9 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
     ) -> Learner:
         settings = {"lr": 1e-2, "max_grad_norm": 1e9} | learner
         config = LearnerConfig.of(
-            model=model,
-            total_steps=total_steps,
-            token_budget=token_budget,
-            device="cpu",
-            dtype=dtype,
-            compile=compile,
-            **settings,
-        )
+            model=model, total_steps=total_steps, token_budget=token_budget, device="cpu",
+            dtype=dtype, compile=compile, **settings,
+        )  # fmt: skip
         return Learner(config, str(tmp_path / "failed"))
 
     return new
@@ -134,14 +129,10 @@ def new_loop(
         start = {"model": resume_from.model_dir} if resume_from else {}
         return PolicyLoop(
             learner=new_learner(**{"lr_schedule": "linear"} | dict(learner or {}) | start),
-            tokenizer=tokenizer,
-            source=world,
-            publish=world.publish,
-            store=store,
+            tokenizer=tokenizer, source=world, publish=world.publish, store=store,
             loss=PolicyObjectiveLoss(objective=objective, teachers=teachers),
-            resume_from=resume_from,
-            **settings,
-        )
+            resume_from=resume_from, **settings,
+        )  # fmt: skip
 
     return new
 

@@ -35,12 +35,8 @@ CONTEXT_T = np.arange(40, 110, dtype=np.int32)
 ROWS = [*after_context(CONTEXT_T, (3, 9, 20)), training_row(5, 12, seed=7)]
 
 _GPT2: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-}
+    "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+}  # fmt: skip
 _OPT: dict[str, Any] = {
     name: SIZES[name] for name in SIZES.keys() - {"intermediate_size", "num_key_value_heads"}
 }

@@ -35,16 +35,10 @@ def qwen3(**changes: Any) -> PreTrainedModel:
 
 def _shape() -> dict[str, Any]:
     return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-    }
+        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "eos_token_id": 1, "bos_token_id": None,
+    }  # fmt: skip
 
 
 def gpt2() -> PreTrainedModel:

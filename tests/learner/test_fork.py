@@ -85,11 +85,9 @@ def test_another_model_or_tokenizer_is_refused(
     save_tokenizer(tmp_path / "other", alphabet="abc")
     with refuses(ConfigError, "model.path"):
         check_fork(
-            checkpoint,
-            model=tiny_pair.student,
-            tokenizer=load_tokenizer(str(tmp_path / "other")),
+            checkpoint, model=tiny_pair.student, tokenizer=load_tokenizer(str(tmp_path / "other")),
             lora=FULL,
-        )
+        )  # fmt: skip
     with refuses(ConfigError, "lora.rank"):
         checked(checkpoint, **LORA)
 

@@ -254,14 +254,10 @@ def test_an_adapter_is_trained_on_from_where_it_is(lora: PeftModel, base: str, s
 def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
     """With another rule for its scale, another rank in places, targets by a pattern."""
     config = LoraConfig(
-        r=4,
-        lora_alpha=5,
-        use_rslora=True,
-        init_lora_weights="gaussian",
-        target_modules=r".*\.(q_proj|up_proj)",
-        rank_pattern={"layers.1.mlp.up_proj": 2},
+        r=4, lora_alpha=5, use_rslora=True, init_lora_weights="gaussian",
+        target_modules=r".*\.(q_proj|up_proj)", rank_pattern={"layers.1.mlp.up_proj": 2},
         lora_dropout=0.5,
-    )
+    )  # fmt: skip
     theirs = get_peft_model(load(base), config)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -500,11 +496,9 @@ def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, s
 
 def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> list[float]:
     loop = new_loop(
-        World([group(i) for i in range(9)], per_step=1),
-        ObjectiveConfig(reward_coef=1.0),
-        learner={"model": start, "lora_rank": 16, "lr": lr, "lr_schedule": "constant"},
-        **settings,
-    )
+        World([group(i) for i in range(9)], per_step=1), ObjectiveConfig(reward_coef=1.0),
+        learner={"model": start, "lora_rank": 16, "lr": lr, "lr_schedule": "constant"}, **settings,
+    )  # fmt: skip
     return [loop.step()["push/lost_share"] for _ in range(9)]
 
 

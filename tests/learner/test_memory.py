@@ -43,14 +43,9 @@ from tests.samples import training_row
 
 LENGTH = 192
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 96, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 256,
+    "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 SHAPES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, intermediate_size=384, num_key_value_heads=1, head_dim=32),
     "qwen3, wide heads": Qwen3Config(
@@ -65,15 +60,9 @@ MIXTURE = Qwen3MoeConfig(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96,
 )  # fmt: skip
 QWEN3_8B = Qwen3Config(
-    vocab_size=151_936,
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=False,
-)
+    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+)  # fmt: skip
 # Usable bytes of an 80 GB GPU, less what stays free of it.
 ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 

@@ -36,14 +36,12 @@ DISTANCES = [0.01, 0.1, 0.4]
 TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K}
 # Without clips that act, each of them has the gradient of the ratio.
 EXACT: dict[str, dict[str, Any]] = {
-    "importance_sampling": {},
-    "cispo, unclipped": {"loss": "cispo", "clip": (1.0, 1e6)},
-    "top_k": TOP,
-    "full": {"estimator": "full"},
+    "importance_sampling": {}, "cispo, unclipped": {"loss": "cispo", "clip": (1.0, 1e6)},
+    "top_k": TOP, "full": {"estimator": "full"},
     "reference": {"kl_coef": 0.0, "reference_kl_coef": 1.0},  # the reference is the teacher
     "both": {"kl_coef": 0.3, "reference_kl_coef": 0.7},
     "corrected": {"correction": "truncate", "correction_cap": 1e6},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +161,9 @@ def test_discounted_terms_are_off_by_the_ratios_of_the_tokens_between(world: Wor
 UPDATES = 16
 # The share of the KL at the start that is left at most: bounds, where they act, leave more.
 LOSSES: dict[str, tuple[dict[str, Any], float]] = {
-    "importance_sampling": ({}, 0.2),
-    "cispo": ({"loss": "cispo"}, 0.2),
-    "top_k": (TOP, 0.2),
-    "ppo": ({"loss": "ppo"}, 0.5),
-    "corrected": ({"correction": "truncate"}, 0.5),
-}
+    "importance_sampling": ({}, 0.2), "cispo": ({"loss": "cispo"}, 0.2), "top_k": (TOP, 0.2),
+    "ppo": ({"loss": "ppo"}, 0.5), "corrected": ({"correction": "truncate"}, 0.5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "share"), LOSSES.values(), ids=LOSSES)

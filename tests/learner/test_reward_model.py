@@ -179,13 +179,9 @@ def new_loop(
         start = {"model": resume_from.model_dir} if resume_from else {}
         return SupervisedLoop(
             learner=new_learner(lr=3e-3, token_budget=60, reward_padding=PAD, **start),
-            tokenizer=tokenizer,
-            stream=RowStream(ROWS, batch_size=2, seed=0, rows_per_unit=2),
-            loss=reward_model_loss,
-            store=store,
-            held_out=held_out,
-            resume_from=resume_from,
-        )
+            tokenizer=tokenizer, stream=RowStream(ROWS, batch_size=2, seed=0, rows_per_unit=2),
+            loss=reward_model_loss, store=store, held_out=held_out, resume_from=resume_from,
+        )  # fmt: skip
 
     return new
 

@@ -47,15 +47,9 @@ from tests.weights import numbers
 
 # Everything at once that rows need of others: of their group, of their sequence, of the step.
 WHOLE = ObjectiveConfig(
-    loss="gspo",
-    kl_coef=0.5,
-    reward_coef=1.0,
-    reference_kl_coef=0.3,
-    kl_discount_factor=0.9,
-    correction="truncate",
-    num_substeps=2,
-    normalisation="sequence",
-)
+    loss="gspo", kl_coef=0.5, reward_coef=1.0, reference_kl_coef=0.3, kl_discount_factor=0.9,
+    correction="truncate", num_substeps=2, normalisation="sequence",
+)  # fmt: skip
 WITHOUT_TEACHER = chz.replace(WHOLE, kl_coef=0.0, constant_groups="drop")
 SLOW = pytest.mark.slow
 TEACHER_WEIGHTS = {"a": 1.0, "b": 0.25}
@@ -143,29 +137,20 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a loop, as its leader sees them."""
     world, keep = Noting(given["groups"]), KeepAll()
     loop = PolicyLoop(
-        learner=learner,
-        tokenizer=load_tokenizer(given["tokenizer"]),
-        source=world,
-        publish=world.publish,
-        foresee=world.foresee,
-        store=CheckpointStore(Path(given["root"]), keep=1),
-        loss=given["loss"],
-        teacher_weights=TEACHER_WEIGHTS,
-        base_is_reference=given["base_is_reference"],
-        keep=keep,
-    )
+        learner=learner, tokenizer=load_tokenizer(given["tokenizer"]), source=world,
+        publish=world.publish, foresee=world.foresee,
+        store=CheckpointStore(Path(given["root"]), keep=1), loss=given["loss"],
+        teacher_weights=TEACHER_WEIGHTS, base_is_reference=given["base_is_reference"], keep=keep,
+    )  # fmt: skip
     prints = [learner.fingerprints()]
     metrics = []
     for _ in range(2):
         metrics.append(loop.step())
         prints.append(learner.fingerprints())
     return {
-        "metrics": metrics,
-        "prints": prints,
-        "weights": numbers(learner.weights()),
-        "fetched": world.fetched,
-        "kept": keep.kept,
-    }
+        "metrics": metrics, "prints": prints, "weights": numbers(learner.weights()),
+        "fetched": world.fetched, "kept": keep.kept,
+    }  # fmt: skip
 
 
 def learner_config(model: str, **changes: Any) -> LearnerConfig:
@@ -241,12 +226,10 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     groups = groups_of_segments(reference=not base_is_reference)
     groups = [replace(made, by_teacher=made.group_id in (2, 6)) for made in groups]
     given = {
-        "groups": groups,
-        "tokenizer": tiny_pair.student,
-        "root": str(tmp_path / "checkpoints"),
+        "groups": groups, "tokenizer": tiny_pair.student, "root": str(tmp_path / "checkpoints"),
         "loss": (loss := PolicyObjectiveLoss(objective=objective)),
         "base_is_reference": base_is_reference,
-    }
+    }  # fmt: skip
     config = learner_config(tiny_pair.student, **{"lora_rank": 2} if base_is_reference else {})
     alone = steps(Learner(config, str(tmp_path / "failed")), given)
     losses = loss, TeacherSamplesLoss(normalisation=objective.normalisation)

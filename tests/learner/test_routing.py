@@ -288,12 +288,9 @@ async def _sampled_in_bfloat16(path: str) -> list[TrainingRow]:
         stops=StopTokens(ids=()),
     )  # fmt: skip
     request = GenerateRequest(
-        prompt_tokens_T=CONTEXT_T[:20],
-        sampling=TrainSampling(temperature=1.0, max_new_tokens=40),
-        num_samples=8,
-        seed=3,
-        experts=True,
-    )
+        prompt_tokens_T=CONTEXT_T[:20], sampling=TrainSampling(temperature=1.0, max_new_tokens=40),
+        num_samples=8, seed=3, experts=True,
+    )  # fmt: skip
     rows = []
     for sample in await engine.generate(request):
         segments = SegmentBuilder(1.0)
@@ -302,13 +299,10 @@ async def _sampled_in_bfloat16(path: str) -> list[TrainingRow]:
         mask_T = segment.action_mask_T
         rows.append(
             TrainingRow(
-                tokens_T=segment.tokens_T,
-                loss_mask_T=mask_T,
+                tokens_T=segment.tokens_T, loss_mask_T=mask_T,
                 advantages_T=mask_T.astype(np.float32),
-                behaviour_logprobs_T=segment.behaviour_logprobs_T,
-                temperature=1.0,
-                source="a sample",
-                experts_TLK=segment.experts_TLK,
+                behaviour_logprobs_T=segment.behaviour_logprobs_T, temperature=1.0,
+                source="a sample", experts_TLK=segment.experts_TLK,
             )
-        )
+        )  # fmt: skip
     return rows

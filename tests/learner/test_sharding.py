@@ -70,34 +70,27 @@ JOINED = PolicyObjectiveLoss(
 OWN = PolicyObjectiveLoss(objective=ObjectiveConfig(estimator="full"), own_teacher=True)
 TOLD = [
     replace(
-        row,
-        teacher_context_T=np.arange(30, 35 + i, dtype=np.int32),
-        teacher_replaces=2 + i,
+        row, teacher_context_T=np.arange(30, 35 + i, dtype=np.int32), teacher_replaces=2 + i,
         teacher_coef=1.0,
     )
     for i, row in enumerate(ROWS[:7])
-]
+]  # fmt: skip
 LOSSES = (PPO, cross_entropy_loss, PAIRS, JOINED, OWN)
 SEGMENTS = [
     replace(
-        row,
-        sampled_kl_coef_T=np.full(len(row), 0.5, np.float32),
-        ends_sequence=i % 3 == 2,
+        row, sampled_kl_coef_T=np.full(len(row), 0.5, np.float32), ends_sequence=i % 3 == 2,
         other_rows=OtherRows(tokens=7 + i, log_ratio=0.1 * i, future_kl=0.3),
     )
     for i, row in enumerate(ROWS[:6])
-]
+]  # fmt: skip
 STEPS: list[list[Part]] = [
     [Part(rows_D=ROWS, loss=PPO)],
     [Part(rows_D=ROWS[:7], loss=PPO), Part(rows_D=ROWS[7:], loss=cross_entropy_loss, coef=0.3)],
-    [Part(rows_D=PREFERENCES, loss=PAIRS, rows_per_unit=2)],
-    [Part(rows_D=UNEVEN, loss=PPO)],
-    [Part(rows_D=SHARED, loss=PPO)],
-    [Part(rows_D=ROWS[:1], loss=PPO)],
-    [Part(rows_D=ROWS[3:9], loss=PPO)],
-    [Part(rows_D=SEGMENTS, loss=JOINED)],
+    [Part(rows_D=PREFERENCES, loss=PAIRS, rows_per_unit=2)], [Part(rows_D=UNEVEN, loss=PPO)],
+    [Part(rows_D=SHARED, loss=PPO)], [Part(rows_D=ROWS[:1], loss=PPO)],
+    [Part(rows_D=ROWS[3:9], loss=PPO)], [Part(rows_D=SEGMENTS, loss=JOINED)],
     [Part(rows_D=TOLD, loss=OWN)],
-]
+]  # fmt: skip
 HALF = 3
 
 
@@ -275,14 +268,11 @@ def alone(tiny_pair: TinyPair, scratch: Path) -> Iterator[dict[str, Any]]:
     half = save(learner, str(scratch / "alone"), load_tokenizer(tiny_pair.student))
     metrics += train(learner, STEPS[HALF:])
     yield {
-        "metrics": metrics,
-        "half": half,
-        "teacher": teacher(learner),
-        "weights": numbers(learner.weights()),
-        "logprobs": learner.logprobs(ROWS),
+        "metrics": metrics, "half": half, "teacher": teacher(learner),
+        "weights": numbers(learner.weights()), "logprobs": learner.logprobs(ROWS),
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "accumulated": accumulated(learner),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -386,13 +376,10 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
         if event.name == "c10d::_reduce_scatter_base_"
     ]
     return {
-        "metrics": untimed(metrics),
-        "units": layers + 1,
-        "parameters": sum(p.numel() for p in learner.model.parameters()),
-        "taken": taken,
-        "weights": numbers(learner.weights()),
-        "accumulated": untimed(accumulated(learner)),
-    }
+        "metrics": untimed(metrics), "units": layers + 1,
+        "parameters": sum(p.numel() for p in learner.model.parameters()), "taken": taken,
+        "weights": numbers(learner.weights()), "accumulated": untimed(accumulated(learner)),
+    }  # fmt: skip
 
 
 def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[LossFunction]:

@@ -57,12 +57,10 @@ def test_tensors_of_any_kind_come_back_from_several_files(
 ) -> None:
     monkeypatch.setattr("learner.state.FILE_BYTES", 64)
     state = {
-        "step": torch.tensor(7.0),
-        "wide": torch.randn(5, 9),
-        "rounded": torch.randn(40).to(torch.bfloat16),
-        "strided": torch.randn(6, 4).T,
+        "step": torch.tensor(7.0), "wide": torch.randn(5, 9),
+        "rounded": torch.randn(40).to(torch.bfloat16), "strided": torch.randn(6, 4).T,
         "empty": torch.zeros(0, 3),
-    }
+    }  # fmt: skip
     write_tensors(str(tmp_path / "optimizer"), state, None)
     assert len(list((tmp_path / "optimizer").iterdir())) > 1
     assert tensor_sizes(str(tmp_path / "optimizer")) == {n: t.shape for n, t in state.items()}

@@ -42,14 +42,10 @@ def new_loop(
     ) -> SupervisedLoop:
         start = {"model": resume_from.model_dir} if resume_from else {}
         return SupervisedLoop(
-            learner=new_learner(**start, **optimizer),
-            tokenizer=tokenizer,
-            stream=RowStream(rows, batch_size=batch_size, seed=seed),
-            loss=cross_entropy_loss,
-            store=store,
-            held_out=held_out,
-            resume_from=resume_from,
-        )
+            learner=new_learner(**start, **optimizer), tokenizer=tokenizer,
+            stream=RowStream(rows, batch_size=batch_size, seed=seed), loss=cross_entropy_loss,
+            store=store, held_out=held_out, resume_from=resume_from,
+        )  # fmt: skip
 
     return new
 

@@ -47,12 +47,10 @@ def seen_by_teacher(row: TrainingRow, context_T: TokenArray) -> TrainingRow:
     shape = len(context_T) + response
     return TrainingRow(
         tokens_T=np.concatenate([context_T, row.tokens_T[row.first_trained :]]),
-        loss_mask_T=np.arange(shape) >= len(context_T),
-        advantages_T=np.zeros(shape, np.float32),
-        behaviour_logprobs_T=np.zeros(shape, np.float32),
-        temperature=row.temperature,
+        loss_mask_T=np.arange(shape) >= len(context_T), advantages_T=np.zeros(shape, np.float32),
+        behaviour_logprobs_T=np.zeros(shape, np.float32), temperature=row.temperature,
         source=row.source,
-    )
+    )  # fmt: skip
 
 
 def naive_reverse_kl(
