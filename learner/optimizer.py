@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,14 +31,14 @@ warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
 
 
 def build_optimizer(model: nn.Module, settings: LearnerSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices and spares vectors (norms, biases)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW that decays matrices and spares vectors (norms, biases, also those of experts)."""
+    groups: dict[float, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in _trained(model):
+        # GPT-OSS holds the biases of a layer's experts in one matrix.
+        decays = parameter.ndim >= 2 and not name.endswith("bias")
+        groups[settings.weight_decay if decays else 0.0].append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
         lr=settings.lr,
         betas=(settings.adam_beta1, settings.adam_beta2),
         fused=True,

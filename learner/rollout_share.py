@@ -205,8 +205,12 @@ class RolloutShare:
 
     @property
     def any_row(self) -> TrainingRow:
-        """An arbitrary row, as a filler in collective passes."""
-        return next(iter(self._rows.values()))
+        """An arbitrary row to score, as a filler in collective passes.
+
+        Of a trajectory: rows do not exist while the reference scores. Every worker holds one, if
+        only to repeat another worker's micro-batch.
+        """
+        return segment_to_score(next(iter(self._trajectories.values())).segments[0])
 
     def score_reference(self, _: None) -> dict[RowPlace, FloatArray]:
         """Score the segments that the policy sampled with the reference policy.

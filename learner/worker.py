@@ -93,24 +93,32 @@ class LearnerWorker(ModelShard):
         return self._pass(micro_batches)
 
     def _pass(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
-        made: dict[str, float] = defaultdict(float)
+        made: dict[str, float] = {}
         non_finite = None
         for i, micro in enumerate(micro_batches):
             self._sum_gradients(i == len(micro_batches) - 1)
-            with self._stages("forward"):
-                batch = collate(self.made_rows(micro.rows_B), self.device)
-                loss, metrics = self._loss(micro, batch)
-                loss = loss * (micro.coef if micro.counted else 0.0)
-            if non_finite is None and not math.isfinite(loss.item()):
-                non_finite = (i, loss.item())
-            self.progress.mark()
-            with self._stages("backward"):
-                loss.backward()
-            self.progress.mark()
+            loss, metrics = self._accumulate(micro)
+            if non_finite is None and not math.isfinite(loss):
+                non_finite = (i, loss)
             if micro.counted:
-                metrics["train/loss"] = loss.detach()
-                add_metrics(made, {name: value.item() for name, value in metrics.items()})
-        return PassShare(metrics=dict(made), non_finite=non_finite, seconds=self._stages.take())
+                add_metrics(made, {**metrics, "train/loss": loss})
+        return PassShare(metrics=made, non_finite=non_finite, seconds=self._stages.take())
+
+    def _accumulate(self, micro: MicroBatch) -> tuple[float, dict[str, float]]:
+        """Add the gradient of a micro-batch; return its loss and metrics.
+
+        Its graph ends here: it may hold a teacher's distribution, with a copy of the teacher's
+        head, which the passes of the next micro-batch have no room for.
+        """
+        with self._stages("forward"):
+            batch = collate(self.made_rows(micro.rows_B), self.device)
+            loss, metrics = self._loss(micro, batch)
+            loss = loss * (micro.coef if micro.counted else 0.0)
+        self.progress.mark()
+        with self._stages("backward"):
+            loss.backward()
+        self.progress.mark()
+        return loss.item(), {name: value.item() for name, value in metrics.items()}
 
     def _sum_gradients(self, last: bool) -> None:
         """Let the next backward pass sum gradients over the workers, or only accumulate them."""

@@ -22,6 +22,7 @@ from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.state import read_trainer, write_trainer
 from tests.conftest import TinyPair
+from tests.families import family_dir
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,
     NewLearner,
@@ -145,6 +146,16 @@ def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner
             expected[name] = expected[name] - rate * first[name] / (1 - 0.8**number) / scale
     for name, parameter in learner.model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-5)
+
+
+def test_biases_of_experts_are_not_decayed(tmp_path: Path, new_learner: NewLearner) -> None:
+    """GPT-OSS holds those of a layer in one matrix, a row an expert."""
+    learner = new_learner(model=family_dir(tmp_path, "gpt_oss"), weight_decay=0.5)
+    groups = learner.worker.optimizer.param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    for name, parameter in learner.model.named_parameters():
+        is_matrix = parameter.ndim > 1 and not name.endswith("_bias")
+        assert (id(parameter) in decayed) == is_matrix, name
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +124,32 @@ def test_losses_see_the_counts_of_their_own_part(new_learner: NewLearner) -> Non
     learner: Learner = new_learner(token_budget=1)
     learner.step(Part(rows_D=ROWS[:2], loss=noting("a")), Part(rows_D=ROWS[2:3], loss=noting("b")))
     assert seen == [("a", StepCounts(8, 2))] * 2 + [("b", StepCounts(7, 1))]
+
+
+class _Held(torch.autograd.Function):
+    """Passes a loss on; its graph holds an object, as that of a divergence holds a teacher's."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, held: set[int]) -> Tensor:
+        ctx.held = held
+        return loss.clone()
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def test_nothing_that_a_micro_batch_holds_outlives_it(new_learner: NewLearner) -> None:
+    earlier: list[weakref.ref[set[int]]] = []
+
+    def holding(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+        assert not any(held() for held in earlier), "the last micro-batch's is still in memory"
+        loss, metrics = cross_entropy_loss(forward, batch, counts)
+        held = {1}
+        earlier.append(weakref.ref(held))
+        return _Held.apply(loss, held), metrics
+
+    new_learner(token_budget=1).step(Part(rows_D=DEMONSTRATIONS, loss=holding))
+    assert len(earlier) == len(DEMONSTRATIONS)

@@ -247,6 +247,40 @@ def test_workers_that_make_their_own_rows_are_one_learner(
         assert [m["rollout/ahead_share"] > 0 for m in told["metrics"]] == [False, True]
 
 
+def one_step(learner: Learner, given: dict[str, Any]) -> dict[str, float]:
+    world = World(given["groups"], per_step=len(given["groups"]))
+    return PolicyLoop(
+        learner=learner,
+        tokenizer=load_tokenizer(given["model"]),
+        source=world,
+        publish=world.publish,
+        store=CheckpointStore(given["root"], keep=1),
+        loss=given["loss"],
+        base_is_reference=True,
+    ).step()
+
+
+def test_a_worker_without_samples_of_the_policy_scores_the_reference_with_the_others(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """One sample on two workers: the other one repeats it, and trains a teacher's sample alone."""
+    loss = PolicyObjectiveLoss(objective=ObjectiveConfig(reference_kl_coef=0.3))
+    sampled, taught = (
+        TrajectoryGroup(group_id=i, trajectories_G=(trajectory(segment(3, 5, seed=i)),))
+        for i in range(2)
+    )
+    groups = [sampled, replace(taught, by_teacher=True)]
+    given = {"groups": groups, "model": tiny_pair.student, "root": tmp_path / "out", "loss": loss}
+    config = learner_config(tiny_pair.student, lora_rank=2)
+    alone = one_step(Learner(config, str(tmp_path / "failed")), given)
+    losses = loss, TeacherSamplesLoss(normalisation="token")
+    everywhere = GroupsHere()
+    everywhere.taken(groups, set_aside={})
+    together = tell(one_step, config, tmp_path, losses, given, source=everywhere)
+    assert untimed(together) == pytest.approx(untimed(alone), rel=1e-5, abs=1e-6)
+    assert alone["train/groups"] == 2 and "reference/kl" in alone
+
+
 OBJECTIVES = {
     "sampled": ObjectiveConfig(kl_coef=0.7, kl_discount_factor=0.9, reward_coef=1.0),
     "ppo": ObjectiveConfig(loss="ppo", kl_coef=0, reward_coef=1.0, scale_by_std=True),
