@@ -220,12 +220,8 @@ class StepReplay:
 
     def _blame(self, loop: Any, number: int) -> None:
         from cluster.inspect.replayed import blame
-        from distill.objective.rows import groups_with_reference
 
-        groups_P = self._kept.groups(self._step)
-        if self.config.base_is_reference:
-            groups_P = groups_with_reference(groups_P, loop.learner.base_logprobs)
-        found = blame(loop, groups_P, self._text, number)
+        found = blame(loop, self._kept.groups(self._step), self._text, number)
         for title, rows in found.items():
             table = Table(title=f"{title}: share of the gradient")
             for header in ("share", "where", "text"):

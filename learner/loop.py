@@ -160,7 +160,7 @@ class PolicyLoop:
                 this one trains; None: no prefetching.
         """
         self.step_count = 0
-        self._base_is_reference = base_is_reference
+        self.base_is_reference = base_is_reference
         self._push_dtype, self._pushes_adapter = push_dtype, pushes_adapter
         self._trace, self._stages = trace, Stages()
         self._keep, self._sleep, self._record = keep, sleep, record
@@ -243,7 +243,7 @@ class PolicyLoop:
         if self._sleep is not None:
             with self._stages("sleep"):
                 self._sleep(self.step_count)
-        if self._base_is_reference and plan.groups_P:
+        if self.base_is_reference and plan.groups_P:
             with self._stages("reference"):
                 self.rollouts.add_reference()
         with self._stages("learn"):

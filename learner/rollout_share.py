@@ -25,7 +25,7 @@ import numpy as np
 from distill.objective.advantages import on_actions
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable, token_table
-from distill.objective.objectives import imitation_terms, reference_gap_sum, trajectory_terms
+from distill.objective.objectives import reference_gap_sum
 from distill.objective.rows import (
     AdvantageStats,
     RowSums,
@@ -264,19 +264,17 @@ class RolloutShare:
     def _rows_of(
         self, share: TrajectoryShare, trajectory: Trajectory, mean_kl: float
     ) -> list[TrainingRow]:
-        terms = (
-            imitation_terms(trajectory, share.coef)
-            if share.by_teacher
-            else trajectory_terms(
-                trajectory,
-                self.objective,
-                advantage=share.advantage,
-                coef=share.coef,
-                mean_kl=mean_kl,
-                stop_event=self.stop_event,
-            )
+        return trajectory_rows(
+            trajectory,
+            self.objective,
+            group_id=share.place.group_id,
+            teacher=share.teacher,
+            by_teacher=share.by_teacher,
+            advantage=share.advantage,
+            coef=share.coef,
+            mean_kl=mean_kl,
+            stop_event=self.stop_event,
         )
-        return trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
 
     def add_proximal(self, _: None) -> None:
         """Score the rows with the weights at the start of the step, for the ratios of updates."""

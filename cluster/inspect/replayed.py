@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlencode
 
@@ -12,12 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from distill.objective.batching import TrainingRow
-from distill.objective.rows import policy_rows, rows_by_group, with_other_rows
+from distill.objective.rows import rows_by_group
 from distill.objective.settings import Normalisation
-from distill.objective.sums import meta_of
+from distill.objective.whole_groups import GroupsHere
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.plan import Part
 from learner.policy_loss import TeacherSamplesLoss
+from learner.rollouts import KeptRollouts, Rollouts
 from learner.state import read_trainer, write_trainer
 
 if TYPE_CHECKING:
@@ -76,15 +78,10 @@ def blame(
     step. Tokens are ranked if each has its own term of the loss. `loop` is in the state before the
     step. Several substeps are treated as one.
     """
-    plan = loop.rollouts.plan([meta_of(group) for group in groups_P])
-    trained = {group.group_id for group in plan.groups_P}
-    groups_P = [group for group in groups_P if group.group_id in trained]
-    if not groups_P:
+    trained = _trained(loop, groups_P)
+    if not trained.groups_P:
         return {}
-    objective, weights = loop.loss.objective, loop.rollouts.teacher_weights
-    rows_D = policy_rows(groups_P, objective, weights, loop.loss.stop_event)
-    rows_D = with_other_rows(rows_D, objective, loop.learner.logprobs)
-    by_group = list(rows_by_group(groups_P, rows_D))
+    by_group = list(rows_by_group(trained.groups_P, trained.rows_D))
     shares = _GradientShares(loop, by_group)
     of_prompts, of_responses = [], []
     for group, rows in by_group:
@@ -109,6 +106,21 @@ def blame(
         tokens = [each for blamed, rows in apart for each in shares.of_tokens(blamed, rows, decode)]
         found[f"tokens of the first {len(apart)} responses"] = _worst(tokens, number)
     return found
+
+
+def _trained(loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup]) -> KeptRollouts:
+    """Groups that the loop would train on, with their rows."""
+    source = GroupsHere()
+    weights = loop.rollouts.teacher_weights
+    rollouts = Rollouts(loop.learner, source, loop.loss, weights)
+    plan = rollouts.plan(source.taken(groups_P).groups_P)
+    rollouts.hold(plan)
+    if loop.base_is_reference and plan.groups_P:
+        rollouts.add_reference()
+    rollouts.build(plan)
+    for part in chain.from_iterable(plan.updates):
+        rollouts.before_update(part)
+    return rollouts.kept(plan, [group.group_id for group in plan.groups_P])
 
 
 def _by_token(loop: PolicyLoop) -> bool:

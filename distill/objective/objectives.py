@@ -14,16 +14,16 @@ with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, k
     opd is 1 to 3 with a teacher, rl without one; sft is `cross_entropy`, dpo is `dpo`. Groups that
     the teacher sampled have neither ratio nor advantage: `teacher_cross_entropy`.
 
-The first part is numpy, made once for a whole step where its groups arrive (`policy_terms`; A_i by
-`reward_advantages`, the only thing that looks at several groups). The
-other two are torch, made for each micro-batch under the present weights: `teacher_divergence`
-within the projection to the vocabulary, `policy_loss` on what comes out of it. The pieces they are
-made of: `advantages`, `divergences`, `losses`, beside this file.
+The first part is numpy, made once for a step, a trajectory at a time (`trajectory_terms`; A_i by
+`reward_advantages`, the only thing that looks at several groups). The other two are torch, made for
+each micro-batch under the present weights: `teacher_divergence` within the projection to the
+vocabulary, `policy_loss` on what comes out of it. The pieces they are made of: `advantages`,
+`divergences`, `losses`, beside this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -96,43 +96,6 @@ class TokenTerms(NamedTuple):
     teacher_coef: float
     clipped_kl_coef_T: FloatArray | None = None
     teacher_gaps_T: FloatArray | None = None
-
-
-def policy_terms(
-    groups_P: Sequence[TrajectoryGroup],
-    objective: ObjectiveConfig,
-    teacher_weights: Mapping[str, float] | None = None,
-    stop_event: tuple[int, ...] = (),
-) -> Iterator[tuple[TrajectoryGroup, Trajectory, list[TokenTerms]]]:
-    """The terms of every trajectory's segments, in order, with the group that it is from.
-
-    Each group's teacher counts kl_coef times its weight (1 without weights). The tokens of the
-    `stop_event` are one outcome (`distill.stops`), as they are in the segments' log-probs.
-
-    Raises:
-        DataError: a segment lacks a score that the objective needs.
-    """
-    mean_kl = 0.0
-    if objective.reference_kl_coef:
-        segments = [s for group in groups_P if not group.by_teacher for s in group.segments()]
-        mean_kl = reference_gap_sum(segments) / max(1, sum(s.num_actions for s in segments))
-    advantages_P = advantages_of(groups_P, objective)
-    for group, advantages_G in zip(groups_P, advantages_P, strict=True):
-        coef = teacher_coef(group.teacher, objective, teacher_weights)
-        if group.by_teacher:
-            for trajectory in group.trajectories_G:
-                yield group, trajectory, imitation_terms(trajectory, coef)
-            continue
-        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
-            terms = trajectory_terms(
-                trajectory,
-                objective,
-                advantage=float(advantage),
-                coef=coef,
-                mean_kl=mean_kl,
-                stop_event=stop_event,
-            )
-            yield group, trajectory, terms
 
 
 def advantages_of(
@@ -365,7 +328,7 @@ def policy_loss(
 
     Args:
         stats: of the learner's present weights; `divergence_N` where a divergence is trained on.
-        batch: its advantages are as `policy_terms` makes them, with the sampler's log p.
+        batch: its advantages are as `trajectory_terms` makes them, with the sampler's log p.
 
     Metrics: `train/ratio` and its extremes, against the server's log-probs; `train/logprob_gap`;
     `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective

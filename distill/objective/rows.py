@@ -14,9 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distill.objective.advantages import clipped, discounted_future_sum, on_actions
+from distill.objective.advantages import clipped, discounted_future_sum
 from distill.objective.batching import OtherRows, TrainingRow
-from distill.objective.objectives import TokenTerms, policy_terms
+from distill.objective.objectives import (
+    advantages_of,
+    imitation_terms,
+    reference_gap_sum,
+    teacher_coef,
+    trajectory_terms,
+)
 from distill.objective.settings import ObjectiveConfig
 from distill.records import RowPlace, TrajectoryGroupMeta
 from distill.types import (
@@ -40,24 +46,65 @@ def policy_rows(
 ) -> list[TrainingRow]:
     """One row per segment, with its terms of the objective, at the segment's own temperature.
 
-    A trajectory's rows are one sequence.
+    A trajectory's rows are one sequence. Each group's teacher counts kl_coef times its weight (1
+    without weights). The tokens of the `stop_event` are one outcome (`distill.stops`), as they are
+    in the segments' log-probs.
 
     Raises:
         DataError: a segment lacks a score that the objective needs.
     """
+    mean_kl = 0.0
+    if objective.reference_kl_coef:
+        segments = [s for group in groups_P if not group.by_teacher for s in group.segments()]
+        mean_kl = reference_gap_sum(segments) / max(1, sum(s.num_actions for s in segments))
+    advantages_P = advantages_of(groups_P, objective)
     return [
         row
-        for group, trajectory, terms in policy_terms(
-            groups_P, objective, teacher_weights, stop_event
+        for group, advantages_G in zip(groups_P, advantages_P, strict=True)
+        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
+        for row in trajectory_rows(
+            trajectory,
+            objective,
+            group_id=group.group_id,
+            teacher=group.teacher,
+            by_teacher=group.by_teacher,
+            advantage=float(advantage),
+            coef=teacher_coef(group.teacher, objective, teacher_weights),
+            mean_kl=mean_kl,
+            stop_event=stop_event,
         )
-        for row in trajectory_rows(trajectory, terms, group.group_id, group.teacher)
     ]
 
 
 def trajectory_rows(
-    trajectory: Trajectory, terms: Sequence[TokenTerms], group_id: int, teacher: str
+    trajectory: Trajectory,
+    objective: ObjectiveConfig,
+    *,
+    group_id: int,
+    teacher: str,
+    by_teacher: bool,
+    advantage: float,
+    coef: float,
+    mean_kl: float,
+    stop_event: tuple[int, ...],
 ) -> list[TrainingRow]:
-    """Rows of a trajectory, which form one sequence. `terms` are those of its segments."""
+    """Rows of a trajectory, which form one sequence.
+
+    Args:
+        by_teacher: the teacher sampled it.
+        advantage, coef, mean_kl, stop_event: see `trajectory_terms`.
+    """
+    if by_teacher:
+        terms = imitation_terms(trajectory, coef)
+    else:
+        terms = trajectory_terms(
+            trajectory,
+            objective,
+            advantage=advantage,
+            coef=coef,
+            mean_kl=mean_kl,
+            stop_event=stop_event,
+        )
     tokens = sum(segment.num_actions for segment in trajectory.segments)
     return [
         TrainingRow(
@@ -129,41 +176,9 @@ def row_metas(group: TrajectoryGroupMeta) -> list[RowMeta]:
     ]
 
 
-def with_other_rows(
-    rows_D: Sequence[TrainingRow], objective: ObjectiveConfig, score: Score
-) -> list[TrainingRow]:
-    """The rows of an update, with the sums over the other rows of a sequence that the loss needs.
-
-    Args:
-        score: log-probs under the weights that the update starts from. Called only for sequences of
-            several rows, and only if the loss joins their tokens: gspo's ratio, discounted future
-            terms.
-    """
-    joined = [rows for rows in _sequences(rows_D) if len(rows) > 1]
-    if not joined or not joins_tokens(objective):
-        return list(rows_D)
-    scored = iter(score([row for rows in joined for row in rows]))
-    filled = {}
-    for rows in joined:
-        sums = [row_sums(row, next(scored), objective) for row in rows]
-        for number, row in enumerate(rows):
-            filled[id(row)] = with_sums_of_others(row, number, sums, objective)
-    return [filled.get(id(row), row) for row in rows_D]
-
-
 def joins_tokens(objective: ObjectiveConfig) -> bool:
     """True if the loss of a token depends on tokens of other rows of its sequence."""
     return objective.loss == "gspo" or bool(objective.kl_discount_factor)
-
-
-def _sequences(rows_D: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
-    rows: list[TrainingRow] = []
-    for row in rows_D:
-        rows.append(row)
-        if row.ends_sequence:
-            yield rows
-            rows = []
-    assert not rows, f"{rows[0].source}: its sequence has no end among the rows"
 
 
 class RowSums(NamedTuple):
@@ -232,29 +247,6 @@ def rows_by_group(
     rows = iter(rows_D)
     for group in groups_P:
         yield group, list(islice(rows, len(list(group.segments()))))
-
-
-def groups_with_reference(
-    groups_P: Sequence[TrajectoryGroup],
-    logprobs: Score,
-) -> list[TrajectoryGroup]:
-    """The groups with `reference_logprobs_T`. `logprobs` is the reference's score of rows."""
-    segments = [segment for group in groups_P for segment in group.segments()]
-    scored = iter(logprobs([segment_to_score(segment) for segment in segments]))
-
-    def filled(segment: Segment) -> Segment:
-        return replace(segment, reference_logprobs_T=on_actions(segment, next(scored)))
-
-    return [
-        replace(
-            group,
-            trajectories_G=tuple(
-                replace(member, segments=tuple(map(filled, member.segments)))
-                for member in group.trajectories_G
-            ),
-        )
-        for group in groups_P
-    ]
 
 
 def segment_to_score(segment: Segment) -> TrainingRow:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from distill.errors import DataError
 from distill.objective.advantages import outside_top, reference_gaps
-from distill.objective.objectives import opd_advantages, policy_terms
+from distill.objective.objectives import opd_advantages
 from distill.objective.reward_advantages import STD_FLOOR
+from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from tests.refusals import refuses
@@ -131,11 +132,9 @@ OBJECTIVES = {
 def advantages_by_segment(
     groups: Sequence[TrajectoryGroup], objective: ObjectiveConfig
 ) -> list[tuple[TrajectoryGroup, Segment, FloatArray]]:
-    return [
-        (group, made, terms.advantages_T)
-        for group, member, of_member in policy_terms(groups, objective)
-        for made, terms in zip(member.segments, of_member, strict=True)
-    ]
+    segments = [(group, made) for group in groups for made in group.segments()]
+    rows = policy_rows(groups, objective)
+    return [(*of, row.advantages_T) for of, row in zip(segments, rows, strict=True)]
 
 
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -215,8 +214,7 @@ def test_the_hint_s_bonus_is_for_right_answers_alone() -> None:
 
     def advantages(**settings: Any) -> list[list[float]]:
         objective = ObjectiveConfig(hint_bonus_coef=0.1, **settings)
-        made = policy_terms([group], objective)
-        return [term.advantages_T.tolist() for _, _, terms in made for term in terms]
+        return [row.advantages_T.tolist() for row in policy_rows([group], objective)]
 
     bonus, none = [0, 0, 0.2, -0.05], [0.0] * 4
     found = advantages(kl_coef=0.0)

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from distill.models.logprobs import TokenStats
-from distill.objective.batching import OtherRows, TrainingRow, collate
+from distill.objective.batching import TrainingRow, collate
 from distill.objective.losses import StepCounts
 from distill.objective.objectives import policy_loss
-from distill.objective.rows import policy_rows, with_other_rows
+from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TrajectoryGroup
 from tests.loss_twin import gradient_of, twin
 from tests.samples import segment, trajectory
+from tests.sequences import with_other_rows
 
 TURNS = [False, True, True, False, False, True, True, True]
 # Sequences of three, one and two segments; untrained tokens between two turns of one.
@@ -155,33 +156,3 @@ def test_a_sequence_is_one_wherever_its_rows_are(settings: dict[str, Any]) -> No
     apart = {i: gradients([rows[i]], how, counts) for i in order}
     assert sum(loss for loss, _ in apart.values()) == pytest.approx(loss, rel=1e-5)
     assert [g for i in range(6) for g in apart[i][1]] == pytest.approx(made, rel=1e-5, abs=1e-7)
-
-
-def test_other_rows_are_scored_only_where_tokens_are_joined() -> None:
-    def refuse(_: Sequence[TrainingRow]) -> list[np.ndarray]:
-        raise AssertionError("a pass over the rows that nothing needs")
-
-    for how in (
-        ObjectiveConfig(), ObjectiveConfig(normalisation="sequence"), ObjectiveConfig(loss="ppo"),
-    ):  # fmt: skip
-        rows = policy_rows([GROUP], how)
-        assert with_other_rows(rows, how, refuse) == rows
-    for how in (ObjectiveConfig(loss="gspo"), ObjectiveConfig(kl_discount_factor=0.5)):
-        alone = policy_rows([replace(GROUP, trajectories_G=GROUP.trajectories_G[1:2])], how)
-        assert with_other_rows(alone, how, refuse) == alone
-        scored: list[TrainingRow] = []
-
-        def note(rows_D: Sequence[TrainingRow], scored: list[TrainingRow] = scored):
-            scored.extend(rows_D)
-            return present_logprobs(rows_D)
-
-        rows = policy_rows([GROUP], how)
-        made = with_other_rows(rows, how, note)
-        assert scored == [row for i, row in enumerate(rows) if i != 3]
-        assert made[3] is rows[3] and rows[3].other_rows == OtherRows()
-
-
-def test_a_sequence_without_its_end_is_a_bug() -> None:
-    rows = policy_rows([GROUP], how := ObjectiveConfig(loss="gspo"))
-    with pytest.raises(AssertionError):
-        with_other_rows(rows[:2], how, present_logprobs)

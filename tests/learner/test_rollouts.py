@@ -22,7 +22,6 @@ from distill.objective.rows import (
     advantage_stats,
     policy_rows,
     segment_to_score,
-    with_other_rows,
 )
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.sums import meta_of
@@ -43,6 +42,7 @@ from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weights
 from tests.learner.two_workers import tell
 from tests.samples import group, segment, trajectory
+from tests.sequences import with_other_rows
 from tests.weights import numbers
 
 # Everything at once that rows need of others: of their group, of their sequence, of the step.
@@ -447,9 +447,9 @@ def test_the_next_steps_rows_are_made_while_this_one_is_trained(
     made: list[tuple[int, str]] = []
     make = rollout_share.trajectory_rows
 
-    def noted(trajectory: Any, terms: Any, group_id: int, teacher: str) -> Any:
+    def noted(*arguments: Any, group_id: int, **others: Any) -> Any:
         made.append((group_id, threading.current_thread().name))
-        return make(trajectory, terms, group_id, teacher)
+        return make(*arguments, group_id=group_id, **others)
 
     monkeypatch.setattr(rollout_share, "trajectory_rows", noted)
     groups = groups_of_segments()[:4]
