@@ -86,6 +86,11 @@ def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored
     assert sum(i in groups for i in range(first, first + config.data.batch_size)) == scored
 
 
+def test_teachers_are_in_the_order_of_their_names_in_every_process(opd: NewOpd) -> None:
+    config = opd(teacher=None, teachers={name: {"model": "m"} for name in "hgfedcba"})
+    assert "".join(config.teachers) == "".join(changed(config, steps=3).teachers) == "abcdefgh"
+
+
 def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) -> None:
     assert sft().steps == 100 and sft(steps=7).trained_on(1000).steps == 7
     for epochs, batch_size, steps in (
