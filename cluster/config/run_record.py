@@ -56,6 +56,11 @@ class RunRecord:
                 raise DataError(f"{path} is no run's: its {name} is {value!r}; remove the file")
         return cls(**given)
 
+    @property
+    def supervised(self) -> bool:
+        """True of a run that samples nothing: it trains on rows, or pairs of them."""
+        return self.recipe in ("sft", "dpo", "reward_model")
+
 
 def saved_steps(out: Path) -> set[int]:
     """Steps of which `out` has a checkpoint, whole or damaged; 0 is the start of a fork."""

@@ -21,11 +21,12 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
+from cluster.config.run_record import RunRecord
 from cluster.inspect.witnesses import Witnesses
 from cluster.queue.adoption import Kept
 from cluster.queue.journal import Replay, adopted_of, broken_links, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
-from distill.errors import DataError, IsothermError
+from distill.errors import ConfigError, DataError, IsothermError
 from distill.records import CONSTANT_REWARD, TrainedGroups
 from distill.rules import at_least, needs, setting
 
@@ -466,6 +467,7 @@ class AuditConfig:
 
 def print_audit(config: AuditConfig, console: Console) -> None:
     """Print the audit; raise IsothermError (exit code 1) if it has problems."""
+    _check_queued(config.out)
     path = Path(config.out) / "ledger.jsonl"
     found = audit(path, steps=config.steps, groups_per_step=config.groups_per_step)
     for line in found.lines():
@@ -477,6 +479,25 @@ def print_audit(config: AuditConfig, console: Console) -> None:
             f"the weights contain what {', '.join(found.scoring.bad)} scored after its last good "
             "canary, and it had moved at the next: go back to a checkpoint of an earlier step "
             "(fork_from=)"
+        )
+
+
+def _check_queued(out: str) -> None:
+    """Raises ConfigError for a run without a queue, and so without a ledger."""
+    record = RunRecord.of_run(Path(out))
+    if record is None:
+        return
+    if record.supervised:
+        raise ConfigError(
+            f"out={out} holds a run of recipe={record.recipe}; the prompt groups of opd and rl are "
+            "audited",
+            field="out",
+        )
+    if (kept_by := record.settings.get("train_from")) is not None:
+        raise ConfigError(
+            f"out={out} holds a run on the groups that train_from={kept_by} has kept, which had no "
+            "queue; audit the run that sampled them",
+            field="out",
         )
 
 

@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from cluster.inspect.audit import Audit, audit, main
+from cluster.inspect.audit import Audit, AuditConfig, audit, main, print_audit
 from cluster.queue.adoption import adopted
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
-from distill.errors import DataError
+from distill.errors import ConfigError, DataError
 from distill.records import Lease, TrainedGroups
 from learner.checkpoint import CheckpointStore
+from tests.refusals import refuses
 from tests.rows import read_rows, write_rows
 
 SETTINGS = {
@@ -477,6 +479,15 @@ def test_checkpoints_contradict(path: Path) -> None:
         "the checkpoint of step 3 lacks other groups than the ledger's steps do",
         "the checkpoint of step 5 accounts for groups below 11, and the ledger knows no such step",
     ]
+
+
+@pytest.mark.parametrize(
+    "record", [{"recipe": "sft"}, {"recipe": "opd", "settings": {"train_from": "other"}}]
+)
+def test_a_run_without_a_queue_is_refused(path: Path, record: dict[str, Any]) -> None:
+    (path.parent / "config.json").write_text(json.dumps(record))
+    with refuses(ConfigError, "out"):
+        print_audit(AuditConfig(out=str(path.parent)), Console(quiet=True))
 
 
 def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
 
 def why_no_rollouts(run: RunFiles) -> str:
     """Explanation for a reader why there are no rollouts."""
-    if run.record.recipe in ("sft", "dpo", "reward_model"):
+    if run.record.supervised:
         return f"recipe={run.record.recipe} samples nothing, so there are no rollouts to show."
     if run.record.settings.get("keep") == "none":
         return (
