@@ -9,6 +9,8 @@ from cluster.findings.training import PATIENCE, declined, gained
 
 # Share of groups whose members all have one reward.
 _CONSTANT = 0.95
+_MASKED = "the rewards of episodes that are cut off do not count (mask_truncated=True)"
+_LONGER = "raise max_new_tokens"
 # Growth of the share of responses in the format that is asked for.
 _FORMAT_GREW = 0.15
 
@@ -20,20 +22,24 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
     zero = all(series is not None and not any(series.values) for series in extremes)
     if not zero and (groups is None or any(groups.values)):
         return None
-    if config.objective.reward_coef > 0:
+    settings: tuple[str, ...] = ("prompts", "group_size")
+    if not config.objective.reward_coef > 0:
+        why, remedy = "the terms of all sampled tokens are 0", "is teacher= the right checkpoint?"
+        settings = ("teacher",)
+    elif _masked(history, config):
+        why, remedy, settings = _MASKED, _LONGER, ("mask_truncated", "max_new_tokens")
+    else:
         why = "all members of each group have the same reward"
         remedy = (
             "try the reward on the kept responses; take problems that are solved now and then, or "
             "a larger group_size"
         )
-    else:
-        why, remedy = "the terms of all sampled tokens are 0", "is teacher= the right checkpoint?"
     return Finding(
         name="advantages_are_zero",
         step=history.step,
         text=f"all advantages are 0 so far: {why}",
         remedy=remedy,
-        settings=("prompts", "group_size") if config.objective.reward_coef > 0 else ("teacher",),
+        settings=settings,
     )
 
 
@@ -42,8 +48,8 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | N
     constant, reward = history.of("reward/constant_groups", SPAN), history.of("reward/mean", SPAN)
     if not config.objective.reward_coef > 0 or constant is None or reward is None:
         return None
-    if constant.now < _CONSTANT or gained(reward):
-        return None
+    if constant.now < _CONSTANT or gained(reward) or _masked(history, config):
+        return None  # of rewards that are masked the advantages say enough
     return Finding(
         name="rewards_are_constant",
         step=history.step,
@@ -53,6 +59,12 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | N
         "constant_groups=replace (rl) where a few groups differ",
         settings=("prompts", "group_size", "constant_groups"),
     )
+
+
+def _masked(history: History, config: RolloutConfig) -> bool:
+    """True if hardly any reward counts: its episode was cut off."""
+    cut = history.of("rollout/stop/length")
+    return config.objective.mask_truncated and cut is not None and cut.values[-1] >= _CONSTANT
 
 
 def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | None:

@@ -146,13 +146,14 @@ class Watch:
         self._history.rewind(step)
 
     def _evidence(self, detector: Detector) -> Evidence | None:
-        """Worst trajectory of the newest step that has kept trajectories."""
+        """Worst trajectory of the newest step that has kept trajectories of the policy."""
         if (worst := detector.worst) is None:
             return None
         try:
-            groups = read_newest_rollouts(self._rollouts)
+            kept = read_newest_rollouts(self._rollouts)
         except DataError:
             return None  # cluster.report names the damaged line to the user
+        groups = [group for group in kept if not group.by_teacher]
         members = [
             (worst(member), Evidence(step=group.step, group=group.group_id, member=m))
             for group in groups

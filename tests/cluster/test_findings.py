@@ -16,7 +16,7 @@ from cluster.findings.finding import Evidence, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
 from distill.objective.repetition import RUN, repeated_share
-from distill.settings import meant_by
+from distill.settings import changed, meant_by
 
 CONFIG = make(
     "opd", student="s", teacher="t", prompts="p", out="o", temperature=1.0, max_new_tokens=256,
@@ -65,8 +65,8 @@ def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
     return rows
 
 
-def found(rows: list[dict[str, float]]) -> list[Finding]:
-    watch = Watch(CONFIG, Path("/nowhere/rollouts.jsonl"))
+def found(rows: list[dict[str, float]], config: OpdConfig = CONFIG) -> list[Finding]:
+    watch = Watch(config, Path("/nowhere/rollouts.jsonl"))
     return [finding for row in rows for finding in watch.see(row)]
 
 
@@ -135,6 +135,17 @@ def test_what_is_planted_is_found_once_and_nothing_else(name: str, seed: int) ->
         "updates_are_lost", "rewards_are_constant", "teachers_idle", "staleness_at_its_bound",
         "learner_starves", "advantages_are_zero",
     )  # fmt: skip
+
+
+def test_rewards_that_are_masked_are_not_taken_for_equal_ones() -> None:
+    cut = {"rollout/stop/length": 1.0, "reward/mean": 0.4, "reward/constant_groups": 1.0}
+    rows = [{"step": step, "advantage/min": 0.0, "advantage/max": 0.0} | cut for step in (1, 2)]
+    remedies = {
+        finding.name: finding.settings
+        for finding in found(rows, changed(CONFIG, mask_truncated=True))
+    }
+    assert "rewards_are_constant" not in remedies
+    assert remedies["advantages_are_zero"] == ("mask_truncated", "max_new_tokens")
 
 
 def test_every_detector_has_a_planted_failure() -> None:
@@ -268,11 +279,11 @@ def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
             }],
         }  # fmt: skip
 
-    def group(step: int, number: int, members: list[dict[str, Any]]) -> str:
+    def group(step: int, number: int, members: list[dict[str, Any]], **changes: bool) -> str:
         return json.dumps({
             "step": step, "group_id": number, "version": step - 1, "teacher": "", "tag": None,
             "source": "", "answer": None, "by_teacher": False, "as_text": False, "temperature": 0.7,
-            "metrics": {}, "trajectories": members,
+            "metrics": {}, "trajectories": members, **changes,
         }) + "\n"  # fmt: skip
 
     path = tmp_path / "rollouts.jsonl"
@@ -280,6 +291,7 @@ def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
         group(1, 0, [member(99, "length")])
         + group(11, 7, [member(20, "length"), member(60, "eos")])
         + group(11, 8, [member(10, "eos"), member(30, "length")])
+        + group(12, 9, [member(90, "length")], by_teacher=True)
     )
     watch = Watch(CONFIG, path)
     [finding] = watch.see({"step": 12, "rollout/stop/length": 0.75})
