@@ -126,10 +126,7 @@ def _parts_on_kept(
     places: Places,
 ) -> tuple[LearnerAlone, NoEvaluations]:
     """A learner on kept steps, in their order; nothing is sampled, pushed or evaluated."""
-    if len(inputs.held_out):
-        context.progress.note(
-            "no evaluations: there are no engines (python -m cluster.evaluate, of final/)"
-        )
+    context.progress.hidden.add("staleness/max")  # versions are those of the run that sampled
     make = partial(kept_learners, config, inputs, kept, context.directory, places)
     learner = LearnerAlone(
         config, places, make, context.directory, context.signals, context.progress.note
@@ -173,7 +170,7 @@ def _plan(
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
         f"  step      {config.data.batch_size} prompts{again} x {sampling.group_size} samples "
-        f"of at most {sampling.max_new_tokens} tokens, {_mode(config)}\n"
+        f"of at most {sampling.max_new_tokens} tokens{_mode(config)}\n"
         f"{_epochs(config, inputs)}"
         f"  learner   {learner_line(config, objective.num_substeps)}\n"
         f"{start}"
@@ -202,7 +199,11 @@ def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
     size = len(inputs.train)
     through = f"{config.steps * config.data.batch_size / size:.3g} times through" if size else ""
     evaluated = f"every {config.eval.every} steps" if config.eval.every else "before and after"
-    if not len(inputs.held_out):
+    if config.train_from is not None:
+        evaluated = "none: no engines (python -m cluster.evaluate, of final/)"
+    elif config.only_keeps:
+        evaluated = "none: nothing is trained"
+    elif not len(inputs.held_out):
         evaluated = "none: no held-out problems"
     return f"  epochs    {through} the problems; evaluations: {evaluated}\n"
 
@@ -224,12 +225,13 @@ def _following(rule: ShadowRule | None) -> str:
 
 
 def _mode(config: RolloutConfig) -> str:
-    """Overlap of rollout and training, for the plan."""
+    """Overlap of rollout and training, for the plan; empty for a run that does one of them."""
+    if not config.pushes:
+        return ""
     if config.queue.max_staleness == 0:
-        return "synchronous (max_staleness=0)"
-    return (
-        f"overlapped (groups_in_flight={config.window}, max_staleness={config.queue.max_staleness})"
-    )
+        return ", synchronous (max_staleness=0)"
+    staleness = f"max_staleness={config.queue.max_staleness}"
+    return f", overlapped (groups_in_flight={config.window}, {staleness})"
 
 
 def _sources(train: EnvDataset) -> str:

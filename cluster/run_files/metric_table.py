@@ -190,7 +190,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "staleness/mean",
             "versions",
-            "from the sampling of a token to its training, mean over tokens",
+            "from the sampling of a token to its training, mean over tokens; with `train_from=` "
+            "from the version of the run that sampled",
         ),
         Metric(
             "staleness/max",
