@@ -1,7 +1,5 @@
 """Agents for tests: programs that ask through the `openai` library, and clients in this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A machine with a GPU and no network often has just these: no Ray, no SGLang, non
 that isotherm installs for its convenience.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path

@@ -3,8 +3,6 @@
 They are ours: each is as short as the behaviour allows that makes its family hard.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

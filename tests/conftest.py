@@ -1,7 +1,5 @@
 """What every test shares: one torch thread, one Ray, one pair of tiny checkpoints, one TMPDIR."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.update(

@@ -4,8 +4,6 @@ A docstring begins with a noun phrase or an imperative verb (CONTRIBUTING.md), s
 sees it alone, in a listing or an editor's tooltip, knows what it is about.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

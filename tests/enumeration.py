@@ -4,8 +4,6 @@ A vocabulary of 5 and at most 3 new tokens: 85 responses. Gradients of our estim
 rows, batches, forward pass and loss that train; truths by autograd over plain model calls.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ not write is added here: a layer that predicts the token after next (MTP), which
 over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flex attention as a slow, obvious function: on a CPU torch's own has no backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 `tests/test_docs.py` holds that the committed pages are current.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Groups on disk, by a run's journal alone, and those that were sampled again all the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

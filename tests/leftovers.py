@@ -7,8 +7,6 @@ Temporary files are in the session's own directory (tests/conftest.py). Shared m
 in one place, so there is looked for what nobody has any more.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The policy losses as their papers write them, a token at a time, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

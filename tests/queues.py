@@ -1,7 +1,5 @@
 """Queues as runs start them: on Ray, or in this process."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Any
 

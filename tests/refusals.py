@@ -1,7 +1,5 @@
 """Assertions on errors that users see: their class and the field that they name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """JSONL files of tests: written and read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy that says what a script has: episodes are played, tokens are real, nothing is learnt."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

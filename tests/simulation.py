@@ -8,8 +8,6 @@ The driver's side waits as it does on Ray, and while it waits the loop runs. Not
 fast the machine is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import time

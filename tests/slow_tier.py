@@ -4,8 +4,6 @@ A file that fails is run once more, for these tests kill processes at random and
 one that passes then is named as unsteady, one that fails twice fails the tier.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

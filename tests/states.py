@@ -1,7 +1,5 @@
 """Hidden states that engines give, compared with those of a plain forward pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

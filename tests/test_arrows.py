@@ -1,7 +1,5 @@
 """The house's arrows, isotherm -> cluster -> {actors, learner} -> distill: every import is read."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

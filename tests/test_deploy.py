@@ -1,7 +1,5 @@
 """The manifests: valid to those who read them, and in step with the code and its pins."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

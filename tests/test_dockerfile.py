@@ -4,8 +4,6 @@ What is not run: the two base images and the steps as root (apt-get, useradd), w
 the shell's syntax alone.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The docs are true: generated pages are current, and what tests/features.md names exists."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

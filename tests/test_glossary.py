@@ -1,7 +1,5 @@
 """docs/glossary.md: every class, function and file that it names exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

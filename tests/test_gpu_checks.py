@@ -1,7 +1,5 @@
 """`make gpu` on a CPU: its processes, results and exit code, and checks in their small form."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

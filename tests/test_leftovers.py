@@ -1,7 +1,5 @@
 """The watch over what tests leave behind sees what it is there for."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

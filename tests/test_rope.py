@@ -3,8 +3,6 @@
 Some rotary embeddings choose their frequencies by the longest row of a batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Result of the slow tier for files that fail once or twice."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import slow_tier

@@ -1,7 +1,5 @@
 """Real tiny checkpoints: small enough to make in a test, whole enough for every loader."""
 
-from __future__ import annotations
-
 import string
 from dataclasses import dataclass
 from functools import cache

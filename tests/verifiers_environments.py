@@ -1,7 +1,5 @@
 """Environments of `verifiers` for tests, and the virtual environment that they need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

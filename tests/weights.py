@@ -1,7 +1,5 @@
 """Weights as tests need them: whole, or in shared memory as a learner offers them to engines."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A judge as an HTTP server of this process: it speaks OpenAI's protocol, its verdicts scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

@@ -1,7 +1,5 @@
 """An HTTP server that answers like SGLang, and on request like one that has gone wrong."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable

@@ -3,8 +3,6 @@
 Every token before a position counts, so a wrong context, order or temperature changes log-probs.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Requests for the experts of a mixture, and which these have to be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Agents as environments: real processes that ask through the `openai` library."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The endpoint's other APIs, responses and completions, asked by the real `openai` library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

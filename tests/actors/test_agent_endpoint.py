@@ -1,7 +1,5 @@
 """The endpoint of an agent's episode, asked by the real `openai` library."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A framework for agents, unchanged, in a virtual environment of its own that pip makes."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which engine a setting builds, and with what."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

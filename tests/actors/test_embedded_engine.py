@@ -1,7 +1,5 @@
 """What is particular to the embedded engine: its thread, its caches, the models it can take."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from itertools import chain

@@ -3,8 +3,6 @@
 Only the `Engine` protocol is used. All calls run on one event loop a module, as in an actor.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager

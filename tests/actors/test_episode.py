@@ -1,7 +1,5 @@
 """A group's rollout: turns, rewards and what the builder says of them, on a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluation on an engine without a model: rewards as given, KL to the teacher of each prompt."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

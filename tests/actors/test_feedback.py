@@ -1,7 +1,5 @@
 """`{feedback}` of the built-in environments: a teacher is told of the very episode it scores."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

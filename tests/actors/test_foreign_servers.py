@@ -1,7 +1,5 @@
 """Clients of servers that others run: no redirect is followed, no answer is read without an end."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Models named on the hub: fetched from a server that speaks the part of its API that is asked."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

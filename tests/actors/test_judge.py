@@ -1,7 +1,5 @@
 """The judge's client against a server of the same protocol: verdicts, fences, limits, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Iterator

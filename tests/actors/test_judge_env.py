@@ -1,7 +1,5 @@
 """Rewards of a judge, through whole groups: each response scored, or all of them compared."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections import Counter

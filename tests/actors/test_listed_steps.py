@@ -1,7 +1,5 @@
 """What the SGLang plugin lists with sampled tokens, against a loop over the requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

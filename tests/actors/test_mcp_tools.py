@@ -1,7 +1,5 @@
 """Tools of a real MCP server over stdio: called, hanging, dying, and gone when the episode is."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The reward model's actor: scores as transformers makes them, whoever else asks at the time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines tell which experts of a mixture each token went through."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters on SGLang servers: the protocol on a fake server, log-probs on real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """The HTTP engine against a server that misbehaves in every way a server can, on purpose."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import pkgutil

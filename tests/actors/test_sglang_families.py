@@ -1,7 +1,5 @@
 """Families of models on real SGLang servers: `final/` of a step served and scored, and pushes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPU memory of servers by their configs, worked out by hand; flags that spread one over GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 That real ranks of two nodes are one server: tests/actors/test_sglang_tp.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import subprocess

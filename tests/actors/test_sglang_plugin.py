@@ -3,8 +3,6 @@
 The truth is transformers in fp32: log softmax(z / T) of every token, at each request's own T.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What a server keeps in temporary files goes with it, however it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

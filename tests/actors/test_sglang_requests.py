@@ -1,7 +1,5 @@
 """Bodies of /generate: what SGLang takes as defaults, seeds and lists is said outright."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A real server process: how it starts, fails to start, and never outlives its owner."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

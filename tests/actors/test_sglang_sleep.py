@@ -1,7 +1,5 @@
 """Engines that sleep: a server that releases its memory serves nothing until it is whole again."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Mapping

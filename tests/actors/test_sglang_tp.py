@@ -4,8 +4,6 @@ Once with both ranks on one node, and once as a server over two, whose processes
 address alone. Pushes come from memory in the one case, by a group in the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 One server for the module; each test puts a session of its own mode before it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import struct

@@ -1,7 +1,5 @@
 """Scoring of groups: which tokens, after which context, at which T, and where the answers go."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A teacher that answers in words, behind a real server: what is asked, and what comes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Iterator

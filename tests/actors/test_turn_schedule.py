@@ -4,8 +4,6 @@ Engines, their clients' retries and deadlines, and the locks are the real ones; 
 up, and take seconds to give memory up and to take it back. So is what a learner computes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

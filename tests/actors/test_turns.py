@@ -1,7 +1,5 @@
 """Servers that take turns on the same GPUs: one is awake, and proves its weights when it wakes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Environments of `verifiers`, in a virtual environment of their own that pip makes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

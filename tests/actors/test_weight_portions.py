@@ -1,7 +1,5 @@
 """Weights go into a server bucket by bucket: what a push adds to a rank's memory is one bucket."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

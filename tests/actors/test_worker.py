@@ -1,7 +1,5 @@
 """The rollout worker: what it asks of whom, what it puts, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Mapping, Sequence

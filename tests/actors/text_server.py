@@ -1,7 +1,5 @@
 """An OpenAI-compatible endpoint as an HTTP server of this process: chats and completions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each rank has a model that keeps rows `[rank/n, (rank + 1)/n)` of each matrix an
 a device of its own: whatever a load brings there is counted until nothing holds it any more.
 """
 
-from __future__ import annotations
-
 import base64
 import pickle
 import weakref

@@ -1,7 +1,5 @@
 """`make chaos`: runs that are struck at random, finish all the same, and add up."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

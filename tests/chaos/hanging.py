@@ -1,7 +1,5 @@
 """An environment of which one episode in so many hangs, and not when its group begins again."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 Its moments and its victims come from one seed. What the machine makes of them does not.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

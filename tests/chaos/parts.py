@@ -1,7 +1,5 @@
 """The parts of the long form: runs of one set-up each, struck, finished and audited."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

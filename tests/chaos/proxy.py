@@ -1,7 +1,5 @@
 """A teacher's server whose answers are spoilt on their way: a proxy in front of a real SGLang."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

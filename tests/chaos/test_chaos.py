@@ -1,7 +1,5 @@
 """Struck runs finish as if nothing had happened; `make chaos` is the long form."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A run of the real command, watched from outside: its files, its processes, its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

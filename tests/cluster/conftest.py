@@ -1,7 +1,5 @@
 """Settings of small runs on the tiny checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A plain class in place of an engine or a learner worker, that imports little."""
 
-from __future__ import annotations
-
 import os
 
 import ray

@@ -1,7 +1,5 @@
 """An evaluator's actor that misbehaves. Imports little: it is started again and again."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """`weights=` of a run that trains an adapter: what is pushed, and how large it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

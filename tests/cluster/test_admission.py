@@ -1,7 +1,5 @@
 """Many engines that join at once: one push and one handshake, and the one that is off is found."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

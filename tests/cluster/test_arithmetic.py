@@ -1,7 +1,5 @@
 """The demo's task: sums are right, held-out means held out, and the tokenizer loads from disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

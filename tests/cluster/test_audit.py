@@ -4,8 +4,6 @@ Lies are told twice: by one who links the lines anew, so that what they say has 
 and by accidents of lines, which break the links.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When pools grow and shrink: the rules one by one, any stream of windows, and a closed loop."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluations beside training: when one begins, and what becomes of it. Without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

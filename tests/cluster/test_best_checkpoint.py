@@ -1,7 +1,5 @@
 """Which checkpoints stay: the newest, each N-th, and that of the best evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

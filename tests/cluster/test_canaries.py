@@ -1,7 +1,5 @@
 """Scorers that change in the middle of a run are found, ended, and kept out; good ones are not."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Chains of sums: what is right, what a book says, and what the environment pays."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The date that chat templates print is the run's: given, or of the day on which it began."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from datetime import date

@@ -1,7 +1,5 @@
 """Every bad input is found before anything starts, and the message says which and where."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Settings: ranges, names, help and exit codes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import signal

@@ -1,7 +1,5 @@
 """`config=FILE`: the same settings as on the command line, whatever they are written in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Joining real clusters, from processes of their own: a process has one Ray and one token mode."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Who scored what, and between which canaries: the ledger as it goes, its journal, the audit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

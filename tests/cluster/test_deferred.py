@@ -1,7 +1,5 @@
 """Actor classes that are sent without what they host."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """`device=auto` and `engine=auto`: by the GPUs of this machine or of a cluster that is joined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The disk that a run's checkpoints need is in the plan, and is there before anything starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """isotherm doctor: what is planted is found, with its remedy; what is here is told as it is."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

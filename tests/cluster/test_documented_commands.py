@@ -1,7 +1,5 @@
 """Each command in the documentation's blocks is one that its program takes, values included."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Waiting for actors to start and for their answers, with a supervisor that is made up."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

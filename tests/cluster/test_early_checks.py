@@ -1,7 +1,5 @@
 """Paths in settings, checked before a model or a library of tensors is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A pool of engines whose members die, answer wrongly, leave and join."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Fields of errors: every ConfigError that names one names a setting that exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`estimator=auto`: what it chooses, why, and that a run keeps it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`cluster.evaluate` on the embedded engine: several data sets, several responses, the report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

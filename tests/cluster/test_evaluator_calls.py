@@ -1,7 +1,5 @@
 """Evaluators that die or hang in somebody's code, on real Ray actors: tried twice, and named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The example configs pass every check, with small models and data in place of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

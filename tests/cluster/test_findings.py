@@ -1,7 +1,5 @@
 """Detectors: each finds the failure that is planted, and none finds anything in a good run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The leader's calls of the other learner workers, on Ray."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

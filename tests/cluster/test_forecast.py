@@ -1,7 +1,5 @@
 """Forecasts of planted pairs, and the numbers behind them against slow twins."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Forked workers: what a stand-in starts is as what Python starts, and ends with its stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The plan in GiB of a GPU: a student of 8 B and a teacher of 32 B, whose files are hollow."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

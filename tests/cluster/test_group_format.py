@@ -1,7 +1,5 @@
 """Kept groups come back to the bit, from files that name no code."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace

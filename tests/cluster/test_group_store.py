@@ -1,7 +1,5 @@
 """Groups on disk: what a crash leaves of them, and what queues and later jobs take back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The handshake on real engines: whichever party is made to score wrongly is named, and why."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

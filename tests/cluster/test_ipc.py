@@ -4,8 +4,6 @@ What a GPU would do with the same calls is not run here: a CUDA handle is follow
 would open it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os

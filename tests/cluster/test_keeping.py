@@ -1,7 +1,5 @@
 """rollout_only=True: groups are made, scored and kept, nothing is trained; others train on them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

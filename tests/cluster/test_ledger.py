@@ -4,8 +4,6 @@ The machine keeps its journal as a run does, and now and then replaces the ledge
 journal says, as a queue that was killed does.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

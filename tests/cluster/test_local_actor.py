@@ -1,7 +1,5 @@
 """Actors in this process answer as Ray's do, and a run on them needs no Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

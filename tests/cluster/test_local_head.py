@@ -1,7 +1,5 @@
 """The head of a run's own Ray ends when its driver does, whatever has become of Ray."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

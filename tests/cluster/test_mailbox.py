@@ -1,7 +1,5 @@
 """Requests that are made together go to a Ray actor in one call, and each has its own answer."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

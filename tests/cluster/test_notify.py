@@ -1,7 +1,5 @@
 """Notifications to a real server and to a function: in order, and a run never waits for one."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`make opd-vs-rl`: what it says of its curves, and a short race whose runs are real."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

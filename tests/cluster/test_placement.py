@@ -1,7 +1,5 @@
 """Bundles on real Ray: who gets one, what is said while there is none, and what is freed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Downloads to nodes before actors start; of the hub itself, see tests/actors/test_hub.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Check of a push: wrong weights are found by log-probs, and a single wrong bit by checksums."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

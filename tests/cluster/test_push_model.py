@@ -1,7 +1,5 @@
 """docs/benchmarks/weights.md says of real sizes what the code would do with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

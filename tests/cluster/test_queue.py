@@ -1,7 +1,5 @@
 """The queue as its three ends see it; on real Ray where its actor is killed or processes cross."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

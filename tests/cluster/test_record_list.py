@@ -1,7 +1,5 @@
 """Lists of an engine's requests and answers are the same after they were pickled as columns."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Which model scores DPO's pairs for the reference, and what it takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import chz

@@ -3,8 +3,6 @@
 Rules about single settings, which their declarations tell, are in test_rules.py.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

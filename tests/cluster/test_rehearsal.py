@@ -1,7 +1,5 @@
 """The rehearsal's parts: its settings, its deaths, and what it says of the full size."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Steps done again: to the bit, under other settings, and with blame."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The report of a made-up run: its numbers are the run's; its rollouts are text, never markup."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

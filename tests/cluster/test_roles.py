@@ -1,7 +1,5 @@
 """Who is in a run, what each takes, and the plan that says so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Kept rollouts: of which steps, with what, and what a resumed run makes of them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import replace

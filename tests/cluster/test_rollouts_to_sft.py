@@ -1,7 +1,5 @@
 """Kept rollouts as supervised rows: which of them, and that they are trained token by token."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which engine of a pool a request goes to, when many workers have a copy of the pool each."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`routing_replay=`: where it is on, and a run in which it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

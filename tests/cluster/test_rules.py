@@ -1,7 +1,5 @@
 """Rules that settings declare: each refuses its counter-examples, and accepts its edges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin

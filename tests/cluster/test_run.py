@@ -1,7 +1,5 @@
 """A run's steps and checkpoints: what happens in which order, with a learner that writes slowly."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """A run's directory: one run, resumable, held by one process, and its records true."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Rows for SFT, sampled from a checkpoint and from an endpoint; hints stay out of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

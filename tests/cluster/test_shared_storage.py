@@ -1,7 +1,5 @@
 """Paths that a node lacks, and directories that only look shared."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

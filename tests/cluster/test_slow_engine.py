@@ -6,8 +6,6 @@ Worker, queue, ledger, leases, supervisor, stall detection, engine pool, engine 
 the real ones, at a run's own deadlines; the server is made up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping

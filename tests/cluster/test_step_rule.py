@@ -1,7 +1,5 @@
 """Which groups a step takes: by hand, and in simulated runs with long tails."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Deaths, hangs, restarts and budgets, on real Ray actors."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Many actors: what is asked of whom grows as their number, and a lost node is soon back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

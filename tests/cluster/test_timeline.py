@@ -1,7 +1,5 @@
 """The timeline of a made-up run: its marks and its lines are what the run wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

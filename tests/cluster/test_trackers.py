@@ -1,7 +1,5 @@
 """Trackers, with their own libraries: what they were told is what the run wrote, once."""
 
-from __future__ import annotations
-
 import importlib
 import struct
 import sys

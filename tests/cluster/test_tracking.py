@@ -1,7 +1,5 @@
 """What a run prints: on a terminal, in a pipe, and where nothing can be written."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

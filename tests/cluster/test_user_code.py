@@ -1,7 +1,5 @@
 """User code tried before a run: what it does wrong is said, with its place, and nothing starts."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

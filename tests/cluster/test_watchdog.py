@@ -1,7 +1,5 @@
 """A stall: what is said, who is suspected, and what is done when."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace

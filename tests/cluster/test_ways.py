@@ -1,7 +1,5 @@
 """The way to each engine, on GPUs that nobody has here: by where learner and engines are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

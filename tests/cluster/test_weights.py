@@ -1,7 +1,5 @@
 """The push, both ends: each transport, what it costs, and how it fails."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Paths that commands write: never in a job's upload, which Ray removes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

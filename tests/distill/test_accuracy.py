@@ -1,7 +1,5 @@
 """pass@k against every choice of k, votes, and intervals that hold the truth as they say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from statistics import fmean

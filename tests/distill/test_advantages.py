@@ -1,7 +1,5 @@
 """Advantages against nested loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers of rows keep their meaning, and rewards read them before a run."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Only what the assistant says is trained, after what a served model would see before it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

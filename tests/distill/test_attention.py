@@ -1,7 +1,5 @@
 """Attention under masks: one mask for all layers of a window, and no fallback to a slow kernel."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any

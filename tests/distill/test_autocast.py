@@ -1,7 +1,5 @@
 """Autocast of grouped products."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import grouped_mm
 

@@ -1,7 +1,5 @@
 """Rows become batches: every row once, under the budget, each trained token at its place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

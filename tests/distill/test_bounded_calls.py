@@ -1,7 +1,5 @@
 """Calls that do not end, that end everything, and those after them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Canaries: noise raises no alarm; other weights, empty ones, a lost T and a slow drift do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

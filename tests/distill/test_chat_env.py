@@ -1,7 +1,5 @@
 """Environments of messages: turns, tools, limits and rewards, on real tokens and real tools."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

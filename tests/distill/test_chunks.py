@@ -1,7 +1,5 @@
 """Chunks: all of the text, once, in order, in its budget, and cut where a reader would pause."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Columns of any name are read as fields; a misspelt field is noticed, any other is left alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from distill.data.columns import Columns, PromptColumns, refuse_misspelt

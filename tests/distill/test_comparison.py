@@ -1,7 +1,5 @@
 """The handshake's verdict: who is off, by how much, and that NaN never agrees."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

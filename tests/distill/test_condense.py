@@ -1,7 +1,5 @@
 """Condensers keep to their budgets by the real tokenizer, and histories keep what must stay."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Prompt and completion are encoded so that decoding gives what was written, by any tokenizer."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

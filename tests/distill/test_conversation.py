@@ -1,7 +1,5 @@
 """What was sampled is kept as sampled; what is seen next is what the template writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

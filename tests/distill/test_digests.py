@@ -3,8 +3,6 @@
 Our kernel is run by Triton's interpreter, and compiled for an H100, which takes no GPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

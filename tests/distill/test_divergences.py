@@ -1,7 +1,5 @@
 """Divergences against sums written out, and what each must satisfy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

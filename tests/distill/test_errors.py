@@ -1,7 +1,5 @@
 """Descriptions of errors: the user's own line, and the kind that counts them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -4,8 +4,6 @@ Gradients go through a dense twin (tests/flex_twin.py); whole learners are in
 tests/learner/test_packing.py, and the compiled kernel in `make gpu`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """No text of a stranger speaks for the template, whatever tokenizer reads it."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Formats: patterns and schemas by value, and what is wrong with them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """gloo listens where the processes of its group can reach it."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """A group that breaks a rule of its types is refused, and the error names the field."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A group that was packed and unpacked is the group."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields, is_dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A share of a run's groups: by their ids alone, as many of each step as were asked for."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The guard of a program, as the starters of processes that we use start it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The head of a checkpoint alone, of families that differ in what they make of its logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

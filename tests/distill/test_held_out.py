@@ -1,7 +1,5 @@
 """Held-out problems share no prompt with those that are trained."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Key facts pay once, where they are said first, as whole words."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

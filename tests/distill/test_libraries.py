@@ -1,7 +1,5 @@
 """A feature whose library is missing ends in an error that names the feature and the package."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Log-probs and entropies against the definition, and vocabulary heads against their models."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

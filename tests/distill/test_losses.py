@@ -1,7 +1,5 @@
 """Losses and their gradients against loops, in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

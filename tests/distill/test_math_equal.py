@@ -1,7 +1,5 @@
 """Mathematics that is equal, that is not, and that nobody should try to simplify."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages reach every chat template in one form, and what it does not write is found."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """A step's metrics against loops over its tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

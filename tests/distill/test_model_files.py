@@ -1,7 +1,5 @@
 """Files beside the weights leave as they came, or are refused before a run."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

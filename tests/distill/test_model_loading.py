@@ -1,7 +1,5 @@
 """A checkpoint loads whole or is refused by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

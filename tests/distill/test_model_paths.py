@@ -1,7 +1,5 @@
 """Paths of models that are not there: refused before a hub is asked, with what was meant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The same data gives the same rows from every source."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

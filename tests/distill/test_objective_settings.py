@@ -1,7 +1,5 @@
 """Combinations of settings that an objective refuses, and those that it accepts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The order of training is a pure function of sizes, weights and seed, with each source's share."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

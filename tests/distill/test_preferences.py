@@ -1,7 +1,5 @@
 """Pairs in three forms; each side trains what the assistant says after the shared context."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

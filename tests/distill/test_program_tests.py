@@ -1,7 +1,5 @@
 """Formats of published tests: right programs pass, wrong ones do not, empty tests are refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Prompt files are read whole or refused by line; the order of prompts is seeded and resumable."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

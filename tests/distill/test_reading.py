@@ -1,7 +1,5 @@
 """Documents longer than the context: parts, notes, segments of their own, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the weights account for: a watermark, what was set aside below it, and ids above it."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -1,7 +1,5 @@
 """Advantages of samples over a step, what lengths do to rewards, and functions of a user's."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable

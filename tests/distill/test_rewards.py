@@ -1,7 +1,5 @@
 """Rewards: the built-in ones by value, a user's by name, checked for being a finite number."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import sys

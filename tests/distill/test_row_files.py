@@ -1,7 +1,5 @@
 """Rows are the same from every format, or the file and the row are named."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

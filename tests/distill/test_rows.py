@@ -1,7 +1,5 @@
 """Training rows of rollouts: one a segment, with its own facts and what the objective asks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from typing import Any

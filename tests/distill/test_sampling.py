@@ -1,7 +1,5 @@
 """One home for T: above 0 and never truncated in training, 0 and up in evaluation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 

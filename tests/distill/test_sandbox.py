@@ -1,7 +1,5 @@
 """Real programs that mean harm: none reaches our files, our network, our memory or our time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Turns become one chain while the prefix holds, and a new segment when it breaks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

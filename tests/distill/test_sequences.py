@@ -1,7 +1,5 @@
 """Trajectories of several segments are one sequence, whichever micro-batches its rows are in."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Settings in sections: their paths and names, rules between sections, and changes."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import chz

@@ -1,7 +1,5 @@
 """Supervised rows: prompt, completion and EOS; or a conversation, the assistant's turns trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights in shared memory: what another process reads is what was written last."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

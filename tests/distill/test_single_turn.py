@@ -1,7 +1,5 @@
 """Rewards that take long: one at a time, while what else a process does goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Sources of rows: how they are written, what they are called, read once, known by content."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run's stop tokens: those at which any model ends, or those chosen; one event."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 

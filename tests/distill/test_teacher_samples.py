@@ -1,7 +1,5 @@
 """Which groups the teacher samples: by their ids alone, and in the share that was asked for."""
 
-from __future__ import annotations
-
 import pickle
 
 from distill.group_share import NO_TEACHER_SAMPLES, TeacherSamples

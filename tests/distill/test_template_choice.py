@@ -1,7 +1,5 @@
 """The run's chat template: a file's, with arguments that stand in the template itself."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Games of the textarena library on scripted policies: real games, played to their ends."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import re

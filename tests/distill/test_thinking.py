@@ -1,7 +1,5 @@
 """Thinking is told from the answer by the marks that each family's chat template writes."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from functools import cache

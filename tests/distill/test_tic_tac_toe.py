@@ -1,7 +1,5 @@
 """Tic-tac-toe against its obvious version: rules, and players that are what they say."""
 
-from __future__ import annotations
-
 import pytest
 
 from distill.envs.games.tic_tac_toe import (

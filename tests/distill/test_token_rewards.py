@@ -1,7 +1,5 @@
 """Phrases pay the tokens that spell them, whatever the tokens are, and no more than they say."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two tokenizers either mean the same by every id, or the first difference is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every family's calls are read, nothing a model writes raises, and what is no call stays text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Random twins: the family as it is, in a tiny size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

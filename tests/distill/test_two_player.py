@@ -1,7 +1,5 @@
 """Games of two on scripted policies: whose turn, who earns what, and that nobody waits for ever."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

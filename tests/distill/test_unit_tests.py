@@ -1,7 +1,5 @@
 """Programs that pass, programs that fail, and programs that would rather not be tested."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Answers in words as the student's tokens: where they end, and where they were cut."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A loss that is `policy_gradient`; with its module, calls of learner workers fail when told to."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The worker nodes of `tests.e2e.ray_head`. Ray's autoscaler loads this file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

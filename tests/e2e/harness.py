@@ -1,7 +1,5 @@
 """Runs in this process, and of the real command in a process of its own, and what they write."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

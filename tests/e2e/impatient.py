@@ -3,8 +3,6 @@
 `NUMBERS` in the environment is JSON: constructor arguments of the classes in `PARTS`, by name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

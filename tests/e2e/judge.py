@@ -6,8 +6,6 @@ The student samples by itself at T (one full forward a token, torch.multinomial)
 it sampled, the divergence is summed over the whole vocabulary. Nothing is fast here, on purpose.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An advantage and a loss as a user would write them: built-in ones over again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ An answer is `out|KIND`, the run's directory and what to wait for there: an even
 the first evaluation began, `back`, or nothing at all, `none`.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

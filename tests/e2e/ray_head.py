@@ -4,8 +4,6 @@ Every process of a cluster ends with its block. (Ray's servers accept on all int
 address is 127.0.0.1, which `ray start` does not keep.)
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

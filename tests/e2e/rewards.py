@@ -1,7 +1,5 @@
 """Rewards that fail, as users' own do."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -4,8 +4,6 @@
 what it says, the last until the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A reward that is slow while a file exists, as a sandboxed check is under load; a slow loss."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that pushes its adapter alone to real SGLang servers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Distillation through an agent that owns its loop: the example, on real engines, on Ray."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

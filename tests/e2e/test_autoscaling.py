@@ -3,8 +3,6 @@
 And engines that come and go in the middle of a run, by a script.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 In this process (local=True), so that a test can reach into a teacher that serves; one on SGLang.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

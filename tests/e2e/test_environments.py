@@ -1,7 +1,5 @@
 """Environments in runs, with real engines: turns, tools, games, judged from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

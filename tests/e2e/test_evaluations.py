@@ -1,7 +1,5 @@
 """Evaluations beside training (eval_engines=): steps go on, and every number is as without."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """fork_from=: runs that begin from a checkpoint of another, in one process each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

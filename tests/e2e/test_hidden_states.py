@@ -1,7 +1,5 @@
 """`teacher.head=`: a served teacher's distributions, by its hidden states and its head alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The main job, on Ray and in one process, lowers the exact divergence at each temperature."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """teacher=policy: who scored what is held against the weights that it should have had."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

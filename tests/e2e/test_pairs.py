@@ -1,7 +1,5 @@
 """A base model learns from the model that was made of it: other ends, another chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Ray's exporter has a run's metrics as metrics.jsonl has them, and the dashboard no others."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

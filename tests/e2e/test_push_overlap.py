@@ -1,7 +1,5 @@
 """Pushes beside the learner's next step, in whole runs in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import time

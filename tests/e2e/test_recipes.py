@@ -1,7 +1,5 @@
 """Every recipe and estimator does what it is for, in one process, judged from outside."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

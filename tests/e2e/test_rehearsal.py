@@ -1,7 +1,5 @@
 """A whole rehearsal, and one of a run that would fail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

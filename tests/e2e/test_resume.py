@@ -3,8 +3,6 @@
 Of a killed driver: tests/chaos.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A reward model learns preferences, and then rewards; in one process, judged from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

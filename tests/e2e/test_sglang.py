@@ -1,7 +1,5 @@
 """The main job on real SGLang servers: it learns, it refuses, and it survives their deaths."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -3,8 +3,6 @@
 The nodes are raylets of a cluster on this machine, and SGLang's ranks know one another by address.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The batch script for SLURM, with one node: this machine, and a `srun` that starts things here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

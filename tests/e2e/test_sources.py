@@ -1,7 +1,5 @@
 """Rows train as they come: GSM8K's columns, sources by weight, functions; edits are noticed."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real command as a job of a real cluster: submitted, stopped, resumed, refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A warm-up by an endpoint that gives text, and nothing else, through whole runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Environments and rewards that end or hold up the process they run in."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A learner of several Ray actors: trained, killed, and resumed with another number of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

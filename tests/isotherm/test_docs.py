@@ -1,7 +1,5 @@
 """docs/library.md: every block of code runs, in order."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

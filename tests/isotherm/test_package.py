@@ -1,7 +1,5 @@
 """What importing the package does and does not do, and which packages it takes for ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A policy trained by hand: the same numbers as one step, one sampler, one state on disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Recipes as iterators: metrics, early ends, and the errors of the command line."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

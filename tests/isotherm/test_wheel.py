@@ -1,7 +1,5 @@
 """The wheel, built from the sdist: complete, and enough to run every part without the sources."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

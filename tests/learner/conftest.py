@@ -1,7 +1,5 @@
 """Learners on the tiny student, loops around them, and what to compare them with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ and for benchmarks, which start learners without Ray.
     follower    serve(LearnerWorker(...), seat)
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rows that bring the experts of a mixture along."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Frozen models in a learner: one number that changes is found, and so is another pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

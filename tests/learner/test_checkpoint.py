@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all, whatever kills the writer; a resumed run is the same run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

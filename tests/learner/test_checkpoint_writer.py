@@ -1,7 +1,5 @@
 """Checkpoints from a copy: the state as it was copied, whatever the learner does meanwhile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

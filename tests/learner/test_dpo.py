@@ -1,7 +1,5 @@
 """Direct preference optimisation: its loss, its reference that is scored once, its resumed run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training has no dropout and no router noise, whatever the checkpoint's config has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `test_families.py` has what becomes of those that are taken.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

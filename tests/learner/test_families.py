@@ -1,7 +1,5 @@
 """Families of models: trained a step, pushed, scored, saved, loaded; never renamed on the way."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Model FLOPs against PyTorch's own counter, and what they must and must not depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A start from another run's checkpoint: what it takes over, and what it refuses."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learner's log-probs are the model's own, whatever a row is batched with."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two workers share each frozen model: the same distributions, log-probs and canaries as of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Rows, batch, forward and loss are the ones that train; see `tests/enumeration.py`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import chz

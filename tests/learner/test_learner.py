@@ -1,7 +1,5 @@
 """The optimizer step: its gradient, its accumulation, its update, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The policy loop: one step a call, each group once, every version published before it returns."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """LoRA: the adapter alone is trained; merged, off or saved, it is what was trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

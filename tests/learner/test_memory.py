@@ -1,7 +1,5 @@
 """What a pass keeps is what the plan says, and a plan that does not fit becomes one that does."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The gradient of a learner's step against one written without the project, a row at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

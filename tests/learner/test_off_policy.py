@@ -4,8 +4,6 @@ The claim of all of them: the gradient of the divergence of the learner's *prese
 teacher, in the states that the sampling policy meets.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """estimator=full of a teacher that is the learner's own model, against a copy of that teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

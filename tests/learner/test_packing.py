@@ -1,7 +1,5 @@
 """Packed rows are trained as if each were alone; families of which that is not true are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

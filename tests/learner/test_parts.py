@@ -1,7 +1,5 @@
 """Parts of a step, in micro-batches of any size: the sum of their losses."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import replace

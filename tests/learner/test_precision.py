@@ -1,7 +1,5 @@
 """What the learner computes in, what it keeps, and whether it fits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Models whose attention cannot be replaced: two workers train all of them, like one."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two replicas of two workers take the steps of four workers that share one model (HSDP)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

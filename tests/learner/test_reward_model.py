@@ -1,7 +1,5 @@
 """Reward models: their loss and gradient, where a score is read, what is saved, on any worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rollouts on several workers: each fetches its share, makes its rows, and all are one learner."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The load-balancing loss of routers: of real tokens alone, in every way that rows are run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

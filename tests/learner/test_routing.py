@@ -1,7 +1,5 @@
 """Routing replay: the experts that a row brings along are those that it runs through."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A teacher that follows the weights, against its formula; saved, resumed, shown and handed on."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

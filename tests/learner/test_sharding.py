@@ -1,7 +1,5 @@
 """Two workers are one learner: the same losses, weights and checkpoints as one process has."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

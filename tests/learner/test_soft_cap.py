@@ -1,7 +1,5 @@
 """A soft cap on attention scores is applied wherever its model runs, scores being large."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

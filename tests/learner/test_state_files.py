@@ -1,7 +1,5 @@
 """Checkpoints hold no pickle: what is read is data."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a step of the policy loop trains on: its groups in parts, some of them, rows beside."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on data that is there already: in a seeded order that a resumed run continues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

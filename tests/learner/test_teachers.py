@@ -1,7 +1,5 @@
 """Teachers in the learner's process: their whole distribution, at T, after their own context."""
 
-from __future__ import annotations
-
 import asyncio
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """config.json says that head and embedding are tied, and the checkpoint has a head of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Seconds by stage, and the trace of a block: what it holds, and what is left when it fails."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

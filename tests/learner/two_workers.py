@@ -1,8 +1,6 @@
 """Real learner workers (two, if not told otherwise), in processes of their own, that meet over
 gloo."""
 
-from __future__ import annotations
-
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence

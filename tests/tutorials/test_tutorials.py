@@ -1,7 +1,5 @@
 """The tutorials run as scripts, which show what they tell; their last cells assert it."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Arithmetic by value; and what is none, is too large, or would take for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 

@@ -1,7 +1,5 @@
 """Every call has an answer, in order and in time, and none speaks for the template."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions as tools: what the model reads, what it gets back, and how they travel."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import sys

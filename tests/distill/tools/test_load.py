@@ -1,7 +1,5 @@
 """Tools by name, the user's own among them."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

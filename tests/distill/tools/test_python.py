@@ -1,7 +1,5 @@
 """Programs as a model writes them: what they print, and what it is told when they fail."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 

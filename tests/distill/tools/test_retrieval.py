@@ -1,7 +1,5 @@
 """Passages by their words, in any script, the same every time."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import subprocess
