@@ -40,6 +40,10 @@ def score(engine: SglangEngine) -> Awaitable[Any]:
     return engine.score([SCORE])
 
 
+def score_top(engine: SglangEngine) -> Awaitable[Any]:
+    return engine.score([SCORE_TOP])
+
+
 def decode_score(engine: SglangEngine) -> Awaitable[Any]:
     return engine.decode_score([SCORE])
 
@@ -87,11 +91,14 @@ def test_proper_answers_are_taken() -> None:
 
 
 @pytest.mark.parametrize("call", [generate, score, decode_score])
-def test_a_hanging_server_is_given_up_at_the_deadline(call: Call) -> None:
+@pytest.mark.parametrize(("failure", "deadline_s"), [("hang", 1), (500, 60)])
+def test_a_server_that_hangs_or_keeps_failing_is_given_up(
+    call: Call, failure: int | str, deadline_s: float
+) -> None:
     server = MisbehavingServer()
-    server.failures = ["hang"] * 9
+    server.failures = [failure] * 9
     with pytest.raises(EngineError):
-        ask(server, call, deadline_s=1)
+        ask(server, call, deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize("failure", [500, 503, "drop"])
@@ -107,63 +114,8 @@ def test_scoring_is_repeated_and_sampling_is_not(failure: int | str) -> None:
     assert server.asked["/generate"] == 1, "samples were drawn twice"
 
 
-@pytest.mark.parametrize("call", [score, decode_score])
-def test_a_server_that_keeps_failing_is_given_up(call: Call) -> None:
-    server = MisbehavingServer()
-    server.failures = [500] * 9
-    with pytest.raises(EngineError):
-        ask(server, call)
-
-
-# SGLang writes a NaN or an infinity as null.
-NAN_ROW = [[None, 7, None]]
-ROWS = [[-1.5, 7, None]]
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda answers: "<html>Bad gateway</html>",
-        lambda answers: {"answers": answers},
-        lambda answers: [None] * len(answers),
-        lambda answers: answers[:-1],
-        in_meta(output_token_logprobs=ROWS * 3 + NAN_ROW),
-        in_meta(output_token_logprobs=ROWS * 3),
-        in_meta(output_token_logprobs=ROWS * 3 + [[-1.5, 8, None]]),
-        in_meta(output_token_logprobs=None),
-        in_meta(output_token_logprobs=[-1.5] * 4),
-        in_meta(finish_reason=None),
-        in_meta(finish_reason={"type": "abort", "status_code": 500}),
-        in_meta(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
-    ],
-)
-def test_what_no_sample_can_be_made_of(spoil: Callable[[Any], Any]) -> None:
-    server = MisbehavingServer()
-    server.spoil = spoil
-    with pytest.raises(EngineError):
-        ask(server, generate)
-
-
 def input_rows(*logprobs: float | None, first_token: int = 4) -> list[list[Any]]:
     return [[value, first_token + i, None] for i, value in enumerate(logprobs)]
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda answers: "not JSON",
-        lambda answers: answers * 2,
-        in_meta(input_token_logprobs=input_rows(None, -1, -1, None, -1, -1)),
-        in_meta(input_token_logprobs=input_rows(None, -1)),
-        in_meta(input_token_logprobs=input_rows(None, -1, -1, -1, -1, -1, first_token=5)),
-        in_meta(input_logprob_temperature=[1.0]),
-    ],
-)
-def test_what_no_score_can_be_made_of(spoil: Callable[[Any], Any]) -> None:
-    server = MisbehavingServer()
-    server.spoil = spoil
-    with pytest.raises(EngineError):
-        ask(server, score)
 
 
 @pytest.mark.parametrize("temperatures", [(0.7,), (0.7, 1.0), (1.0, 0.7), (1.0,), (0.5, 0.7)])
@@ -184,32 +136,6 @@ def test_the_likeliest_are_those_at_the_first_temperature(
     for score, scored in ((wanted, 5), (plain, 6)):
         expected = [[-0.5 * t] * scored for t in temperatures]
         np.testing.assert_allclose(score.logprobs_by_temperature, expected)
-
-
-TOP_ROW = [[-1.0, 20, None], [-2.0, 21, None]]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        None,
-        [None, *[TOP_ROW] * 4],
-        [None, *[TOP_ROW[:1]] * 5],
-        [None, *[TOP_ROW] * 4, TOP_ROW[:1]],
-        [None, *[TOP_ROW] * 4, None],
-        [None, *[TOP_ROW] * 4, [-1.0, -2.0]],
-        [None, *[TOP_ROW] * 4, [[None, 20, None], TOP_ROW[1]]],
-        [None, *[TOP_ROW] * 4, [TOP_ROW[0], [-2.0, VOCAB_SIZE, None]]],
-        [None, *[TOP_ROW] * 4, [TOP_ROW[0], [-2.0, -1, None]]],
-        [None, *[TOP_ROW] * 4, [TOP_ROW[0]] * 2],
-        [None, *[TOP_ROW] * 4, [[-0.1, 20, None], [-0.2, 21, None]]],
-    ],
-)
-def test_what_no_top_can_be_made_of(rows: Any) -> None:
-    server = MisbehavingServer()
-    server.spoil = in_meta(input_top_logprobs=rows)
-    with pytest.raises(EngineError):
-        ask(server, lambda engine: engine.score([SCORE_TOP]))
 
 
 def in_blocks(
@@ -233,36 +159,68 @@ LOGPROBS_NK = np.array([[-1, -2], [-0.1, -3], [-5, -6], [-2, -2], [-1.25, -1.5]]
 def test_blocks_of_the_likeliest_are_read_bit_for_bit() -> None:
     server = MisbehavingServer()
     server.spoil = in_blocks(IDS_NK, LOGPROBS_NK / np.float32(0.7))
-    [score] = ask(server, lambda engine: engine.score([SCORE_TOP]))
+    [score] = ask(server, score_top)
     np.testing.assert_array_equal(score.top.ids_NK, IDS_NK)
     np.testing.assert_array_equal(score.top.logprobs_NK, LOGPROBS_NK / np.float32(0.7))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"shape": [4, 2]},
-        {"shape": [10, 1]},
-        {"null_prefix": 2},
-        {"null_prefix": None},
-        {"val_flat_b64": "no base64 !"},
-        {"idx_flat_b64_dtype": "no type"},
-        {"idx_flat_b64": None},
-    ],
-)
-def test_blocks_that_are_damaged_are_refused(changes: dict[str, Any]) -> None:
-    server = MisbehavingServer()
-    server.spoil = in_blocks(IDS_NK, LOGPROBS_NK, **changes)
-    with pytest.raises(EngineError):
-        ask(server, lambda engine: engine.score([SCORE_TOP]))
+# SGLang writes a NaN or an infinity as null.
+NAN_ROW = [[None, 7, None]]
+ROWS = [[-1.5, 7, None]]
+TOP_ROW = [[-1.0, 20, None], [-2.0, 21, None]]
+TOPS = [None, *[TOP_ROW] * 4]
+SPOILT: list[tuple[Call, Callable[[Any], Any]]] = [
+    (generate, lambda answers: "<html>Bad gateway</html>"),
+    (generate, lambda answers: {"answers": answers}),
+    (generate, lambda answers: [None] * len(answers)),
+    (generate, lambda answers: answers[:-1]),
+    (generate, in_meta(output_token_logprobs=ROWS * 3 + NAN_ROW)),
+    (generate, in_meta(output_token_logprobs=ROWS * 3)),
+    (generate, in_meta(output_token_logprobs=ROWS * 3 + [[-1.5, 8, None]])),
+    (generate, in_meta(output_token_logprobs=None)),
+    (generate, in_meta(output_token_logprobs=[-1.5] * 4)),
+    (generate, in_meta(finish_reason=None)),
+    (generate, in_meta(finish_reason={"type": "abort", "status_code": 500})),
+    (generate, in_meta(weight_versions=[{"version": "3", "start": 0, "end": 2}])),
+    (score, lambda answers: "not JSON"),
+    (score, lambda answers: answers * 2),
+    (score, in_meta(input_token_logprobs=input_rows(None, -1, -1, None, -1, -1))),
+    (score, in_meta(input_token_logprobs=input_rows(None, -1))),
+    (score, in_meta(input_token_logprobs=input_rows(None, -1, -1, -1, -1, -1, first_token=5))),
+    (score, in_meta(input_logprob_temperature=[1.0])),
+    *(
+        (score_top, in_meta(input_top_logprobs=rows))
+        for rows in [
+            None, TOPS, [None, *[TOP_ROW[:1]] * 5], [*TOPS, TOP_ROW[:1]], [*TOPS, None],
+            [*TOPS, [-1.0, -2.0]], [*TOPS, [[None, 20, None], TOP_ROW[1]]],
+            [*TOPS, [TOP_ROW[0], [-2.0, VOCAB_SIZE, None]]],
+            [*TOPS, [TOP_ROW[0], [-2.0, -1, None]]], [*TOPS, [TOP_ROW[0]] * 2],
+            [*TOPS, [[-0.1, 20, None], [-0.2, 21, None]]],
+        ]
+    ),
+    *(
+        (score_top, in_blocks(IDS_NK, LOGPROBS_NK, **changes))
+        for changes in [
+            {"shape": [4, 2]}, {"shape": [10, 1]}, {"null_prefix": 2}, {"null_prefix": None},
+            {"val_flat_b64": "no base64 !"}, {"idx_flat_b64_dtype": "no type"},
+            {"idx_flat_b64": None},
+        ]
+    ),
+    *(
+        (decode_score, in_meta(output_token_ids_logprobs=rows))
+        for rows in [None, [], [[]], [[[-1.0, 9999, None]]], [[[None, 5, None]]]]
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [None, [], [[]], [[[-1.0, 9999, None]]], [[[None, 5, None]]]])
-def test_what_no_decode_reference_can_be_made_of(rows: Any) -> None:
+@pytest.mark.parametrize(("call", "spoil"), SPOILT)
+def test_an_answer_of_which_nothing_can_be_made_is_an_error(
+    call: Call, spoil: Callable[[Any], Any]
+) -> None:
     server = MisbehavingServer()
-    server.spoil = in_meta(output_token_ids_logprobs=rows)
+    server.spoil = spoil
     with pytest.raises(EngineError):
-        ask(server, decode_score)
+        ask(server, call)
 
 
 def test_many_rows_are_scored_in_requests_of_bounded_answers(

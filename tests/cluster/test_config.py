@@ -216,13 +216,8 @@ def test_a_dry_run_misses_the_gpu(opd: NewOpd, monkeypatch, capsys) -> None:
     ("more", "message"),
     [
         (["temperature=0"], "temperature=0.* eval.temperature=0"),
-        (["temperature=-1"], "temperature=-1"),
         (["top_p=0.9"], "top_p=0.9: training does not truncate"),
-        (["top_k=5"], "top_k=5: training does not truncate"),
-        (["min_p=0.1"], "min_p=0.1: training does not truncate"),
         (["temperatur=1"], "temperatur=1: no such setting; did you mean 'temperature'"),
-        (["group_sise=1"], "group_sise=1: no such setting; did you mean 'group_size'"),
-        (["steps=many"], "steps=many is not a whole number"),
         (["recipe=oped"], "recipe=oped is unknown; did you mean 'opd'.* Known: dpo, opd, .*sft"),
         (["recipe", "opd"], "'recipe' is not key=value; write recipe=opd"),
         (["student=/nowhere/at/all"], "'/nowhere/at/all': there is no such directory"),
@@ -393,11 +388,6 @@ def test_a_setting_is_given_once(opd: NewOpd) -> None:
         opd(checkpoint=3)
     with refuses(ConfigError, "checkpoint"):
         opd(checkpoint=3, keep_last=2)
-
-
-def test_an_ambiguous_name_is_refused(opd: NewOpd) -> None:
-    with refuses(ConfigError, "every", names="checkpoint.every or eval.every or verify.every"):
-        opd(every=3)
 
 
 @pytest.mark.parametrize(

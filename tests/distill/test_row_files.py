@@ -18,11 +18,6 @@ from distill.data.row_files import read_rows
 from distill.errors import DataError
 from tests.refusals import refuses
 
-ROWS = [
-    {"messages": [{"role": "user", "content": "hi"}], "answer": "4"},
-    {"messages": [{"role": "assistant", "content": "é", "tool_calls": [{"id": "a"}]}]},
-]
-
 
 def write_parquet(path: Path, rows: list[dict], schema: pyarrow.Schema | None = None) -> str:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
@@ -36,44 +31,12 @@ def test_parquet_maps_are_objects(tmp_path: Path) -> None:
     assert [row for _, row in read] == rows
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"a": 1',
-        "[1, 2]",
-        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        '{"a": ' + "1" * 5000 + "}",
-    ],
-    ids=["cut", "list", "brackets", "digits"],
-)
-def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"a": 1}\n' + line)
-    with refuses(DataError, None, names="bad.jsonl:2:"):
-        read_rows(str(path))
-
-
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_text(content)
-    with refuses(DataError, None, names="empty.jsonl"):
-        read_rows(str(path))
-
-
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet", "dir.parquet", "dir"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
     if name.startswith("dir"):
         (tmp_path / name).mkdir()
     with refuses(DataError, None, names=name):
         read_rows(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}\n', b"PAR1garbagePAR1"])
-def test_a_parquet_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad.parquet").write_bytes(content)
-    with refuses(DataError, None, names="bad.parquet"):
-        read_rows(str(tmp_path / "bad.parquet"))
 
 
 TEXTS = pyarrow.schema({"prompt": pyarrow.string(), "answer": pyarrow.string()})
@@ -165,30 +128,30 @@ def test_a_long_cell_is_read(tmp_path: Path) -> None:
         ("a.csv", "a, a\n1,2\n", ":1:"),
         ("a.csv", 'a\n"1', ":2:"),
         ("a.csv", "a,b\n", ""),
+        ("a.csv", "a\n1\n".encode("utf-16"), ""),
         ("a.json", '[{"a": 1}, 2]', ":2:"),
         ("a.json", '[{"a": 1},\n {"a" 1}]', ":2:"),
         ("a.json", "[]", ""),
         ("a.json", '{\n "a": [1]\n}', ":1:"),
         ("a.jsonl", "question,answer\n1,2\n", ":1:"),
+        ("a.jsonl", '{"a": 1}\n{"a": 1', ":2:"),
+        ("a.jsonl", '{"a": 1}\n[1, 2]', ":2:"),
+        ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", ":2:"),
+        ("a.jsonl", '{"a": 1}\n{"a": ' + "1" * 5000 + "}", ":2:"),
+        ("a.jsonl", "", ""),
+        ("a.jsonl", "\n \n", ""),
         ("a.jsonl.gz", "no gzip", ""),
+        ("cut.jsonl.gz", gzip.compress(json_lines([{"a": "é"}]))[:-9], ""),
         ("a.arrow", "no arrow", ""),
+        ("a.parquet", "", ""),
+        ("a.parquet", '{"prompt": "a"}\n', ""),
+        ("a.parquet", "PAR1garbagePAR1", ""),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_what_is_wrong_with_a_file_is_said(
-    tmp_path: Path, name: str, content: str, row: str
+    tmp_path: Path, name: str, content: str | bytes, row: str
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with refuses(DataError, None, names=name + row):
         read_rows(str(tmp_path / name))
-
-
-def test_a_gzip_that_was_cut_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json_lines(ROWS))[:-9])
-    with refuses(DataError, None, names="cut.jsonl.gz"):
-        read_rows(str(tmp_path / "cut.jsonl.gz"))
-
-
-def test_another_encoding_is_told_how_to_save_it(tmp_path: Path) -> None:
-    (tmp_path / "wide.csv").write_bytes("a\n1\n".encode("utf-16"))
-    with refuses(DataError, None, names="wide.csv"):
-        read_rows(str(tmp_path / "wide.csv"))
