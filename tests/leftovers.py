@@ -47,7 +47,7 @@ def nothing_left_over(
     shared, files, actors = shared_memory(), temporary_files(), set(living_actors())
     yield
     left = gone(lambda: marked(mark))
-    described = [_described(process) for process in left]
+    described = [described_process(process) for process in left]
     for process in left:  # they would take the next tests' time
         with suppress(psutil.Error):
             process.kill()
@@ -158,7 +158,7 @@ def mapped_inodes(pid: int) -> set[int]:
     return set()
 
 
-def _described(process: psutil.Process) -> str:
+def described_process(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return f"{process.pid} {' '.join(process.cmdline())[:120]}"
     return str(process.pid)

@@ -11,7 +11,7 @@ import numpy as np
 from distill.columns import GroupColumns, checked
 from distill.data.assistant_masks import MaskedTokens
 from distill.data.sft_rows import supervised_row
-from distill.engine import Sample
+from distill.engine import EngineInfo, Sample
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import token_table
 from distill.objective.rows import rows_by_group
@@ -165,3 +165,12 @@ def sample(*tokens: int, version: int = 0, logprob: float = -1.0) -> Sample:
         versions_T=np.full(len(tokens), version, np.int32),
         stop_reason=StopReason.EOS,
     )
+
+
+def engine_info(**changes: Any) -> EngineInfo:
+    facts: dict[str, Any] = {
+        "kind": "embedded", "model": "m", "vocab_size": VOCAB_SIZE, "context_length": 64,
+        "weight_version": 0, "dtype": "float32", "eos_token_ids": (1,), "tokenizer": None,
+        "temperature_scaling": "in the engine",
+    }  # fmt: skip
+    return EngineInfo(**facts | changes)

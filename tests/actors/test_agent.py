@@ -108,61 +108,45 @@ def test_a_function_s_process_is_kept(folder: Path) -> None:
     assert len(pids) == 1 and pids != {os.getpid()}
 
 
+# As when the kernel has no memory left while a long result is written.
+CUT = """import stat
+    answers = next(f for f in range(3, 99) if stat.S_ISSOCK(os.fstat(f).st_mode))
+    os.write(answers, b'{"result": 1')
+    os._exit(9)"""
+
+
 @pytest.mark.parametrize(
-    ("ending", "words"),
+    ("kind", "ending", "words"),
     [
-        ('raise RuntimeError("no such luck")', "no such luck"),
-        ('print("goes on"); os._exit(3)', "exit code 3"),
-        ('print("thinking", file=sys.stderr); time.sleep(600)', "took longer than 2 s"),
-        ("pass", "printed nothing"),
-        ('print("forty-two")', "forty-two"),
-        ('print(json.dumps({"score": 1}))', "score"),
-        ('print(json.dumps({"reward": "high"}))', "high"),
-        ('print("x" * (5 << 20)); print(1)', "more than 4 MiB"),
-        ("bytearray(2 << 30)", "MemoryError"),
+        ("program", 'raise RuntimeError("no such luck")', "no such luck"),
+        ("program", 'print("goes on"); os._exit(3)', "exit code 3"),
+        ("program", 'print("thinking", file=sys.stderr); time.sleep(600)', "took longer than 3 s"),
+        ("program", "pass", "printed nothing"),
+        ("program", 'print("forty-two")', "forty-two"),
+        ("program", 'print(json.dumps({"score": 1}))', "score"),
+        ("program", 'print(json.dumps({"reward": "high"}))', "high"),
+        ("program", 'print("x" * (5 << 20)); print(1)', "more than 4 MiB"),
+        ("program", "bytearray(2 << 30)", "MemoryError"),
+        ("function", 'raise RuntimeError("no such luck")', "no such luck"),
+        ("function", "os._exit(3)", "exit code 3"),
+        ("function", "time.sleep(600)", "took longer than 3 s"),
+        ("function", "return object()", "TypeError"),
+        ("function", CUT, "exit code 9"),
     ],
 )
 def test_an_agent_without_a_result_fails_by_a_reason_that_says_why(
-    folder: Path, ending: str, words: str
-) -> None:
-    (folder / "bad.py").write_text(f"{ASKS_ONCE}\nonce(json.load(sys.stdin))\n{ending}\n")
-    time_s = 2 if "sleep" in ending else 60
-    problems = dataset("python bad.py", memory_mb=1024, time_s=time_s)
-    with pytest.raises(DataError, match="bad") as caught:
-        rolled_out(problems, Scripted(TOKENIZER, ["a"]))
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("ending", "words"),
-    [
-        ('raise RuntimeError("no such luck")', "no such luck"),
-        ("os._exit(3)", "exit code 3"),
-        ("time.sleep(600)", "took longer than 3 s"),
-        ("return object()", "TypeError"),
-    ],
-)
-def test_a_function_without_a_result_fails_by_a_reason_that_says_why(
-    folder: Path, ending: str, words: str
+    folder: Path, kind: str, ending: str, words: str
 ) -> None:
     module = f"bad_{abs(hash(ending))}"
-    code = f"{ASKS_ONCE}\ndef solve(problem):\n    once(problem)\n    {ending}\n"
-    (folder / f"{module}.py").write_text(code)
-    problems = dataset(f"{module}:solve", time_s=3 if "sleep" in ending else 60)
+    code = f"once(json.load(sys.stdin))\n{ending}\n"
+    if kind == "function":
+        code = f"def solve(problem):\n    once(problem)\n    {ending}\n"
+    (folder / f"{module}.py").write_text(f"{ASKS_ONCE}\n{code}")
+    command = f"python {module}.py" if kind == "program" else f"{module}:solve"
+    problems = dataset(command, memory_mb=1024, time_s=3 if "sleep" in ending else 60)
     with pytest.raises(DataError) as caught:
         rolled_out(problems, Scripted(TOKENIZER, ["a"]))
-    assert words in str(caught.value)
-
-
-def test_a_function_s_process_that_dies_within_its_answer_gave_none(folder: Path) -> None:
-    """As when the kernel has no memory left while a long result is written."""
-    code = f"{ASKS_ONCE}\nimport stat\ndef solve(problem):\n    once(problem)\n"
-    code += "    answers = next(f for f in range(3, 99) if stat.S_ISSOCK(os.fstat(f).st_mode))\n"
-    code += "    os.write(answers, b'{\"result\": 1')\n    os._exit(9)\n"
-    (folder / "cut.py").write_text(code)
-    with pytest.raises(DataError) as caught:
-        rolled_out(dataset("cut:solve"), Scripted(TOKENIZER, ["a"]))
-    assert "exit code 9" in str(caught.value)
+    assert words in str(caught.value) and "bad" in str(caught.value)
 
 
 def test_failed_members_are_left_out_of_a_group_and_wrong_in_an_evaluation(folder: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_client_that_leaves_within_its_request_is_no_error(
         await complete(endpoint, ASKED)
 
     served(client, Scripted(TOKENIZER, ["a"]), TOKENIZER)
-    assert not caplog.records
+    assert not [line for line in caplog.records if line.name.startswith(("actors", "aiohttp"))]
 
 
 def test_a_client_that_never_reads_its_answer_keeps_nothing() -> None:

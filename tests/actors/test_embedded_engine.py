@@ -1,7 +1,7 @@
 """What is particular to the embedded engine: its thread, its caches, the models it can take."""
 
 import asyncio
-import time
+import threading
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
 from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
+from tests.waiting import DEADLINE_S
 from tests.weights import shared
 
 
@@ -62,6 +63,12 @@ async def generate_all(
     engine: EmbeddedEngine, requests: list[GenerateRequest]
 ) -> list[list[Sample]]:
     return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+
+async def asked(engine: EmbeddedEngine) -> None:
+    """Waits until the engine has been asked for something."""
+    while not await engine.queue_length():
+        await asyncio.sleep(0)
 
 
 _SIZES: dict[str, Any] = {
@@ -124,7 +131,7 @@ async def test_a_given_token_of_no_probability_has_a_log_prob_all_the_same(tmp_p
 async def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -> None:
     request = ScoreRequest(tokens_T=prompt(400), start=1, temperatures=(0.5,))
     task = asyncio.create_task(engine.decode_score([request]))
-    await asyncio.sleep(0.02)
+    await asked(engine)
     await engine.abort()
     with pytest.raises(EngineError):
         await task
@@ -160,19 +167,21 @@ def test_a_prompt_is_run_once_for_all_its_samples(
 
 
 async def test_a_cancelled_caller_leaves_nothing_behind(engine: EmbeddedEngine) -> None:
-    async with asyncio.timeout(20):
-        long = asyncio.create_task(engine.generate(ask(20, 480, samples=32)))
-        await asyncio.sleep(0.02)
-        long.cancel()
-        await engine.generate(ask(5, 3))
-        assert await engine.abort() == 0, "something of it is still under way"
+    long = asyncio.create_task(engine.generate(ask(20, 480, samples=32)))
+    await asked(engine)
+    long.cancel()
+    await engine.generate(ask(5, 3))
+    assert await engine.abort() == 0, "something of it is still under way"
 
 
 def test_a_failing_thread_reaches_every_caller(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    inside, all_in = threading.Event(), threading.Event()
+
     def explode(version: int) -> None:
-        time.sleep(0.02)  # so that everyone has come in
+        inside.set()
+        assert all_in.wait(DEADLINE_S)
         raise RuntimeError("out of memory, say")
 
     monkeypatch.setattr(engine._batch, "step", explode)
@@ -185,10 +194,11 @@ def test_a_failing_thread_reaches_every_caller(
         )  # fmt: skip
 
     async def load_later() -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.to_thread(inside.wait)
+        asyncio.get_running_loop().call_soon(all_in.set)  # once this has come in, too
         await engine.load_weights(shared({}), 1)
 
-    for result in asyncio.run(asyncio.wait_for(everything(), timeout=10)):
+    for result in asyncio.run(asyncio.wait_for(everything(), DEADLINE_S)):
         assert isinstance(result, EngineError) and "out of memory" in str(result)
     for call in (engine.info(), engine.generate(ask(9, 5)), engine.abort()):
         with pytest.raises(EngineError):
@@ -210,7 +220,7 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
 
     async def side_by_side() -> list[list[Sample]]:
         first = asyncio.create_task(engine.generate(healthy[0]))
-        await asyncio.sleep(0.01)
+        await asked(engine)
         with pytest.raises(EngineError):
             await engine.generate(sick)
         assert not first.done(), "the poisoned request came too late to matter"

@@ -139,15 +139,7 @@ def test_no_server_waits_in_a_broadcast_that_is_not_to_come(word: str | None) ->
 def test_a_bucket_that_is_refused_tears_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session of the server is closed all the same, generation goes on, nothing is served."""
     server = WeightsServer(model(0.0))
-    loads, load = [], server.load_buckets
-
-    def refuse(body: Any) -> None:
-        loads.append(1)
-        if len(loads) == 20:
-            raise RuntimeError("out of memory")
-        load(body)
-
-    monkeypatch.setattr(server, "load_buckets", refuse)
+    server.refused = 20
 
     async def push(session: WeightSession) -> None:
         with pytest.raises(EngineError):

@@ -20,6 +20,7 @@ from distill.types import TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import TEMPERATURE, ids
 from tests.tiny import VOCAB_SIZE
+from tests.waiting import DEADLINE_S
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=5)
 POLICY = PrefixEngine(0)
@@ -119,7 +120,7 @@ def run(
         "sampling": SAMPLING, "seed": 1, "max_groups": 2,
     }  # fmt: skip
     worker = RolloutWorker(**settings | changes)
-    asyncio.run(asyncio.wait_for(worker.run(), 30))
+    asyncio.run(asyncio.wait_for(worker.run(), DEADLINE_S))
     return {group.group_id: group for group in sink.done}
 
 
@@ -389,7 +390,7 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
         policy=POLICY, teachers={"": HangingPolicy(0)}, sink=Sink(groups=3, closes=False),
         dataset=Dataset(), sampling=SAMPLING, seed=1, max_groups=2, teacher_samples=by_teacher(3),
     )  # fmt: skip
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         running = asyncio.create_task(worker.run())
         while [group.stage for group in worker.under_way] != ["scoring", "scoring"]:
             assert not running.done()
@@ -400,7 +401,7 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
 
 async def test_what_is_under_way_can_be_seen_and_given_up() -> None:
     sink = Witness(groups=3, closes=False)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         worker = worker_of(sink, HangingPolicy(0))
         running = asyncio.create_task(worker.run())
 
@@ -456,7 +457,7 @@ async def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
             return Closing(prompt_T=ids(3, 4, 5 + group_id))
 
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             worker = RolloutWorker(
                 policy=HangingPolicy(0), teachers={}, sink=Sink(groups=2, closes=False),
                 dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
@@ -497,13 +498,13 @@ def test_what_is_given_up_before_it_begins_leaves_its_room() -> None:
 
     sink = Late(groups=6)
     worker = worker_of(sink, POLICY)
-    asyncio.run(asyncio.wait_for(worker.run(), 30))
+    asyncio.run(asyncio.wait_for(worker.run(), DEADLINE_S))
     assert [group.group_id for group in sink.done] == [2, 3, 4, 5] and not sink.failed
 
 
 async def test_a_drained_worker_ends_what_it_began() -> None:
     sink = Sink(groups=100)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         worker = worker_of(sink, POLICY)
         running = asyncio.create_task(worker.run())
         while not sink.done:

@@ -21,7 +21,7 @@ from cluster.placement.forked_workers import SETTING
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.impatient import NUMBERS
 from tests.kept_journal import KeptInJournal
-from tests.leftovers import is_alive
+from tests.leftovers import described_process, is_alive
 
 _LOOK_EVERY_S = 0.5
 _POLL_S = 0.05
@@ -212,7 +212,7 @@ class TorturedRun:
         if status != "finished":
             found.append(f"summary.json says {status}")
         left = self.left_over()
-        return [*found, *(f"left behind: {_named(process)}" for process in left)]
+        return [*found, *(f"left behind: {described_process(process)}" for process in left)]
 
     def left_over(
         self, patience_s: float = _GONE_WITHIN_S, *, but_agents: bool = False
@@ -247,9 +247,3 @@ def _title(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return process.name()
     return ""
-
-
-def _named(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
-    return str(process.pid)

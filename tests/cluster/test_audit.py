@@ -34,16 +34,22 @@ SETTINGS = {
 class Run:
     """A run's ledger and journal; ids are leased by one worker and delivered in order."""
 
-    def __init__(self, path: Path, run: str = "r", trained: TrainedGroups | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: str = "r",
+        trained: TrainedGroups | None = None,
+        settings: Mapping[str, Any] = SETTINGS,
+    ) -> None:
         self.trained = trained or TrainedGroups()
         epoch = replay(path).epoch + 1
         self.journal = Journal(path)
         self.journal.record(
-            "start", run=run, run_id="isotherm", epoch=epoch, settings=SETTINGS,
+            "start", run=run, run_id="isotherm", epoch=epoch, settings=settings,
             **self.trained.to_json(),
         )  # fmt: skip
         self.ledger = Ledger(
-            LedgerSettings(**SETTINGS), self.trained, epoch=epoch, record=self.journal.record
+            LedgerSettings(**settings), self.trained, epoch=epoch, record=self.journal.record
         )
 
     def make(self) -> list[Lease]:

@@ -31,7 +31,7 @@ from learner.frozen import LocalTeachers
 from tests.actors.prefix_engine import PrefixEngine
 from tests.conftest import TinyPair
 from tests.queues import queue_here
-from tests.tiny import VOCAB_SIZE
+from tests.samples import engine_info
 
 DEADLINE_S = 60.0
 T = 0.7
@@ -54,10 +54,7 @@ class Frozen:
         self._salts, self._each = salts, drift
 
     async def info(self) -> EngineInfo:
-        return EngineInfo(
-            kind="embedded", model="m", vocab_size=VOCAB_SIZE, context_length=64, weight_version=0,
-            dtype="float32", eos_token_ids=(1,), tokenizer=None, temperature_scaling="here",
-        )  # fmt: skip
+        return engine_info()
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         salt = self._salts[self._turn % len(self._salts)]

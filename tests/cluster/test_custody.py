@@ -13,23 +13,16 @@ from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
 from distill.records import Lease, TrainedGroups
+from tests.cluster import test_audit
 
 SETTINGS = {"groups_per_step": 2, "max_staleness": 2, "total_groups": 12, "lease_s": 60.0}
 
 
-class Run:
+class Run(test_audit.Run):
     """A ledger with its journal, and a learner that trains what is there."""
 
     def __init__(self, path: Path, trained: TrainedGroups | None = None) -> None:
-        self.trained = trained or TrainedGroups()
-        epoch = replay(path).epoch + 1
-        self.journal = Journal(path)
-        self.journal.record(
-            "start", run="r", run_id="i", epoch=epoch, settings=SETTINGS, **self.trained.to_json()
-        )
-        self.ledger = Ledger(
-            LedgerSettings(**SETTINGS), self.trained, epoch=epoch, record=self.journal.record
-        )
+        super().__init__(path, trained=trained, settings=SETTINGS)
         self.version = len(self.trained) // 2
         for number in (0, 1):
             self.ledger.scorer(
@@ -179,16 +172,6 @@ def test_what_a_killed_job_left_open_stays_a_gap(path: Path) -> None:
     assert "step 1: groups of teacher engine 0 after its last good canary" in scoring.verdict()
 
 
-def written(path: Path, events: list[dict[str, Any]]) -> None:
-    """The events with new links: as by one who knows how they are made."""
-    path.unlink()
-    journal = Journal(path)
-    for event in events:
-        fields = {name: value for name, value in event.items() if name not in ("t", "after")}
-        journal.record(**fields)
-    journal.close()
-
-
 def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None:
     run = Run(path)
     run.deliver(0)
@@ -202,7 +185,7 @@ def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None
     def audited(**changes: Any) -> tuple[list[str], bool]:
         kind, change = next(iter(changes.items()))
         made = [change(e) if e["event"] == kind else e for e in json.loads(true)]
-        written(path, [event for event in made if event])
+        test_audit.write_anew(path, [event for event in made if event])
         found = audit(path)
         assert found.scoring is not None
         return found.problems, found.scoring.holds

@@ -21,6 +21,7 @@ from distill.gpu import readable
 from distill.models.loading import load_config
 from tests.conftest import TinyPair
 from tests.refusals import refuses
+from tests.samples import engine_info
 from tests.tiny import VOCAB_SIZE
 
 NewOpd = Callable[..., OpdConfig]
@@ -28,12 +29,8 @@ URL = "http://teacher:30000"
 
 
 def server(**changes: Any) -> EngineInfo:
-    settings: dict[str, Any] = {
-        "kind": "sglang (external)", "model": URL, "vocab_size": VOCAB_SIZE,
-        "context_length": 256, "weight_version": 0, "dtype": "float32", "eos_token_ids": None,
-        "tokenizer": None, "temperature_scaling": "s",
-    }  # fmt: skip
-    return EngineInfo(**settings | changes)
+    external = {"kind": "sglang (external)", "model": URL, "context_length": 256}
+    return engine_info(**external | {"eos_token_ids": None} | changes)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from cluster.handles import errors
 from cluster.handles.failures import root_cause
 from cluster.hosts.followers import FOLLOWER_GROUPS, ActorFollowers
 from distill.errors import CheckpointError
+from learner.process_group import Lane
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -85,20 +86,16 @@ def test_two_heartbeats_in_a_row_report_a_follower_that_failed_while_the_leader_
     end(made)
 
 
-def test_a_prefetch_that_failed_holds_up_no_leader() -> None:
+@pytest.mark.parametrize(
+    ("ends", "lane", "error"),
+    [(["", "raises"], "ahead", CheckpointError), (["dies", ""], "main", errors.RayActorError)],
+)
+def test_a_failed_prefetch_and_a_dead_follower_are_no_concern_of_the_leader_s_heartbeat(
+    ends: list[str], lane: Lane, error: type[Exception]
+) -> None:
     made = followers()
-    with made("fail", ["", "raises"], "ahead") as answers:
-        with pytest.raises(CheckpointError):
-            answers()
-        made.check()
-        made.check()
-    end(made)
-
-
-def test_a_dead_follower_is_left_to_its_own_heartbeat() -> None:
-    made = followers()
-    with made("fail", ["dies", ""], "main") as answers:
-        with pytest.raises(errors.RayActorError):
+    with made("fail", ends, lane) as answers:
+        with pytest.raises(error):
             answers()
         made.check()
         made.check()

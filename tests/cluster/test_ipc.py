@@ -184,27 +184,13 @@ def test_each_rank_reads_what_its_own_worker_lends(owned) -> None:
     expect(other, 3.0, "1")
 
 
-def refuse_bucket(server: WeightsServer, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load = [], server.load_buckets
-
-    def refuse(body: Any) -> None:
-        loads.append(1)
-        if len(loads) == number:
-            raise RuntimeError("out of memory")
-        load(body)
-
-    monkeypatch.setattr(server, "load_buckets", refuse)
-
-
-def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(
-    owned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(owned) -> None:
     bad, good = WeightsServer(model(0.0)), WeightsServer(model(0.0))
     engines = owned(bad, good)
     transport = lent_to(engines)
     assert not push(transport, LendableWeights(model(1.0)), 1).failures
     before = held()
-    refuse_bucket(bad, 20, monkeypatch)
+    bad.refused = bad.loads + 20
     answers = push(transport, LendableWeights(model(2.0)), 2)
     assert answers.failures.keys() == {"e0"} and "parts of two versions" in answers.failures["e0"]
     expect(good, 2.0, "2")

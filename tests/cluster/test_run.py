@@ -294,35 +294,24 @@ class Stuck(Writing):
         return super().step(_waited_s)
 
 
-def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck() -> None:
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck(signalled: bool) -> None:
+    """A signal during a step that fails then saves no half of it."""
     run, waits, over = Scene(), threading.Event(), threading.Event()
-    run.actors.leader = LocalActor(Stuck, run.told, waits, over)
+    run.actors.leader = LocalActor(Stuck, run.told, waits, over, signalled)
 
-    async def heartbeat() -> None:
+    async def happens() -> None:
         await asyncio.to_thread(waits.wait)
-        raise RunFailed("a worker has no memory")
-
-    run.actors.driver.background.start(heartbeat())
-    with pytest.raises(RunFailed):
-        run.train()
-    assert run.told[-2:] == ["waited for 2", "saved 2"]
-    over.set()
-    run.actors.driver.background.close()
-
-
-def test_a_signal_during_a_step_that_fails_saves_no_half_of_it() -> None:
-    run, waits, over = Scene(), threading.Event(), threading.Event()
-    run.actors.leader = LocalActor(Stuck, run.told, waits, over, True)
-
-    async def signalled() -> None:
-        await asyncio.to_thread(waits.wait)
+        if not signalled:
+            raise RunFailed("a worker has no memory")
         over.set()
         raise Interrupted(signal.SIGTERM)
 
-    run.actors.driver.background.start(signalled())
+    run.actors.driver.background.start(happens())
     with pytest.raises(RunFailed):
         run.train()
-    assert run.told[-3:] == ["end", "waited for 2", "saved 2"]
+    assert run.told[-3:] == ["end" if signalled else "step 3", "waited for 2", "saved 2"]
+    over.set()
     run.actors.driver.background.close()
 
 

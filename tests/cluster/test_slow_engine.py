@@ -269,19 +269,13 @@ def test_a_request_may_take_as_long_as_its_tokens(loop: SimulatedLoop) -> None:
 def test_a_step_takes_as_long_as_it_gets_on(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
-    """Workers that wait for its weights do so, too."""
+    """Workers that wait for its weights do so, too. One that gets no further is found."""
     run = run_of(loop, tmp_path, student, no_progress_s=100)
     began = loop.now
     step = run.fleet.learner.step.remote([90.0] * 8)
     assert run.fleet.driver.ask_learner("the learner's step", step) == "trained"
     assert loop.now - began == pytest.approx(720, abs=2)
     assert not events(run, "death")
-
-
-def test_a_step_that_gets_no_further_is_found(
-    loop: SimulatedLoop, tmp_path: Path, student: str
-) -> None:
-    run = run_of(loop, tmp_path, student, no_progress_s=100)
     began = loop.now
     step = run.fleet.learner.step.remote([90.0, 1e6])
     with pytest.raises(LearnerLost):

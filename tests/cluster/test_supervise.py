@@ -134,7 +134,7 @@ def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., Hous
 def test_an_actor_without_a_sign_of_life_is_ended(
     new_house: Callable[..., House], how: str
 ) -> None:
-    house = new_house(hang_after_s=2)
+    house = new_house(hang_after_s=5)
     house.started(0)
     old = house.pid()
     [member] = house.supervisor.members("helper")
@@ -144,7 +144,7 @@ def test_an_actor_without_a_sign_of_life_is_ended(
         member.handle.block.remote(3600)
     house.until(lambda: bool(house.told("restart", "helper 0")))
     [death] = house.told("death", "helper 0")
-    assert "2 s" in death["why"]
+    assert "5 s" in death["why"]
     house.until(lambda: len(house.told("start", "helper 0")) == 2)
     assert house.pid() != old
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distill.engine import EngineInfo, Score, ScoreRequest
+from distill.engine import Score, ScoreRequest
 from distill.handshake.canary import (
     COMPANY,
     NUM_ROWS,
@@ -18,21 +18,14 @@ from distill.handshake.canary import (
 from distill.handshake.comparison import TOLERANCE
 from distill.states import HiddenStates
 from distill.types import TopLogprobs
+from tests.samples import engine_info
 
 T = 0.7
 VOCAB_SIZE = 64
 HIDDEN = 24
 # Of a matrix multiplication, relative: what other batches make of the same sum.
+INFO = engine_info(vocab_size=VOCAB_SIZE)
 NOISE = {"float32": 3e-7, "bfloat16": 2**-9}
-
-
-def info(**changes: object) -> EngineInfo:
-    facts: dict[str, object] = {
-        "kind": "embedded", "model": "m", "vocab_size": VOCAB_SIZE, "context_length": 64,
-        "weight_version": 0, "dtype": "float32", "eos_token_ids": (1,), "tokenizer": None,
-        "temperature_scaling": "in the engine",
-    }  # fmt: skip
-    return EngineInfo(**facts | changes)  # type: ignore[arg-type]
 
 
 class Model:
@@ -98,7 +91,7 @@ def introduced(model: Model, rows: CanaryRows, dtype: str) -> tuple[CanaryScores
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_noise_raises_no_alarm_and_other_weights_always_do(dtype: str) -> None:
-    rows = CanaryRows.of(info(), T, given=5, states=True)
+    rows = CanaryRows.of(INFO, T, given=5, states=True)
     for seed in range(10):
         model = Model(seed, dtype)
         first, tolerance = introduced(model, rows, dtype)
@@ -110,7 +103,7 @@ def test_noise_raises_no_alarm_and_other_weights_always_do(dtype: str) -> None:
 
 
 def test_the_tolerance_is_that_of_the_first_answers_within_bounds() -> None:
-    rows = CanaryRows.of(info(), T)
+    rows = CanaryRows.of(INFO, T)
     model = Model(0)
     model.noise = 2**-13
     repeats = [rows.answer(model.score(list(rows.requests))) for _ in range(4)]
@@ -127,7 +120,7 @@ def test_the_tolerance_is_that_of_the_first_answers_within_bounds() -> None:
 
 def test_a_slow_drift_adds_up() -> None:
     """Each step is far below the tolerance; the answers are held against the first ones."""
-    rows = CanaryRows.of(info(), T)
+    rows = CanaryRows.of(INFO, T)
     model = Model(3, "bfloat16")
     first, tolerance = introduced(model, rows, "bfloat16")
     direction_HV = np.random.default_rng(9).normal(size=model.head_HV.shape) * 0.004
@@ -144,7 +137,7 @@ def test_a_slow_drift_adds_up() -> None:
 
 
 def test_known_mistakes_are_named() -> None:
-    rows = CanaryRows.of(info(), T)
+    rows = CanaryRows.of(INFO, T)
     model = Model(4)
     first, tolerance = introduced(model, rows, "float32")
     zeros = Model(4)
@@ -166,7 +159,7 @@ def test_hidden_states_that_change_are_found_beside_log_probs_that_do_not(
     dtype: str, factor: float
 ) -> None:
     """The head in the learner is given the states, and the server's log-probs are its own."""
-    rows = CanaryRows.of(info(), T, states=True)
+    rows = CanaryRows.of(INFO, T, states=True)
     model = Model(5, dtype)
     first, tolerance = introduced(model, rows, dtype)
     changed = [
@@ -181,7 +174,7 @@ def test_hidden_states_that_change_are_found_beside_log_probs_that_do_not(
 
 
 def test_the_odd_one_of_several_replicas_is_known_and_of_two_both_are() -> None:
-    rows, between = CanaryRows.of(info(), T), Tolerance.between("float32", T)
+    rows, between = CanaryRows.of(INFO, T), Tolerance.between("float32", T)
     answers = {
         name: rows.answer(Model(seed).score(list(rows.requests)))
         for name, seed in {"a": 1, "b": 2, "c": 1}.items()
@@ -194,7 +187,7 @@ def test_the_odd_one_of_several_replicas_is_known_and_of_two_both_are() -> None:
 
 def test_rows_take_the_paths_of_real_requests() -> None:
     event = (1, 2, 3)
-    rows = CanaryRows.of(info(stop_event=event), T, given=8, top_k=2)
+    rows = CanaryRows.of(replace(INFO, stop_event=event), T, given=8, top_k=2)
     at_T, at_other = rows.requests[0::2], rows.requests[1::2]
     assert len(at_T) == len(at_other) == NUM_ROWS
     for request in at_T:
@@ -204,6 +197,6 @@ def test_rows_take_the_paths_of_real_requests() -> None:
     assert {request.temperatures for request in at_other} == {(T * 1.5,)}
     assert not any(request.listed for request in at_other)
     # Given tokens are left out where the server does not know them, and company comes behind.
-    assert CanaryRows.of(info(scores_given=False), T, given=8).requests[0].listed == 0
+    assert CanaryRows.of(replace(INFO, scores_given=False), T, given=8).requests[0].listed == 0
     assert rows.with_company(6)[: len(rows.requests)] == list(rows.requests)
     assert len(rows.with_company(6)) == len(rows.requests) + 6

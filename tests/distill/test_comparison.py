@@ -26,6 +26,7 @@ from distill.handshake.comparison import (
 from distill.handshake.identity import fact_differences
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray
+from tests.samples import engine_info
 
 
 def compared(
@@ -148,11 +149,7 @@ def test_near_one_the_law_accuses_nobody_of_what_cannot_be_told() -> None:
 
 
 def info(**changes: Any) -> EngineInfo:
-    settings = {
-        "kind": "k", "model": "m", "vocab_size": 10, "context_length": 20, "weight_version": 0,
-        "dtype": "float32", "eos_token_ids": (1,), "tokenizer": OURS, "temperature_scaling": "s",
-    }  # fmt: skip
-    return EngineInfo(**settings | changes)
+    return engine_info(**{"vocab_size": 10, "tokenizer": OURS} | changes)
 
 
 OURS = TokenizerProbe(texts=((1, 2), (3,)), chat=(4, 5))

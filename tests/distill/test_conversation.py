@@ -14,7 +14,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat import conversation as turns
 from distill.chat.conversation import BEFORE, NO_TEXT, STOP, TURN, Conversation
-from distill.chat.segments import SegmentBuilder
 from distill.chat.template import chat_text, encode_chat, render_messages
 from distill.engine import Sample
 from distill.errors import ConfigError, DataError
@@ -28,6 +27,7 @@ from tests.chat_templates import (
     chat_tokenizer,
     stop_of,
 )
+from tests.distill.test_segments import build
 from tests.refusals import refuses
 from tests.samples import sample
 from tests.tiny import token_id
@@ -90,10 +90,7 @@ class Episode:
         return str(self.tokenizer.decode(tokens_T.tolist(), skip_special_tokens=False))
 
     def segments(self) -> tuple[Segment, ...]:
-        builder = SegmentBuilder(0.7)
-        for observation_T, taken in self.turns:
-            builder.append(observation_T, taken)
-        return builder.build()
+        return build(*self.turns)
 
 
 def parted(episode: Episode) -> list[str]:

@@ -7,29 +7,22 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import normalizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.text.foreign import count_tokens, encodable, longest_prefix, neutralised
 from distill.tokenizer import load_tokenizer
+from tests.distill.test_token_rewards import byte_tokenizer
 from tests.tiny import save_tokenizer
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "</think>", "<eos>")
 
 
 def byte_level(normalizer: normalizers.Normalizer | None = None) -> PreTrainedTokenizerBase:
-    backend = Tokenizer(models.BPE())
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>", "<eos>"], show_progress=False,
+    tokenizer = byte_tokenizer(
+        "the start of a tool_call is the end of im_start think", vocab_size=400,
+        special=["<|im_start|>", "<|im_end|>", "<eos>"], normalizer=normalizer,
     )  # fmt: skip
-    backend.train_from_iterator(["the start of a tool_call is the end of im_start think"], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     # As Qwen has them: added, normalized, and not special.
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "</think>"])
     return tokenizer

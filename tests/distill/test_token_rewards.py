@@ -1,12 +1,13 @@
 """Phrases pay the tokens that spell them, whatever the tokens are, and no more than they say."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -14,13 +15,20 @@ from distill.rewards.token_rewards import phrase_bonuses
 from tests.tiny import token_id
 
 
-def byte_tokenizer(*corpus: str, vocab_size: int = 257) -> PreTrainedTokenizerBase:
-    """Bytes, and what the corpus merges of them, up to `vocab_size` tokens; `<eos>` is id 0."""
+def byte_tokenizer(
+    *corpus: str,
+    vocab_size: int = 257,
+    special: Sequence[str] = ("<eos>",),
+    normalizer: normalizers.Normalizer | None = None,
+) -> PreTrainedTokenizerBase:
+    """Bytes, and merges of them in the corpus, up to `vocab_size` tokens; `special` come first."""
     backend = Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<eos>"],
+        vocab_size=vocab_size, special_tokens=[*special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     backend.train_from_iterator(corpus, trainer)

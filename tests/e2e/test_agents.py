@@ -72,6 +72,27 @@ def test_a_student_learns_from_another_teacher_to_call_the_tool(
     assert last["opd/reverse_kl"] < first["opd/reverse_kl"] / 2
 
 
+def distilled(model: str, out: Path, trained: int, *settings: str) -> list[dict[str, float]]:
+    """Metrics of a run in which a copy of the model learns from another.
+
+    Calls and answers are trained as sampled; the histories come back as they were sent.
+    """
+    copies = [shutil.copytree(model, out.parent / name) for name in ("student", "teacher")]
+    run(
+        "cluster.train", "recipe=opd", f"student={copies[0]}", f"teacher={copies[1]}",
+        f"out={out}", "temperature=0.7", "steps=2", "group_size=2", "max_staleness=0",
+        "checkpoint_every=100", *settings,
+    )  # fmt: skip
+    assert trained_groups(out) == list(range(trained))
+    assert audit(out / "ledger.jsonl").problems == []
+    for step in metrics(out):
+        assert step["rollout/segments"] == 1 + step["env/prefix_breaks"]
+        assert step["env/agent/rewritten"] == step["env/agent/unmatched"] == 0
+        assert step["rollout/failed_episodes"] == 0
+        assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
+    return metrics(out)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "command",
@@ -83,27 +104,14 @@ def test_a_student_learns_from_another_teacher_to_call_the_tool(
 def test_a_student_is_distilled_through_the_example(
     caller: str, tmp_path: Path, engine: str, command: str
 ) -> None:
-    """Calls and answers are trained as sampled; the histories come back as they were sent."""
-    student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
-    shutil.copytree(caller, student)
-    shutil.copytree(caller, teacher)
     prompts = write_rows(tmp_path / "prompts.jsonl", *product_prompts(products(40, 1)))
     out = tmp_path / "run"
-    run(
-        "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}",
-        f"prompts={prompts}", f"out={out}", "temperature=0.7", "steps=2",
-        "prompts_per_step=4", "group_size=2", "max_new_tokens=32", f"engine={engine}",
-        "max_staleness=0", "eval_size=4", "checkpoint_every=100", "reward=last_number",
-        "env=Agent", f"env.command={command}", "env.max_turns=6",
+    steps = distilled(
+        caller, out, 2 * 4, f"prompts={prompts}", "prompts_per_step=4", "max_new_tokens=32",
+        f"engine={engine}", "eval_size=4", "reward=last_number", "env=Agent",
+        f"env.command={command}", "env.max_turns=6",
     )  # fmt: skip
-    assert trained_groups(out) == list(range(2 * 4))
-    assert audit(out / "ledger.jsonl").problems == []
-    for step in metrics(out):
-        assert step["rollout/turns"] > 1.5, "the model calls no tool"
-        assert step["rollout/segments"] == 1 + step["env/prefix_breaks"]
-        assert step["env/agent/rewritten"] == step["env/agent/unmatched"] == 0
-        assert step["rollout/failed_episodes"] == 0
-        assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
+    assert all(step["rollout/turns"] > 1.5 for step in steps), "the model calls no tool"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["eval after"]["eval/turns"] > 1.5
 
@@ -140,25 +148,12 @@ def _product_by_tool(number: int) -> dict[str, Any]:
 def test_a_student_is_distilled_through_verifiers(
     multiplier: str, python: str, tmp_path: Path, name: str, engine: str
 ) -> None:
-    """The environment's problems, rewards and tools; histories come back as they were sent."""
-    student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
-    shutil.copytree(multiplier, student)
-    shutil.copytree(multiplier, teacher)
-    out = tmp_path / "run"
-    run(
-        "cluster.train", "recipe=opd", f"student={student}", f"teacher={teacher}", f"out={out}",
-        "temperature=0.7", "steps=2", "prompts_per_step=1", "group_size=2", "max_new_tokens=48",
-        f"engine={engine}", "max_staleness=0", "eval_size=0", "checkpoint_every=100",
-        "env=Verifiers", f"env.name={name}", f"env.python={python}", "env.problems=5",
-        "env.max_turns=4",
+    """The environment's problems, rewards and tools."""
+    steps = distilled(
+        multiplier, tmp_path / "run", 2, "prompts_per_step=1", "max_new_tokens=48",
+        f"engine={engine}", "eval_size=0", "env=Verifiers", f"env.name={name}",
+        f"env.python={python}", "env.problems=5", "env.max_turns=4",
     )  # fmt: skip
-    assert trained_groups(out) == [0, 1]
-    assert audit(out / "ledger.jsonl").problems == []
-    for step in metrics(out):
-        assert (step["rollout/turns"] > 1) is (name == "with-tools")
-        assert step["rollout/segments"] == 1 + step["env/prefix_breaks"]
-        assert step["env/agent/rewritten"] == step["env/agent/unmatched"] == 0
-        assert step["rollout/failed_episodes"] == 0
-        assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
+    assert all((step["rollout/turns"] > 1) is (name == "with-tools") for step in steps)
     if name == "products":
-        assert all(step["env/letters"] > 0 for step in metrics(out))
+        assert all(step["env/letters"] > 0 for step in steps)

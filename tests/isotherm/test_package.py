@@ -117,16 +117,6 @@ def test_a_package_of_the_same_name_is_called_by_its_path(
 
 
 @pytest.mark.slow
-def test_the_command_finds_modules_in_the_working_directory(
-    here: Path, script: str, tiny_pair: TinyPair
-) -> None:
-    (here / "my_file.py").write_text("def f(response, answer):\n    return 1.0\n")
-    settings = opd_arguments(tiny_pair, here / "out", reward="my_file:f", dry_run=True)
-    done = python(script, "train", "recipe=opd", *settings, cwd=here)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
 def test_rays_workers_find_modules_in_the_working_directory(
     here: Path, script: str, tiny_pair: TinyPair
 ) -> None:

@@ -13,17 +13,15 @@ import isotherm
 from cluster.train import main
 from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
-from tests.e2e.harness import lines
+from tests.e2e.harness import lines, opd_settings
 
 
 @pytest.fixture
 def settings(tiny_pair: TinyPair, tmp_path: Path) -> dict[str, Any]:
-    return {
-        "recipe": "opd", "student": tiny_pair.student, "teacher": tiny_pair.teacher,
-        "prompts": tiny_pair.prompts, "out": tmp_path / "run", "temperature": 0.7, "steps": 3,
-        "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
-        "engine": "embedded", "local": True, "quiet": True,
-    }  # fmt: skip
+    return opd_settings(
+        tiny_pair, recipe="opd", out=tmp_path / "run", steps=3, prompts_per_step=2,
+        max_new_tokens=4, local=True, quiet=True,
+    )  # fmt: skip
 
 
 def test_every_line_of_the_metrics_is_yielded(settings: dict[str, Any]) -> None:
