@@ -1,12 +1,15 @@
 """Guard of a program: a process that ends everything that the program has started.
 
-    starter ── guard ── the program ── whatever it starts
+    starter ── front ── guard ── the program ── whatever it starts
     (holds one end of the lifeline, a pipe; the guard waits at the other)
 
-The guard ends all of them when the program has ended, on SIGTERM, and when the starter has died,
-however it died. Then it removes the program's scratch folder, and ends as the program did, or with
-exit code 1. On Linux those that left the program's process group are ended too: orphans become
-children of the guard.
+The guard ends all of them when the program has ended, on SIGTERM, and when the starter or the front
+has died, however it died. Then it removes the program's scratch folder, and ends as the program
+did, or with exit code 1; so does the front. On Linux those that left the program's process group
+are ended too: orphans become children of the guard.
+
+The front is all that the starter sees. A worker of Ray kills its children as it ends, which would
+leave to themselves what a guard among them has to end.
 
 Run as a script it needs only the standard library:
 `python -I -S guard.py LIFELINE SCRATCH PROGRAM ...`.
@@ -23,8 +26,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 _ON_LINUX = sys.platform == "linux"
 
 
@@ -65,18 +70,25 @@ def main() -> None:
     """The guard."""
     starter, scratch = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(starter, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    front = os.getpid()
+    if guard := os.fork():
+        _be_front(guard)
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != front:  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
     noted, note = os.pipe()
     os.set_blocking(note, False)
     signal.set_wakeup_fd(note, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
+    for number in _AWAITED:
         signal.signal(number, _noted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     program = os.fork()
     if program == 0:
         _become(sys.argv[3:])
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1):  # else nobody would see that the program closes them
-        os.dup2(null, standard)
+    _close_standard()
     status = _until_the_end(program, starter, noted)
     _end_all(program)
     if scratch:
@@ -84,6 +96,23 @@ def main() -> None:
 
         shutil.rmtree(scratch, ignore_errors=True)
     _end_as(status)
+
+
+def _be_front(guard: int) -> NoReturn:
+    """Hand SIGTERM on to the guard, and end as it does."""
+    _close_standard()
+    while True:
+        if signal.sigwait(_AWAITED) == signal.SIGTERM:
+            os.kill(guard, signal.SIGTERM)
+        elif (ended := os.waitpid(guard, os.WNOHANG)) != (0, 0):
+            _end_as(ended[1])
+
+
+def _close_standard() -> None:
+    """Leave stdin and stdout to the program: else nobody would see that it closes them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
+        os.dup2(null, standard)
 
 
 def _noted(signum: int, frame: object) -> None:
@@ -152,13 +181,14 @@ def _parent(pid: str) -> int | None:
         return None
 
 
-def _end_as(status: int | None) -> None:
+def _end_as(status: int | None) -> NoReturn:
     """End this process as the program did."""
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with suppress(OSError):  # of signals that cannot be handled
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

@@ -2,8 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import psutil
+import pytest
 
 from distill.sandbox.guard import guarded, lifeline
+from tests.leftovers import is_alive
+from tests.waiting import until
 
 
 def test_a_program_may_be_started_by_what_runs_hooks_of_forks_first() -> None:
@@ -13,3 +19,40 @@ def test_a_program_may_be_started_by_what_runs_hooks_of_forks_first() -> None:
         pass_fds=(lifeline(),), preexec_fn=lambda: None, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (started.returncode, started.stdout) == (0, "started\n"), started.stderr
+
+
+# Starts a guarded program, says so, and waits to be killed.
+STARTER = """
+import subprocess, sys, time
+from distill.sandbox.guard import guarded, lifeline
+subprocess.Popen(
+    guarded([sys.executable, "-c", sys.argv[1]], scratch=sys.argv[2]), start_new_session=True,
+    pass_fds=(lifeline(),),
+)
+time.sleep(1000)
+"""
+# Leaves its session to a child, and waits too.
+PROGRAM = """
+import subprocess, time
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("started", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("children_first", [False, True])
+def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path, children_first: bool) -> None:
+    """With its children, as Ray's workers do, or alone."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-c", STARTER, PROGRAM, str(scratch)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None and starter.stdout.readline() == "started\n"
+        process = psutil.Process(starter.pid)
+        started = process.children(recursive=True)
+        assert len(started) > 2
+        for child in process.children() if children_first else ():
+            child.kill()
+        starter.kill()
+    until(lambda: not any(map(is_alive, started)))
+    until(lambda: not scratch.exists())
