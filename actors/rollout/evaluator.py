@@ -85,6 +85,10 @@ class Evaluation:
     responses: list[EvaluatedResponse]
 
 
+def _all_failed(failures: Sequence[str]) -> EpisodesFailed:
+    return EpisodesFailed(f"every episode of an evaluation failed; the first: {failures[0]}")
+
+
 class Evaluator:
     """Evaluates an engine on a fixed list of held-out problems.
 
@@ -133,7 +137,7 @@ class Evaluator:
         made_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
         responses = [response for made in made_P for response in made]
         if failures and len(failures) == len(responses):
-            raise EpisodesFailed(failures[0])
+            raise _all_failed(failures)
         return responses
 
     def _user_code(self, problem: int) -> UserCode:
@@ -222,7 +226,7 @@ class Evaluator:
             ConfigError: `teachers` lacks the one that a problem names.
             EpisodesFailed: all episodes of all problems did.
         """
-        failures: list[EpisodesFailed] = []
+        failures: list[str] = []
 
         async def one(p: int) -> np.ndarray:
             builder = self._problems.builder(p, num_samples)
@@ -237,7 +241,7 @@ class Evaluator:
                     user_code=self._user_code(p),
                 )
             except EpisodesFailed as error:
-                failures.append(error)
+                failures.append(str(error))
                 return np.empty(0)
             group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(
@@ -253,7 +257,7 @@ class Evaluator:
         scored_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
         gaps = [gaps_N for gaps_N in scored_P if len(gaps_N)]
         if failures and not gaps:
-            raise failures[0]
+            raise _all_failed(failures)
         sums_P = [float(gaps_N.sum(dtype=np.float64)) for gaps_N in gaps]
         counts_P = list(map(len, gaps))
         metrics = {"eval/reverse_kl": sum(sums_P) / sum(counts_P)}
