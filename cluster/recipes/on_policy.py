@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,12 @@ from distill.models.loading import load_config, vocab_size
 from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
+from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
+
+# Field of a segment that an estimator reads; estimator=full has a teacher in the learner.
+_SCORES = {"sampled": "teacher_logprobs_T", "top_k": "teacher_top"}
 
 
 @contextmanager
@@ -154,12 +158,23 @@ def _plan(
     again = ", some of them more than once" if config.data.batch_size > len(inputs.train) else ""
     evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
+    sampled = (
+        f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
+        f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
+        f"  step      {config.data.batch_size} prompts{again} x {sampling.group_size} samples "
+        f"of at most {sampling.max_new_tokens} tokens, {_mode(config)}\n"
+        f"{_epochs(config, inputs)}"
+    )
     made = (
         f"engine    {config.engine.kind} (dtype={config.engine.dtype}); "
         f"{config.policy.engines} policy, {evaluation}{config.rollout.workers} rollout workers"
     )
     if config.train_from is not None:
-        made = f"rollouts  those that {config.train_from} has kept, in its order; no engines"
+        made = (
+            f"rollouts  those that {config.train_from} has kept, in its order; no engines, and so "
+            "no evaluations (python -m cluster.evaluate, of final/)"
+        )
+        sampled = ""
     return (
         f"{config.recipe}: {config.model.path} learns from {_teachers(config) or config.judge} at "
         f"T={config.sampling.temperature:g}\n"
@@ -167,11 +182,7 @@ def _plan(
         f"  objective {_objective_line(objective)}{_teacher_samples_line(config)}\n"
         f"{_states_lines(config, inputs)}"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
-        f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
-        f"{_held_out_line(config, inputs)}; env={type(config.env).__name__}\n"
-        f"  step      {config.data.batch_size} prompts{again} x {sampling.group_size} samples "
-        f"of at most {sampling.max_new_tokens} tokens{_mode(config)}\n"
-        f"{_epochs(config, inputs)}"
+        f"{sampled}"
         f"  learner   {learner_line(config, objective.num_substeps)}\n"
         f"{start}"
         f"  run       {config.steps} steps into {directory.path}\n"
@@ -199,9 +210,7 @@ def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
     size = len(inputs.train)
     through = f"{config.steps * config.data.batch_size / size:.3g} times through" if size else ""
     evaluated = f"every {config.eval.every} steps" if config.eval.every else "before and after"
-    if config.train_from is not None:
-        evaluated = "none: no engines (python -m cluster.evaluate, of final/)"
-    elif config.only_keeps:
+    if config.only_keeps:
         evaluated = "none: nothing is trained"
     elif not len(inputs.held_out):
         evaluated = "none: no held-out problems"
@@ -225,13 +234,14 @@ def _following(rule: ShadowRule | None) -> str:
 
 
 def _mode(config: RolloutConfig) -> str:
-    """Overlap of rollout and training, for the plan; empty for a run that does one of them."""
-    if not config.pushes:
-        return ""
+    """Overlap of rollout and training, for the plan."""
+    if config.only_keeps:
+        return f"groups_in_flight={config.window}"
     if config.queue.max_staleness == 0:
-        return ", synchronous (max_staleness=0)"
-    staleness = f"max_staleness={config.queue.max_staleness}"
-    return f", overlapped (groups_in_flight={config.window}, {staleness})"
+        return "synchronous (max_staleness=0)"
+    return (
+        f"overlapped (groups_in_flight={config.window}, max_staleness={config.queue.max_staleness})"
+    )
 
 
 def _sources(train: EnvDataset) -> str:
@@ -279,6 +289,27 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
     return f"{line}; {written}" if written else line
 
 
+def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> None:
+    """Raises ConfigError for an objective that reads scores which the kept groups lack."""
+    objective, read = config.objective, dict[str, str]()
+    if isinstance(config, OpdConfig):
+        if objective.kl_coef and (scores := _SCORES.get(objective.estimator)) is not None:
+            read[scores] = f"objective.estimator={objective.estimator}"
+        if needs := config.needs_teacher_logprobs:
+            read["teacher_logprobs_T"] = needs
+    if config.scored_by_reference:
+        given = f"objective.reference_kl_coef={objective.reference_kl_coef:g}"
+        read["reference_logprobs_T"] = given
+    for segment in (each for group in groups if not group.by_teacher for each in group.segments()):
+        for scores, setting in read.items():
+            if getattr(segment, scores) is None:
+                raise ConfigError(
+                    f"{setting} reads scores that groups of train_from={config.train_from} do not "
+                    f"have ({scores}); give the value of the run that kept them",
+                    field=setting.partition("=")[0],
+                )
+
+
 def kept_steps(config: RolloutConfig) -> KeptSteps:
     """The steps in `train_from=`, checked as far as their first one tells.
 
@@ -300,6 +331,7 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
         )
     size = vocab_size(load_config(config.model.path))
     first = kept.groups(kept.steps[0])
+    _check_scores(config, first)
     for segment in (segment for group in first for segment in group.segments()):
         if segment.temperature != config.sampling.temperature:
             raise ConfigError(

@@ -30,7 +30,7 @@ from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.sharding import Fingerprints
 from tests.conftest import TinyPair
-from tests.e2e.harness import distil
+from tests.e2e.harness import distil, opd_settings, train
 from tests.refusals import refuses
 from tests.samples import group, keep_step
 
@@ -355,11 +355,28 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     assert all(torch.equal(made[name], alone[name]) for name in made)
     other = kept_run(tiny_pair, tmp_path / "other", train_from=str(tmp_path / "made"), loss="ppo")
     assert not all(torch.equal(made[name], other[name]) for name in made)
-    mistakes: dict[str, Any] = {
-        "steps": 4, "sampling.temperature": 0.8, "train_from": str(tmp_path)
+    mistakes: dict[str, dict[str, Any]] = {
+        "steps": {"steps": 4}, "sampling.temperature": {"temperature": 0.8},
+        "train_from": {"train_from": str(tmp_path)},
+        "objective.reference_kl_coef": {
+            "reference_kl_coef": 0.1, "reference": tiny_pair.student
+        },
     }  # fmt: skip
-    for field, value in mistakes.items():
-        wrong = {field.removeprefix("sampling."): value}
+    for field, wrong in mistakes.items():
         with refuses(ConfigError, field):
             kept_run(tiny_pair, tmp_path / "new", **{"train_from": str(tmp_path / "made"), **wrong})
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("estimator", ["sampled", "top_k"])
+def test_groups_without_the_scores_that_the_objective_reads_are_refused(
+    tiny_pair: TinyPair, tmp_path: Path, estimator: str
+) -> None:
+    out = str(tmp_path / "made")
+    rewards: dict[str, Any] = {"teacher": None, "estimator": None, "steps": 1, "keep": 1}
+    given = opd_settings(tiny_pair, checkpoint_every=1, local=True) | rewards
+    train("rl", tmp_path / "made", **{name: v for name, v in given.items() if v is not None})
+    with refuses(ConfigError, "objective.estimator"):
+        distil(tiny_pair, tmp_path / "new", train_from=out, steps=1, estimator=estimator)
+    assert not (tmp_path / "new").exists()
+    distil(tiny_pair, tmp_path / "new", train_from=out, steps=1, estimator="full")
