@@ -116,6 +116,12 @@ def short_names(kind: type) -> dict[str, str]:
     return {name: path for name, path in _SHORT.items() if path in fields_of(kind)}
 
 
+def other_names(kind: type, path: str) -> list[str]:
+    """Names of a setting that are no parts of its path's end: `student`, or its section's."""
+    short = [name for name, meant in short_names(kind).items() if meant == path]
+    return [*short, *[path.rpartition(".")[0]] * _is_main(kind, path)]
+
+
 def meant_by(kind: type, name: str) -> list[str]:
     """Paths of the settings, or the section, of `kind` that a user's name stands for.
 

@@ -47,7 +47,14 @@ _ELSEWHERE = {
     "eps_clip": ("clip",),
     "eps_clip_high": ("clip",),
     "kl_loss_coef": ("reference_kl_coef",),
+    "kl_ctrl.kl_coef": ("reference_kl_coef",),
     "learning_rate": ("lr",),
+    "num_iterations": ("num_substeps",),
+    "ppo_epochs": ("num_substeps",),
+    "adv_estimator": ("baseline",),
+    "scale_rewards": ("scale_by_std",),
+    "max_async_level": ("queue.max_staleness",),
+    "max_off_policy_steps": ("queue.max_staleness",),
     "lr_scheduler_type": ("lr_schedule",),
     "max_steps": ("steps",),
     "num_train_epochs": ("epochs", "steps"),
@@ -55,12 +62,16 @@ _ELSEWHERE = {
     "total_training_steps": ("steps",),
     "num_rollout": ("steps",),
     "num_generations": ("group_size",),
+    "rollouts_per_example": ("group_size",),
     "n_samples_per_prompt": ("group_size",),
     "rollout.n": ("group_size",),
     "num_samples": ("group_size", "samples"),
     "num_prompts": ("eval.size",),
     "limit": ("eval.size",),
     "engine.server_flags": ("policy.server_flags",),
+    "tensor_parallel_size": ("policy.server_flags",),
+    "tensor_model_parallel_size": ("policy.server_flags",),
+    "tp": ("policy.server_flags",),
     "use_vllm": ("engine",),
     "rollout_temperature": ("temperature",),
     "max_completion_length": ("max_new_tokens",),
@@ -72,6 +83,8 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": ("token_budget",),
     "bf16": ("learner.dtype",),
     "model_name_or_path": ("student", "model"),
+    "teacher_model_name_or_path": ("teacher",),
+    "dataset_name": ("prompts", "data"),
     "hf_checkpoint": ("student", "model"),
     "prompt_data": ("prompts", "data"),
     "train_files": ("prompts", "data"),
@@ -83,6 +96,7 @@ _ELSEWHERE = {
     "save_steps": ("checkpoint.every",),
     "save_interval": ("checkpoint.every",),
     "save_freq": ("checkpoint.every",),
+    "ckpt.interval": ("checkpoint.every",),
     "save_total_limit": ("checkpoint.keep_last",),
     "load_best_model_at_end": ("checkpoint.keep_best",),
     "eval_steps": ("eval.every",),
@@ -112,7 +126,7 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
             raise HelpAsked(f"isotherm {importlib.metadata.version('isotherm')}")
         if argument == HELP or (i and argv[i - 1] == HELP and argument == word):
             continue
-        following = next(iter(argv[i + 1 :]), HELP)
+        following = next((each for each in argv[i + 1 :] if each != "="), HELP)
         key, equals, value = argument.partition("=")
         name = key.strip().lstrip("-") or "key"
         loose = following != HELP and "=" not in following.removeprefix("=")
@@ -237,8 +251,9 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     parts = key.split(".")
     if len(parts) > 1 and (within := _within(kind, parts[0], given)):
         return known_names(key, [f"{parts[0]}.{name}" for name in within])
-    last = next((end for i in range(len(parts)) if (end := ".".join(parts[i:])) in _ELSEWHERE), "")
-    near = [name for name in _ELSEWHERE.get(last, ()) if meant_by(kind, name)][:1]
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    elsewhere = next((_ELSEWHERE[end] for end in ends if end in _ELSEWHERE), ())
+    near = [name for name in (*elsewhere, *ends[1:]) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     # Search the docs for a name that other libraries use: learning_rate.

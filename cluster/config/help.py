@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -20,8 +20,8 @@ from distill.settings import (
     flagged,
     is_section,
     kind_of,
+    other_names,
     section_of,
-    short_names,
     shown_fields,
 )
 
@@ -36,8 +36,8 @@ _ABOVE_ALL = [
 _FEW = 40
 _ALL = "all"
 _OF_SECTIONS = [
-    "checkpoint.every is checkpoint_every, too, and checkpoint.keep_last is keep_last: a last name",
-    "that no other setting ends in.",
+    "checkpoint.every may be written checkpoint_every, and checkpoint.keep_last keep_last, because",
+    "no other setting ends in that name. Names before a comma are the same setting's.",
 ]
 
 _MORE = [
@@ -51,44 +51,45 @@ def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
 
     Args:
         given: values by name, of which env= brings its fields.
-        word: explain the settings with this word in their path or in the title of their section;
+        word: explain the settings with this word in a name or in the title of their section;
             all: every setting; "": those that matter first, and every one of a command with few.
     """
     fields, essential = fields_of(kind), flagged(kind, ESSENTIAL)
     if not word and len(fields) <= _FEW:
         word = _ALL
+    names = {path: ", ".join([*other_names(kind, path), path]) for path in fields}
     sections: dict[str, list[str]] = {section: [] for section in Section}
-    for name in fields:
-        sections.setdefault(section_of(kind, name) or "settings", []).append(name)
+    for path in fields:
+        sections.setdefault(section_of(kind, path) or "settings", []).append(path)
     parts: dict[str, list[str]] = {}
     if word in ("", _ALL):
-        first = [name for names in sections.values() for name in names if name in essential]
-        first.sort(key=lambda name: _optional(fields[name]))
+        first = [path for paths in sections.values() for path in paths if path in essential]
+        first.sort(key=lambda path: _optional(fields[path]))
         parts["the settings that matter first"] = first
     if word:
-        parts |= {title: _found(word, title, names, essential) for title, names in sections.items()}
+        parts |= {
+            title: [path for path in paths if _asked(word, title, names[path], path in essential)]
+            for title, paths in sections.items()
+        }
     lines = [(kind.__doc__ or kind.__name__).strip(), "", *_ABOVE_ALL]
     if any(map(is_section, chz.chz_fields(kind).values())):
-        short = ", ".join(f"{name} is {path}" for name, path in short_names(kind).items())
-        lines += [*_OF_SECTIONS, *textwrap.wrap(f"Short names: {short}.", _WIDTH)]
+        lines += _OF_SECTIONS
     if not any(parts.values()):
         lines += ["", f"No setting and no section has {word!r} in its name."]
-    for title, names in parts.items():
-        if names:
+    for title, paths in parts.items():
+        if paths:
             lines += ["", f"{title}:"]
-            lines += [line for name in names for line in _explained(name, fields[name], given)]
+        for path in paths:
+            lines += _explained(names[path], fields[path], given.get(path))
     if word != _ALL:
-        titles = [f"  {title} ({len(names)})" for title, names in sections.items() if names]
+        titles = [f"  {title} ({len(paths)})" for title, paths in sections.items() if paths]
         lines += ["", f"all {len(fields)} settings, by section:", *titles, "", *_MORE]
     return "\n".join(lines)
 
 
-def _found(word: str, title: str, names: Sequence[str], essential: Collection[str]) -> list[str]:
-    """Settings of a section that a word after --help asks for."""
-    if word == _ALL:
-        return [name for name in names if name not in essential]
-    word = word.lower()
-    return [name for name in names if word in title or word in name]
+def _asked(word: str, title: str, names: str, essential: bool) -> bool:
+    """Whether the word after --help asks for a setting of these names, in the section `title`."""
+    return not essential if word == _ALL else word.lower() in title or word.lower() in names
 
 
 def settings_within(field: Field, given: Any) -> dict[str, Field]:
@@ -128,10 +129,10 @@ def _kind_text(kind: Any) -> str:
     return kind.__name__ if kind in (int, float, str, bool) else ""
 
 
-def _explained(name: str, field: Field, given: Mapping[str, Any]) -> Iterator[str]:
+def _explained(names: str, field: Field, given: Any) -> Iterator[str]:
     notes = [note for note in (type_text(field), default_text(field), rules_text(field)) if note]
     text = field._doc + (f" [{'; '.join(notes)}]" if notes else "")
-    head = f"  {name}"
+    head = f"  {names}"
     first = head.ljust(_INDENT) if len(head) < _INDENT - 1 else " " * _INDENT
     if first.isspace():
         yield head
@@ -143,8 +144,8 @@ def _explained(name: str, field: Field, given: Mapping[str, Any]) -> Iterator[st
         break_long_words=False,
         break_on_hyphens=False,
     )
-    for inner, each in settings_within(field, given.get(name)).items():
-        yield from _explained(f"{name}.{inner}", each, given)
+    for inner, each in settings_within(field, given).items():
+        yield from _explained(f"{names}.{inner}", each, None)
 
 
 def _optional(field: Field) -> bool:

@@ -239,6 +239,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["--steps", "5"], None, "steps=5"),
         (["--steps=5"], None, "steps=5"),
         (["steps", "=5"], None, "steps=5"),
+        (["steps", "=", "5"], None, "steps=5"),
         (["steps", "lr=1"], None, "steps=VALUE"),
         (["-h"], None, "--help"),
         (["run.yaml"], None, "config=run.yaml"),
@@ -258,6 +259,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["eval_steps=1"], "eval_steps", "'eval.every'"),
         (["train_batch_size=8"], "train_batch_size", "'prompts_per_step'"),
         (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n", "'group_size'"),
+        (["actor.optim.lr=1e-5"], "actor.optim.lr", "'lr'"),
         (["trainer.save_freq=8"], "trainer.save_freq", "'checkpoint.every'"),
         (["rollout_temperature=1"], "rollout_temperature", "'temperature'"),
         (["env=ToolUze"], "env", "'ToolUse'"),
@@ -333,8 +335,8 @@ def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
 
 
 def named(shown: str) -> set[str]:
-    """Settings that a help text explains."""
-    return set(re.findall(r"^  ([\w.]+)(?: {2}|$)", shown, re.MULTILINE))
+    """Paths of the settings that a help text explains; other names stand before them."""
+    return set(re.findall(r"^  (?:\w+, )*([\w.]+)(?: {2}|$)", shown, re.MULTILINE))
 
 
 def test_help_explains_what_matters_first_and_names_the_sections(capsys) -> None:
@@ -349,9 +351,10 @@ def test_help_explains_what_matters_first_and_names_the_sections(capsys) -> None
 @pytest.mark.parametrize(
     ("word", "there", "not_there"),
     [
-        ("checkpoint", {"checkpoint.every", "checkpoint.keep_best"}, {"student", "lr"}),
-        ("supervision", {"verify.every"}, {"student", "lr"}),
-        ("lora", {"lora.rank", "lora.targets"}, {"student", "steps"}),
+        ("checkpoint", {"checkpoint.every", "checkpoint.keep_best"}, {"model.path", "learner.lr"}),
+        ("supervision", {"verify.every"}, {"model.path", "learner.lr"}),
+        ("lora", {"lora.rank", "lora.targets"}, {"model.path", "steps"}),
+        ("student", {"model.path"}, {"steps"}),
     ],
 )
 def test_help_explains_a_section_or_a_name(
