@@ -106,7 +106,12 @@ def _json_rows(path: str) -> Rows:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # numbers or brackets without end
             what = _what_else(text) if not rows else ""
-            raise DataError(f"{path}:{number}: not valid JSON: {error}{what}") from error
+            why = (
+                f"{error.msg} in column {error.colno}"
+                if isinstance(error, json.JSONDecodeError)
+                else error
+            )
+            raise DataError(f"{path}:{number}: not valid JSON: {why}{what}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")
         rows.append((number, row))
