@@ -1,6 +1,8 @@
 """Queues as runs start them: on Ray, or in this process."""
 
 import secrets
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import ray
@@ -43,3 +45,16 @@ def queue_here(
         GroupQueueActor, secrets.token_hex(8), run_id, trained or TrainedGroups(), settings, journal
     )
     return GroupQueue(actor, timeout_s=timeout_s)
+
+
+# new_queue(on_ray=, ...): a fixture; rules of its ledger, and what `queue_here` takes.
+NewQueue = Callable[..., GroupQueue]
+_RULES = {field.name for field in fields(LedgerSettings)}
+
+
+def small_queue(journal: str, timeout_s: float, on_ray: bool = False, **changes: Any) -> GroupQueue:
+    """A queue of four steps of two groups."""
+    rules = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
+    rules |= {name: changes.pop(name) for name in _RULES & changes.keys()}
+    build = queue_on_ray if on_ray else queue_here
+    return build(LedgerSettings(**rules), journal, timeout_s=timeout_s, **changes)

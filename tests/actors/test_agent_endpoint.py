@@ -98,13 +98,8 @@ def test_options_of_requests() -> None:
     policy = Scripted(TOKENIZER, ["a", "b", "c", "many words", "on and STOP and on", CALL])
     [trajectory] = served(client, policy, TOKENIZER).trajectories_G
     assert [request.sampling.max_new_tokens for request in policy.requests] == [
-        48,
-        48,
-        48,
-        2,
-        48,
-        48,
-    ]
+        48, 48, 48, 2, 48, 48,
+    ]  # fmt: skip
     assert len(trajectory.segments) == 6
     words = str(TOKENIZER.decode(trajectory.segments[4].tokens_T.tolist()))
     assert words.endswith("STOP"), "what followed was not asked for, and is not trained"

@@ -94,10 +94,8 @@ def test_members_with_one_prompt_are_one_request() -> None:
     asked = [(r.prompt_tokens_T.tolist(), r.num_samples) for r in engine.requests]
     assert asked == [([5], 2), ([6], 1)]
     assert [made.tokens_T.tolist() for made in group.segments()] == [
-        [5, 40, 50],
-        [6, 41, 50],
-        [5, 40, 51],
-    ]
+        [5, 40, 50], [6, 41, 50], [5, 40, 51],
+    ]  # fmt: skip
     assert group.group_id == 3 and group.temperature == TEMPERATURE
 
 

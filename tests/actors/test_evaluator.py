@@ -49,12 +49,10 @@ def test_the_reward_judges_what_has_an_answer() -> None:
     assert [response.answer for response in responses] == ["a", "bb", None]
     metrics = summarise(responses)
     assert metrics == {
-        "eval/response_length": 6,
-        "eval/eos_share": 0,
-        "eval/accuracy": pytest.approx(0.375),
+        "eval/response_length": 6, "eval/eos_share": 0, "eval/accuracy": pytest.approx(0.375),
         "eval/accuracy_low": 0,  # two prompts say next to nothing
         "eval/accuracy_high": 1,
-    }
+    }  # fmt: skip
     evaluator = evaluator_of(PROMPTS, reward)
     evaluation = asyncio.run(evaluator.evaluate(POLICY, SERVING, keep=2))
     assert evaluation.metrics == metrics and evaluation.responses == responses[:2]

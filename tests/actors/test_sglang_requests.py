@@ -32,15 +32,10 @@ def test_samples_of_one_prompt_are_one_request() -> None:
         "return_logprob": True,
         "input_ids": [[4, 5, 6]],
         "sampling_params": {
-            "temperature": TEMPERATURE,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "max_new_tokens": 8,
-            "stop_token_ids": [2, 9],
-            "n": 3,
+            "temperature": TEMPERATURE, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+            "max_new_tokens": 8, "stop_token_ids": [2, 9], "n": 3,
         },
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seeded", [False, True])

@@ -223,12 +223,9 @@ def test_a_group_s_samples_are_as_long_as_they_come(
     decode = teacher.encoder.tokenizer.decode
     by_text = {str(decode(s.tokens_T.tolist())): s.stop_reason for s in samples}
     assert by_text == {
-        "a<eos>": StopReason.EOS,
-        "b" * 11 + "<eos>": StopReason.EOS,
-        "c" * 12: StopReason.LENGTH,
-        "d" * 12: StopReason.LENGTH,
-        "e" * 8: StopReason.LENGTH,
-    }
+        "a<eos>": StopReason.EOS, "b" * 11 + "<eos>": StopReason.EOS, "c" * 12: StopReason.LENGTH,
+        "d" * 12: StopReason.LENGTH, "e" * 8: StopReason.LENGTH,
+    }  # fmt: skip
     for each in samples:
         assert len(each.tokens_T) <= 12
         assert (EOS in each.tokens_T.tolist()) == (each.stop_reason is StopReason.EOS)
@@ -240,20 +237,15 @@ def test_the_privileged_context_is_what_it_sees(server: TextServer, teacher: Tex
     assert np.array_equal(sample.tokens_T[-1:], [EOS])
 
 
-def test_while_it_waits_it_is_known_to_be_alive(
+async def test_while_it_waits_it_is_known_to_be_alive(
     server: TextServer, teacher: TextTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.rollout.text_teacher.TICK_S", 0.01)
     server.script = lambda body: 0.3
     told: list[None] = []
     prompt = Prompt(tokens_T=ids(3), answer=None, line=1, text="1")
-
-    async def sampled() -> list[Sample]:
-        async with replace(teacher).opened() as opened:
-            request = GenerateRequest(
-                prompt_tokens_T=ids(3), sampling=SAMPLING, num_samples=1, seed=1
-            )
-            return await opened.sampler(prompt, lambda: told.append(None)).generate(request)
-
-    [sample] = asyncio.run(sampled())
+    request = GenerateRequest(prompt_tokens_T=ids(3), sampling=SAMPLING, num_samples=1, seed=1)
+    async with replace(teacher).opened() as opened:
+        sampler = opened.sampler(prompt, lambda: told.append(None))
+        [sample] = await sampler.generate(request)
     assert len(told) > 1 and sample.stop_reason is StopReason.EOS

@@ -1,15 +1,20 @@
-"""Settings of small runs on the tiny checkpoints."""
+"""Settings of small runs on the tiny checkpoints, and queues."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
+from cluster.handles.calls import kill
+from cluster.queue.group_queue import GroupQueue
 from tests.conftest import TinyPair
+from tests.queues import NewQueue, small_queue
 from tests.rows import write_rows
+from tests.waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -43,3 +48,17 @@ def sft(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., SftConfig]:
         )
 
     return settings
+
+
+@pytest.fixture
+def new_queue(ray_cluster: None, tmp_path: Path) -> Iterator[NewQueue]:
+    made: list[GroupQueue] = []
+
+    def new(**changes: Any) -> GroupQueue:
+        given = {"journal": str(tmp_path / "ledger.jsonl"), "timeout_s": DEADLINE_S} | changes
+        made.append(small_queue(**given))
+        return made[-1]
+
+    yield new
+    for queue in made:
+        kill(queue.actor)

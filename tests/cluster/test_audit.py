@@ -107,20 +107,10 @@ def test_a_clean_job_is_proved(path: Path) -> None:
     one_job(path)
     found = audit(path, steps=4)
     assert found == Audit(
-        problems=[],
-        trained=8,
-        watermark=9,
-        set_aside={0: "failed 1 times: KeyError"},
-        steps=4,
-        committed=5,
-        again=0,
-        jobs=1,
-        rewinds=0,
-        recoveries=0,
-        re_leases={"after a failure": 1, "when a worker died": 3},
-        duplicates=1,
-        ended=True,
-    )
+        problems=[], trained=8, watermark=9, set_aside={0: "failed 1 times: KeyError"}, steps=4,
+        committed=5, again=0, jobs=1, rewinds=0, recoveries=0,
+        re_leases={"after a failure": 1, "when a worker died": 3}, duplicates=1, ended=True,
+    )  # fmt: skip
     assert found.lines()[-1] == "exactly once: proved"
 
 

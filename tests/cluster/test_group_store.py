@@ -1,8 +1,7 @@
 """Groups on disk: what a crash leaves of them, and what queues and later jobs take back."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from distill.types import TrajectoryGroup
 from tests.cluster.test_group_format import assert_same
 from tests.cluster.test_queue import kill_queue, long_group
 from tests.conftest import TinyPair
-from tests.queues import queue_here, queue_on_ray
+from tests.queues import NewQueue
 from tests.samples import group, packed
 from tests.simulated_run import SimulatedRun
 from tests.simulation import simulated_time
@@ -93,26 +92,6 @@ def test_files_without_a_needed_group_are_deleted(tmp_path: Path) -> None:
 # queues
 
 
-@pytest.fixture
-def new_queue(ray_cluster: None, tmp_path: Path) -> Iterator[Callable[..., GroupQueue]]:
-    made: list[GroupQueue] = []
-    rules = {field.name for field in fields(LedgerSettings)}
-
-    def new(**changes: Any) -> GroupQueue:
-        given = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
-        given |= {name: changes.pop(name) for name in rules & changes.keys()}
-        build = queue_on_ray if changes.pop("on_ray", False) else queue_here
-        queue = build(
-            LedgerSettings(**given), str(tmp_path / "ledger.jsonl"), timeout_s=DEADLINE_S, **changes
-        )
-        made.append(queue)
-        return queue
-
-    yield new
-    for queue in made:
-        kill(queue.actor)
-
-
 def deliver(queue: GroupQueue, count: int, make: Make = group) -> list[Lease]:
     """Lease and deliver groups."""
 
@@ -135,7 +114,7 @@ def wait_until_kept(journal: Path, count: int) -> None:
 
 @pytest.mark.parametrize("make", [group, long_group], ids=["in the call", "in the object store"])
 def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
-    new_queue: Callable[..., GroupQueue], tmp_path: Path, make: Make
+    new_queue: NewQueue, tmp_path: Path, make: Make
 ) -> None:
     queue, journal = new_queue(on_ray=True), tmp_path / "ledger.jsonl"
     deliver(queue, 3, make)
@@ -168,7 +147,7 @@ def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
 
 
 def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
-    new_queue: Callable[..., GroupQueue], tmp_path: Path
+    new_queue: NewQueue, tmp_path: Path
 ) -> None:
     """From the checkpoint of step 1 of 2: groups of version 2 are lost with their weights."""
     queue, journal = new_queue(max_staleness=2, total_groups=12), tmp_path / "ledger.jsonl"
@@ -205,9 +184,7 @@ def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
     assert found_in.problems == [] and (found_in.jobs, found_in.adopted) == (2, 6)
 
 
-def test_groups_of_another_run_are_not_taken_back(
-    new_queue: Callable[..., GroupQueue], tmp_path: Path
-) -> None:
+def test_groups_of_another_run_are_not_taken_back(new_queue: NewQueue, tmp_path: Path) -> None:
     queue = new_queue(run_id="one")
     deliver(queue, 4)
     wait_until_kept(tmp_path / "ledger.jsonl", 4)
@@ -218,7 +195,7 @@ def test_groups_of_another_run_are_not_taken_back(
 
 
 def test_a_disk_that_takes_nothing_costs_no_more_than_before(
-    new_queue: Callable[..., GroupQueue], tmp_path: Path
+    new_queue: NewQueue, tmp_path: Path
 ) -> None:
     (tmp_path / "groups").write_text("in the way")
     queue = new_queue(on_ray=True)

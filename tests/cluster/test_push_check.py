@@ -370,26 +370,21 @@ def test_others_are_proven_if_the_first_has_no_answer() -> None:
     assert proof.settle() == pytest.approx(17 / 18)
 
 
-def test_a_server_s_checksums_arrive_rank_by_rank() -> None:
+async def test_a_server_s_checksums_arrive_rank_by_rank() -> None:
     tensors = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(5)}
     server = WeightsServer(tensors, ranks=2)
-
-    async def ask() -> list[dict[str, str]]:
-        async with server.running():
-            client = SglangClient(
-                lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=60
-            )
-            session = WeightSession(client, "continue", dict)
-            try:
-                made = await session.checksums()
-                server.ranks = []
-                with pytest.raises(EngineError):
-                    await session.checksums()
-                return made
-            finally:
-                await client.close()
-
-    assert asyncio.run(ask()) == [
-        {"w": digest(tensors["w"][:2]), "b": digest(tensors["b"])},
-        {"w": digest(tensors["w"][2:]), "b": digest(tensors["b"])},
-    ]
+    async with server.running():
+        client = SglangClient(
+            lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=60
+        )
+        session = WeightSession(client, "continue", dict)
+        try:
+            assert await session.checksums() == [
+                {"w": digest(tensors["w"][:2]), "b": digest(tensors["b"])},
+                {"w": digest(tensors["w"][2:]), "b": digest(tensors["b"])},
+            ]
+            server.ranks = []
+            with pytest.raises(EngineError):
+                await session.checksums()
+        finally:
+            await client.close()

@@ -4,8 +4,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,15 @@ from cluster.handles.calls import get, kill, wait
 from cluster.inspect.audit import audit
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
-from cluster.queue.ledger_settings import LedgerSettings
 from distill.columns import checked
 from distill.objective.whole_groups import opened
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryId
 from distill.states import HiddenStates
 from distill.types import Trajectory, TrajectoryGroup
 from tests.distill.test_group_columns import assert_same
-from tests.queues import queue_here, queue_on_ray
+from tests.queues import NewQueue
 from tests.samples import group, packed, segment, top_logprobs, trajectory
 
-NewQueue = Callable[..., GroupQueue]
-
-RULES = {field.name for field in fields(LedgerSettings)}
 # Only against hangs.
 DEADLINE_S = 300.0
 
@@ -38,23 +34,6 @@ DEADLINE_S = 300.0
 @pytest.fixture
 def journal(tmp_path: Path) -> str:
     return str(tmp_path / "ledger.jsonl")
-
-
-@pytest.fixture
-def new_queue(ray_cluster: None, journal: str) -> Iterator[NewQueue]:
-    made: list[GroupQueue] = []
-
-    def new(**changes: Any) -> GroupQueue:
-        rules = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
-        rules |= {name: changes.pop(name) for name in RULES & changes.keys()}
-        given = {"journal": journal, "timeout_s": DEADLINE_S} | changes
-        build = queue_on_ray if given.pop("on_ray", False) else queue_here
-        made.append(build(LedgerSettings(**rules), **given))
-        return made[-1]
-
-    yield new
-    for queue in made:
-        kill(queue.actor)
 
 
 def lease(queue: GroupQueue, count: int, worker: str = "a") -> list[Lease]:

@@ -47,20 +47,14 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     config = small.config
     assert isinstance(config, OpdConfig)
     assert (config.objective.loss, config.sampling.temperature, config.queue.max_staleness) == (
-        "ppo",
-        0.7,
-        2,
-    )
+        "ppo", 0.7, 2,
+    )  # fmt: skip
     assert (config.data.source, config.seed, config.objective.kl_coef) == (
-        given.data.source,
-        given.seed,
-        1.0,
-    )
+        given.data.source, given.seed, 1.0,
+    )  # fmt: skip
     assert (config.data.batch_size, config.sampling.group_size, config.steps) == (
-        4,
-        4,
-        STEPS_AT_MOST,
-    )
+        4, 4, STEPS_AT_MOST,
+    )  # fmt: skip
     assert (config.policy.engines, config.learner.workers, config.cluster.device) == (2, 2, "cpu")
     assert small.stand_ins == {"teachers.far": "http://far:30000"}
     assert config.teachers["near"].weight == 2.0

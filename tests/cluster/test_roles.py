@@ -35,11 +35,9 @@ def taken(config: OpdConfig | SftConfig, device: str) -> dict[str, tuple[int, di
 def test_what_each_role_takes(opd: Opd) -> None:
     config = opd(policy_engines=2, learner_workers=3, rollout_cpus=0.5, rollout_workers=4)
     assert taken(config, "cpu") == {
-        "learner": (3, {"CPU": 1}),
-        "policy": (2, {"CPU": 1}),
-        "teacher": (1, {"CPU": 1}),
+        "learner": (3, {"CPU": 1}), "policy": (2, {"CPU": 1}), "teacher": (1, {"CPU": 1}),
         "rollout": (4, {"CPU": 0.5}),
-    }
+    }  # fmt: skip
     config = opd(gpus_per_actor=0.5, engine="embedded")
     assert taken(config, "cuda") == {
         name: (1, {"CPU": 1, "GPU": 0.5}) for name in ("learner", "policy", "teacher")

@@ -290,10 +290,6 @@ def test_trackers_are_named_and_installed(opd: NewOpd, monkeypatch: pytest.Monke
         "wandb",
         "tensorboard",
     ]
-    with pytest.raises(ConfigError):
-        opd(track="tensorbord")
-    with pytest.raises(ConfigError):
-        opd(track="wandb,")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError):
         check_trackers(opd(track="mlflow").tracking)

@@ -149,9 +149,11 @@ def test_a_server_over_several_nodes_is_sent_weights_rank_by_rank(learner: Place
         plan_ways("shared_memory", learner, {"e": here}, served=True)
 
 
-def test_engines_on_another_node_that_share_a_gpu_are_refused_with_auto_too() -> None:
+@pytest.mark.parametrize(("choice", "engines"), [("auto", 2), ("shared_memory", 1)])
+def test_what_no_way_leads_to_is_refused(choice, engines: int) -> None:
+    """Engines on another node that share a GPU; that node, by this one's memory."""
     with refuses(ConfigError, "weights.transport"):
-        plan_ways("auto", LEARNER, {"x": place("b", 1), "y": place("b", 1)}, served=True)
+        plan_ways(choice, LEARNER, {str(i): place("b", 1) for i in range(engines)}, served=True)
 
 
 def test_a_process_and_the_server_that_it_starts_agree() -> None:
@@ -161,8 +163,3 @@ def test_a_process_and_the_server_that_it_starts_agree() -> None:
     from actors.sglang.start import server_environment
 
     assert server_environment("cuda:0", 1, Parallelism()).items() >= nccl_settings().items()
-
-
-def test_shared_memory_reaches_this_node_only() -> None:
-    with refuses(ConfigError, "weights.transport"):
-        plan_ways("shared_memory", LEARNER, {"x": place("b", 1)}, served=True)

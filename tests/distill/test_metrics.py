@@ -191,15 +191,12 @@ def test_reward_and_kl_come_once_more_for_each_teacher_and_tag() -> None:
     found = {name: value for name, value in metrics.items() if "=" in name}
     assert found == pytest.approx(
         {
-            "reward/mean/teacher=a": 1 / 2,
-            "reward/mean/teacher=b": 1 / 4,
-            "reward/mean/tag=x": 2 / 5,
-            "reward/mean/tag=y": 1 / 2,
-            "opd/reverse_kl/teacher=a": kl(groups[0]),
-            "opd/reverse_kl/teacher=b": kl(*groups[1:3]),
+            "reward/mean/teacher=a": 1 / 2, "reward/mean/teacher=b": 1 / 4,
+            "reward/mean/tag=x": 2 / 5, "reward/mean/tag=y": 1 / 2,
+            "opd/reverse_kl/teacher=a": kl(groups[0]), "opd/reverse_kl/teacher=b": kl(*groups[1:3]),
             "opd/reverse_kl/tag=x": kl(*groups[:2]),
         }
-    )
+    )  # fmt: skip
 
 
 def test_a_teacher_that_moves_has_an_age() -> None:
@@ -219,11 +216,7 @@ def test_updates_merge_by_their_tokens() -> None:
         ]
     )
     assert merged == {
-        "train/updates": 3,
-        "train/tokens": 60,
-        "train/loss": (10 * 1.0 + 30 * 2.0) / 40,
-        "train/ratio_max": 3.0,
-        "train/ratio_min": 0.2,
-        "sft/nll": 4.0,
-    }
+        "train/updates": 3, "train/tokens": 60, "train/loss": (10 * 1.0 + 30 * 2.0) / 40,
+        "train/ratio_max": 3.0, "train/ratio_min": 0.2, "sft/nll": 4.0,
+    }  # fmt: skip
     assert merge_updates([]) == {"train/updates": 0, "train/tokens": 0}

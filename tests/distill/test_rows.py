@@ -122,12 +122,10 @@ def test_metrics_are_of_the_trained_tokens_advantages() -> None:
     metrics = advantage_metrics([advantage_stats(policy_rows([one_group(made)], OPD)), None], OPD)
     assert metrics == pytest.approx(  # of -1, 0, 2 and 3
         {
-            "advantage/mean": 1.0,
-            "advantage/std": 2.5**0.5,
-            "advantage/max": 3.0,
+            "advantage/mean": 1.0, "advantage/std": 2.5**0.5, "advantage/max": 3.0,
             "advantage/min": -1.0,
         }
-    )
+    )  # fmt: skip
 
 
 def test_statistics_of_parts_are_those_of_the_whole() -> None:

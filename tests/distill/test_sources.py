@@ -63,10 +63,8 @@ def test_functions_and_hub_data_sets_have_colons_of_their_own() -> None:
 
 def test_two_of_one_name_are_told_by_their_places() -> None:
     assert [name for _, name, _ in parsed("x/train.jsonl,y/train.jsonl,z.csv")] == [
-        "x/train.jsonl",
-        "y/train.jsonl",
-        "z",
-    ]
+        "x/train.jsonl", "y/train.jsonl", "z",
+    ]  # fmt: skip
 
 
 def test_a_file_of_exactly_that_name_is_meant(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_warm_up_goes_on_where_it_ended(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["recipe=opd", *arguments(whole)]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", fails_after(2, NonFiniteError("the gradient norm is nan")))
+        patch.setattr(Learner, "step", fails_after(2, NAN))
         assert main(["recipe=opd", *arguments(cut)]) == 1
     assert len(metrics(cut)) == 2
     assert main(["recipe=opd", *arguments(cut)]) == 0
@@ -221,37 +221,30 @@ def test_a_warm_up_goes_on_where_it_ended(
     assert made.read_bytes() == expected.read_bytes()
 
 
-def test_a_run_that_diverges_says_how_to_go_on(
-    tiny_pair: TinyPair,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    failing = fails_after(2, NonFiniteError("the gradient norm is nan"))
-    monkeypatch.setattr(Learner, "step", failing)
-    out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, checkpoint_every=1, local=True)
-    assert main(["recipe=opd", *arguments]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "the gradient norm is nan" in last and "a lower lr" in last
-    assert f"config={out} fork_from={out}:2 out=DIR lr=RATE" in last
-    assert summary(out)["status"] == "failed"
+NAN = NonFiniteError("the gradient norm is nan")
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB")
 
 
-def test_a_learner_without_room_goes_on_with_a_smaller_budget(
-    tiny_pair: TinyPair,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (NAN, ["the gradient norm is nan", "a lower lr", "fork_from={out}:1 out=DIR lr=RATE"]),
+        (FULL, ["Tried to allocate 34.00 MiB", "a smaller learner.token_budget"]),
+    ],
+    ids=["diverges", "no room"],
+)
+def test_a_step_that_cannot_be_done_says_how_to_go_on(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, error: Exception, says: list[str],
+) -> None:  # fmt: skip
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=2, checkpoint_every=1, local=True)
     with monkeypatch.context() as patch:
-        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB")
         patch.setattr(Learner, "step", fails_after(1, error))
         assert main(["recipe=opd", *arguments]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "Tried to allocate 34.00 MiB" in last and "a smaller learner.token_budget" in last
+    assert all(each.format(out=out) in last for each in says), last
+    assert summary(out)["status"] == "failed"
     assert main(["recipe=opd", *arguments, "learner.token_budget=96"]) == 0
     assert_whole(out, 2)
 

@@ -248,14 +248,10 @@ def test_workers_that_make_their_own_rows_are_one_learner(
 def one_step(learner: Learner, given: dict[str, Any]) -> dict[str, float]:
     world = World(given["groups"], per_step=len(given["groups"]))
     return PolicyLoop(
-        learner=learner,
-        tokenizer=load_tokenizer(given["model"]),
-        source=world,
-        publish=world.publish,
-        store=CheckpointStore(given["root"], keep=1),
-        loss=given["loss"],
+        learner=learner, tokenizer=load_tokenizer(given["model"]), source=world,
+        publish=world.publish, store=CheckpointStore(given["root"], keep=1), loss=given["loss"],
         base_is_reference=True,
-    ).step()
+    ).step()  # fmt: skip
 
 
 def test_a_worker_without_samples_of_the_policy_scores_the_reference_with_the_others(

@@ -124,10 +124,8 @@ def test_a_served_teacher_and_a_local_one_are_asked_the_same(
     by_engine = asyncio.run(asyncio.wait_for(served(), 60)).segments()
     seen = [as_seen(row) for row in policy_rows([made], FULL)]
     assert [row.tokens_T.tolist() for row in seen] == [
-        [90, 91, 92, 93, 94, 10, 11, 4, 5, 20, 21],
-        [90, 91, 92, 93, 94, 11, 6, 30],
-        [7, 8, 31],
-    ]
+        [90, 91, 92, 93, 94, 10, 11, 4, 5, 20, 21], [90, 91, 92, 93, 94, 11, 6, 30], [7, 8, 31],
+    ]  # fmt: skip
     for segment, local_N in zip(by_engine, teachers.models[""].logprobs([seen])[0], strict=True):
         assert segment.teacher_logprobs_T is not None
         of_engine_N = segment.teacher_logprobs_T[segment.action_mask_T]

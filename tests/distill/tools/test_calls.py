@@ -86,11 +86,8 @@ def test_all_at_once_and_in_order(run) -> None:
 def test_the_message(run) -> None:
     (outcome,) = run(ToolCall(name="calculator", arguments={"expression": "6*7"}, id="call_3"))
     assert outcome.message == {
-        "role": "tool",
-        "name": "calculator",
-        "content": "42",
-        "tool_call_id": "call_3",
-    }
+        "role": "tool", "name": "calculator", "content": "42", "tool_call_id": "call_3",
+    }  # fmt: skip
     assert (outcome.error, outcome.truncated, outcome.neutralised) == (None, False, False)
     assert 0 <= outcome.seconds < 60
     assert "tool_call_id" not in run(call())[0].message
