@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from learner.state import read_tensors, tensor_sizes
 
 # What AdamW keeps of a weight that had a gradient.
 _STATE = ("step", "exp_avg", "exp_avg_sq")
-# Far above AdamW's eps: a first step by such a gradient has the size of the learning rate.
-_SURE_GRADIENT = 1e-6
 
 # That a learner alone is alone. Not around each call: a thread's would undo the main thread's.
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
@@ -52,47 +49,6 @@ def assert_optimizes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         count = known.pop(id(parameter), 0)
         assert count == 1, f"the optimizer has {name} {count} times: it would not be trained"
     assert not known, f"the optimizer has {len(known)} tensors that are no weights of the model"
-
-
-class UpdateCheck:
-    """Asserts, once per parameter, that AdamW's first step with it has moved it.
-
-    A first step moves each element by lr, but for gradients near AdamW's eps. The elements with
-    the largest gradients are looked at; those that so small a step may leave as they are by
-    rounding are passed over.
-    """
-
-    _ELEMENTS = 4
-
-    def __init__(self) -> None:
-        self._checked: set[int] = set()
-
-    @contextmanager
-    def __call__(self, optimizer: torch.optim.AdamW, model: nn.Module) -> Iterator[None]:
-        """Around an optimizer step."""
-        watched = []
-        lrs = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in _trained(model):
-            if parameter.grad is None or id(parameter) in self._checked:
-                continue
-            fresh = not optimizer.state.get(parameter)
-            self._checked.add(id(parameter))
-            if fresh and lrs[id(parameter)] > 0:
-                watched.append((name, parameter, *self._sure(parameter, lrs[id(parameter)])))
-        yield
-        for name, parameter, places_K, before_K in watched:
-            moved = local(parameter.detach()).flatten()[places_K] != before_K
-            assert not len(places_K) or moved.any(), f"AdamW's first step did not move {name}"
-
-    def _sure(self, parameter: nn.Parameter, lr: float) -> tuple[Tensor, Tensor]:
-        """Places in this worker's share, flat, that must move; and what is there now."""
-        assert parameter.grad is not None
-        weights_N, gradients_N = (local(t.detach()).flatten() for t in (parameter, parameter.grad))
-        sizes_K, places_K = gradients_N.abs().topk(min(self._ELEMENTS, len(gradients_N)))
-        before_K = weights_N[places_K]
-        step = 4 * torch.finfo(before_K.dtype).eps * before_K.abs()
-        places_K = places_K[(sizes_K > _SURE_GRADIENT) & (step < lr)]
-        return places_K, weights_N[places_K]
 
 
 def lr_factor(step: int, settings: LearnerSettings, total_steps: int) -> float:

@@ -41,7 +41,6 @@ from learner.lora import adapter_tensors, add_lora
 from learner.memory import free_bytes
 from learner.memory_plan import plan_memory
 from learner.optimizer import (
-    UpdateCheck,
     assert_optimizes,
     build_optimizer,
     build_schedule,
@@ -120,7 +119,6 @@ class ModelShard:
         )
         self._reshard_root()
         self.optimizer = build_optimizer(self.model, config.learner)
-        self._update_check = UpdateCheck()
         self._accumulates = False
         self._copied: dict[str, Tensor] = {}
         self.schedule = build_schedule(self.optimizer, config.learner, config.total_steps)
@@ -190,8 +188,7 @@ class ModelShard:
         """Update with gradients that are finite on every worker."""
         assert_optimizes(self.optimizer, self.model)
         self._exported.forget()
-        with self._update_check(self.optimizer, self.model):
-            self.optimizer.step()
+        self.optimizer.step()
         self.schedule.step()
 
     def fingerprints(self, _: None) -> Fingerprints:

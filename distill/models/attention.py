@@ -68,9 +68,12 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' AttentionInterface; output (N, S, heads, D)."""
-    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unknown:
-        raise EngineError(f"attention with {unknown[0]} is not supported")
+    # A mask is none of transformers', which makes none for a function that it does not know: it is
+    # the model's own.
+    others = kwargs | {"attention_mask": attention_mask}
+    for name in ("attention_mask", "s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise EngineError(f"attention with {name} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, sliding_window, softcap)
     layer: Any = module.layer_idx

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import ConfigError
+from distill.errors import CheckpointError, ConfigError
 from distill.models.attention import AttentionRule, CausalPass
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.types import TokenArray
@@ -55,6 +55,7 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
     compared with what the config declares.
 
     Raises:
+        CheckpointError: hidden states depend on later tokens, or on padding.
         torch.OutOfMemoryError, MemoryError, RuntimeError: there is no room for the few tokens of
             a probe, which says nothing of the architecture.
     """
@@ -76,12 +77,25 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
             why_not = f"{type(error).__name__}: {error}"
         finally:
             model.set_attn_implementation(native)
+    _require_causal(model)
     logger.warning(
         "%s runs with its own attention, every context in full each time (slow): %s",
         type(model).__name__,
         why_not,
     )
     return False
+
+
+def _require_causal(model: PreTrainedModel) -> None:
+    """Raise CheckpointError for a model that `PlainModel` cannot run beside longer rows."""
+    rows, plain = _probe_rows(model.config.get_text_config().vocab_size), PlainModel(model)
+    alone, together = plain.hidden(rows[1:])[0], plain.hidden(rows)[1]
+    if gap := _too_large(relative_gap(together[: len(alone)], alone), alone.dtype):
+        raise CheckpointError(
+            f"{type(model).__name__} is no causal language model: its hidden states depend on what "
+            f"follows in a row, or pads it ({gap}). Is a field of its config.json missing, such as "
+            "is_decoder?"
+        )
 
 
 def check_packs(model: PreTrainedModel) -> None:
