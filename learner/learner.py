@@ -29,8 +29,8 @@ from learner.plan import (
     MicroBatch,
     Part,
     PassShare,
-    StepShare,
     UpdateShare,
+    slowest,
     summed,
 )
 from learner.process_group import WorkerGroup
@@ -85,13 +85,17 @@ class Learner(ShardedModel):
         for part in parts:
             for mine, more in zip(by_rank, self._micro_batches(part), strict=True):
                 mine += more
-        shares: list[StepShare] = self.on_each("step", by_rank)
-        self._require_finite(shares, by_rank)
-        made = summed(shares)
+        shares: list[tuple[PassShare, UpdateShare]] = self.on_each("step", by_rank)
+        passes, updates = zip(*shares, strict=True)
+        self._require_finite_losses(passes, by_rank)
+        if not math.isfinite(norm := updates[0].grad_norm):
+            rows = [[row for m in mine if m.counted for row in m.rows_B] for mine in by_rank]
+            raise self._non_finite(f"the gradient norm is {norm}", self._made(rows))
+        times = slowest(passes) | slowest(updates)
+        made = summed(passes) | times
         rows_D = [row for part in parts for row in part.rows_D]
         if self._flops is not None:
-            seconds = sum(made[name] for name in shares[0].seconds)
-            made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
+            made["train/tflops_per_s"] = self._flops.training(rows_D) / sum(times.values()) / 1e12
         shapes = (
             BatchShape.of(rows_B, self.worker.packs)
             for part in parts
@@ -100,8 +104,8 @@ class Learner(ShardedModel):
             if counted
         )
         return finish_metrics(made) | {
-            "train/grad_norm": shares[0].grad_norm,
-            "train/lr": shares[0].lr,
+            "train/grad_norm": norm,
+            "train/lr": updates[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),
             # counted before shared contexts are deduplicated
             "train/padding_share": 1 - sum(map(len, rows_D)) / sum(s.in_full for s in shapes),
@@ -154,7 +158,7 @@ class Learner(ShardedModel):
         return {
             "train/grad_norm": norm,
             "train/lr": shares[0].lr,
-            "time/optimizer": max(share.seconds["time/optimizer"] for share in shares),
+            **slowest(shares),
         }
 
     def _micro_batches(self, part: Part) -> list[list[MicroBatch]]:
@@ -212,14 +216,6 @@ class Learner(ShardedModel):
             for (rows_B, _), logprobs in zip(mine, answer, strict=True):
                 by_row |= {id(row): part_N for row, part_N in zip(rows_B, logprobs, strict=True)}
         return [by_row[id(row)] for row in rows_D]
-
-    def _require_finite(
-        self, shares: Sequence[StepShare], by_rank: Sequence[Sequence[MicroBatch]]
-    ) -> None:
-        self._require_finite_losses(shares, by_rank)
-        if not math.isfinite(norm := shares[0].grad_norm):
-            rows = [[row for m in mine if m.counted for row in m.rows_B] for mine in by_rank]
-            raise self._non_finite(f"the gradient norm is {norm}", self._made(rows))
 
     def _require_finite_losses(
         self, shares: Sequence[PassShare], by_rank: Sequence[Sequence[MicroBatch]]

@@ -3,7 +3,7 @@
     Part          rows with one loss                                       given by the loop
     Dealing       parts as micro-batches under the token budget, by worker
     MicroBatch    rows that run together                                   argument of `step`
-    StepShare     metrics and seconds of one worker                        its result; `summed`
+    PassShare, UpdateShare    metrics and seconds of one worker            its result; `summed`
 
 They travel between processes (`learner.process_group.Followers`), so they hold no tensors of a
 device, and no code.
@@ -188,37 +188,25 @@ class UpdateShare:
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShare(PassShare):
-    """A worker's report of a step: its passes and its update, with the seconds of both."""
-
-    grad_norm: float
-    lr: float
-
-
 class Portion(NamedTuple):
-    """Some of the weights, by name, to gather in this precision; None: in their own."""
+    """Some of the weights, by name, to gather in this precision; None: in their own.
 
-    names: Sequence[str]
-    dtype: torch.dtype | None
-
-
-class LentPortion(NamedTuple):
-    """Some of the weights to gather, as for `Portion`, into a bucket for other processes.
-
-    `readers` is how many each worker has, by rank.
+    `readers`: number of processes that each worker lends them to, by rank.
     """
 
     names: Sequence[str]
     dtype: torch.dtype | None
-    readers: Sequence[int]
+    readers: Sequence[int] = ()
 
 
 def summed(shares: Sequence[PassShare]) -> dict[str, float]:
-    """Metrics summed over workers; times are the slowest worker's, for which the others wait."""
+    """Metrics summed over workers, and their `slowest` times."""
     made: dict[str, float] = {}
     for share in shares:
         add_metrics(made, share.metrics)
-    for name in shares[0].seconds:
-        made[name] = max(share.seconds[name] for share in shares)
-    return made
+    return made | slowest(shares)
+
+
+def slowest(shares: Sequence[PassShare] | Sequence[UpdateShare]) -> dict[str, float]:
+    """Times of the slowest worker, for which the others wait."""
+    return {name: max(share.seconds[name] for share in shares) for name in shares[0].seconds}

@@ -51,10 +51,7 @@ from learner.optimizer import (
     put_away,
 )
 from learner.own_teacher import OwnTeacher, Shadow
-from learner.plan import (
-    LentPortion,
-    Portion,
-)
+from learner.plan import Portion
 from learner.process_group import WorkerGroup
 from learner.routers import RoutingReplay
 from learner.sharding import (
@@ -209,7 +206,7 @@ class ModelShard:
         """Location of the memory that this worker lends."""
         return LenderPlace.own(self.device)
 
-    def lend(self, portion: LentPortion) -> list[LentBucket]:
+    def lend(self, portion: Portion) -> list[LentBucket]:
         """Gather weights into a bucket, and return one handle for each of this worker's readers.
 
         A worker without readers takes part in gathering, and keeps nothing.

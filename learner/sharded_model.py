@@ -24,10 +24,7 @@ from distill.weights.model_weights import Weights, by_dtype, joined, save_weight
 from learner.config import LearnerConfig, ShadowRule
 from learner.forward import LossFunction
 from learner.lora import save_adapter, served_form
-from learner.plan import (
-    LentPortion,
-    Portion,
-)
+from learner.plan import Portion
 from learner.process_group import Lane, WorkerGroup
 from learner.sharding import Fingerprints, whole_fingerprints
 from learner.state import (
@@ -269,7 +266,7 @@ class _GatheredWeights:
         return next(filter(None, self._model.on_all("first_non_finite")), None)
 
     def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
-        return self._model.on_all("lend", LentPortion(names, self._dtype, readers))
+        return self._model.on_all("lend", Portion(names, self._dtype, readers))
 
     def take_back(self) -> None:
         self._model.on_all("take_back")

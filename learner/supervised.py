@@ -11,7 +11,6 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,7 +120,7 @@ class SupervisedLoop:
             learner.load_trainer_state(resume_from.path)
 
     def step(self, waited_s: float = 0.0) -> dict[str, float]:
-        """One optimizer step on the next batch, which nothing has to be `waited_s` for."""
+        """One optimizer step on the next batch; `waited_s` are seconds that the caller waited."""
         started = time.perf_counter() - waited_s
         with self._trace.around(self.step_count + 1):
             metrics = self.learner.step(self._next())
@@ -158,11 +157,11 @@ class SupervisedLoop:
         return Part(rows_D=rows_D, loss=self._loss, rows_per_unit=self._stream.rows_per_unit)
 
     def save(self) -> Checkpoint:
-        """Writes a checkpoint of this very state."""
+        """Write a checkpoint of the current state."""
         return self.writer.save(self.step_count, {"num_rows": self._stream.num_units})
 
     def begin_save(self) -> Checkpoint | None:
-        """Begins one of this very state: see `CheckpointWriter.begin`."""
+        """Begin a checkpoint of the current state: see `CheckpointWriter.begin`."""
         return self.writer.begin(self.step_count, {"num_rows": self._stream.num_units})
 
 
@@ -183,44 +182,18 @@ def with_reference(
         CheckpointError: `path` is unreadable, or was written for other rows.
     """
     digest = _digest(rows_D)
-    if path.exists():
-        reference_N = _read(path, digest)
-    else:
-        reference_N = _score(rows_D, path, digest, compute, rows_per_portion)
-    ends = np.cumsum([row.num_trained for row in rows_D])
-    parts = np.split(reference_N, ends[:-1])
-    return [_with(row, part_N) for row, part_N in zip(rows_D, parts, strict=True)]
-
-
-def _score(
-    rows_D: Sequence[TrainingRow],
-    path: Path,
-    digest: str,
-    compute: Callable[[Sequence[TrainingRow]], list[FloatArray]],
-    rows_per_portion: int,
-) -> FloatArray:
-    """All rows' log-probs, from where an earlier attempt came to; `path` has them at the end."""
-    partial = path.with_name(f".{path.stem}.partial.npz")
-    reference_N = np.zeros(0, np.float32)
-    if partial.exists():
-        with suppress(CheckpointError):  # begun for other rows, or cut short: begun again
-            reference_N = _read(partial, digest)
+    reference_N = _read(path, digest) if path.exists() else np.zeros(0, np.float32)
     ends = np.cumsum([row.num_trained for row in rows_D])
     done = int(np.searchsorted(ends, len(reference_N), side="right"))
     path.parent.mkdir(parents=True, exist_ok=True)
     for first in range(done, len(rows_D), rows_per_portion):
         scored = compute(rows_D[first : first + rows_per_portion])
         reference_N = np.concatenate([reference_N, *scored])
-        _write(partial, digest, reference_N)
+        with whole_write(path) as unfinished, unfinished.open("wb") as file:
+            np.savez(file, digest=np.array(digest), logprobs=reference_N)
         logger.info("the reference has scored %d of %d rows", first + len(scored), len(rows_D))
-    partial.replace(path)
-    return reference_N
-
-
-def _write(path: Path, digest: str, logprobs_N: FloatArray) -> None:
-    """Writes the file atomically: whole or not at all."""
-    with whole_write(path) as unfinished, unfinished.open("wb") as file:
-        np.savez(file, digest=np.array(digest), logprobs=logprobs_N)
+    parts = np.split(reference_N, ends[:-1])
+    return [_with(row, part_N) for row, part_N in zip(rows_D, parts, strict=True)]
 
 
 def _digest(rows_D: Sequence[TrainingRow]) -> str:

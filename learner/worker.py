@@ -29,7 +29,7 @@ from learner.forward import LossFunction
 from learner.frozen import FrozenModel, LocalTeachers
 from learner.lora import adapter_off
 from learner.memory import room_bytes
-from learner.plan import FrozenBatches, MicroBatch, PassShare, StepShare, UpdateShare
+from learner.plan import FrozenBatches, MicroBatch, PassShare, UpdateShare
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
 from learner.rollout_share import RolloutShare
@@ -68,7 +68,7 @@ class LearnerWorker(ModelShard):
         self.progress.mark()
         return answer
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
+    def step(self, micro_batches: Sequence[MicroBatch]) -> tuple[PassShare, UpdateShare]:
         """Accumulate the gradients of the micro-batches, and update this worker's shard.
 
         If any worker's loss, or the gradient, is not finite, no worker changes its weights.
@@ -77,13 +77,7 @@ class LearnerWorker(ModelShard):
         unreplayed = self._gap_without_replay(micro_batches)
         passed = self._pass(micro_batches)
         updated = self._optim_step(1.0, passed.non_finite is None)
-        return StepShare(
-            metrics={**passed.metrics, **unreplayed},
-            non_finite=passed.non_finite,
-            grad_norm=updated.grad_norm,
-            lr=updated.lr,
-            seconds={**passed.seconds, **updated.seconds},
-        )
+        return replace(passed, metrics={**passed.metrics, **unreplayed}), updated
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
         """Add the gradients of the micro-batches to those accumulated since the last step."""
