@@ -14,6 +14,7 @@ from cluster.config.estimator import state_bytes
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.routing import with_routing_replay
+from cluster.config.teachers import teacher_setting
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import kept_learners
@@ -310,11 +311,24 @@ def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> N
                 )
 
 
+def _check_teachers(config: OpdConfig, groups: Iterable[TrajectoryGroup]) -> None:
+    """Raises ConfigError for kept groups of a teacher that this run does not have."""
+    known = config.teacher_models()
+    if missing := sorted({group.teacher for group in groups} - known.keys()):
+        named = [teacher_setting(name) for name in missing]
+        raise ConfigError(
+            f"train_from={config.train_from} has groups of {', '.join(named)}, and this run has "
+            f"{', '.join(map(teacher_setting, known))}; give those of the run that kept them",
+            field=f"{named[0]}.model",
+        )
+
+
 def kept_steps(config: RolloutConfig) -> KeptSteps:
     """The steps in `train_from=`, checked as far as their first one tells.
 
     Raises:
-        ConfigError: there are none, or too few; or they are of another temperature or vocabulary.
+        ConfigError: there are none, or too few; or they are of another temperature, vocabulary or
+            teacher, or without scores that the objective reads.
     """
     kept = KeptSteps(Path(config.train_from or ""))
     if not kept.steps:
@@ -331,6 +345,8 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
         )
     size = vocab_size(load_config(config.model.path))
     first = kept.groups(kept.steps[0])
+    if isinstance(config, OpdConfig):
+        _check_teachers(config, first)
     _check_scores(config, first)
     for segment in (segment for group in first for segment in group.segments()):
         if segment.temperature != config.sampling.temperature:

@@ -32,6 +32,7 @@ from learner.sharding import Fingerprints
 from tests.conftest import TinyPair
 from tests.e2e.harness import distil, opd_settings, train
 from tests.refusals import refuses
+from tests.rows import write_rows
 from tests.samples import group, keep_step
 
 Printed = Callable[..., tuple[int, str]]
@@ -344,6 +345,9 @@ def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, to
     return load_file(out / "final" / "model.safetensors")
 
 
+ROWS_OF_A = [{"prompt": f"{a} + 1 =", "teacher": "a"} for a in range(9)]
+
+
 def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
@@ -360,6 +364,10 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
         "train_from": {"train_from": str(tmp_path)},
         "objective.reference_kl_coef": {
             "reference_kl_coef": 0.1, "reference": tiny_pair.student
+        },
+        "teacher.model": {
+            "teacher": None, "teachers": {"a": {"model": tiny_pair.teacher}},
+            "prompts": write_rows(tmp_path / "a.jsonl", *ROWS_OF_A),
         },
     }  # fmt: skip
     for field, wrong in mistakes.items():
