@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import chz
 
 from actors.sglang.address import check_url, is_url
-from actors.sglang.flags import OnWeightUpdate, parse_flags
+from actors.sglang.config import START_S, Dtype, OnWeightUpdate, SglangConfig
+from actors.sglang.flags import parse_flags
 from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
 from distill.pace import loading_s
-from distill.rules import above, at_least, setting
+from distill.rules import at_least, setting
 from distill.settings import ESSENTIAL, Section
-from distill.stops import StopTokens
 
 if TYPE_CHECKING:
     from actors.embedded.engine import EmbeddedEngine
@@ -26,16 +26,11 @@ if TYPE_CHECKING:
 
 EngineKind = Literal["sglang", "embedded"]
 EngineChoice = Literal["auto", "sglang", "embedded"]
-Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 # An engine that is a plain object in this process.
 LocalEngine: TypeAlias = (
     "EmbeddedEngine | HostedSglangEngine | TurnTakingEngine | ExternalSglangEngine"
 )
-
-
-# Upper limit of an actor's start, in seconds, without the loading of the weights.
-START_S = 600.0
 
 
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
@@ -152,7 +147,7 @@ def start_deadline(asked_s: float | None, model: str | None) -> float:
 
 
 @chz.chz
-class EngineConfig:
+class EngineConfig(SglangConfig):
     """Settings of one engine. They contain no temperature: it is a field of every request."""
 
     kind: EngineKind = chz.field(
@@ -162,42 +157,8 @@ class EngineConfig:
         doc="Hugging Face checkpoint directory (or hub name), or http://host:port of a running "
         "SGLang server, whatever the kind"
     )
-    dtype: Dtype = chz.field(default="float32", doc="compute precision")
-    device: str = chz.field(default="auto", doc="auto, cpu or cuda")
-    threads: int = setting(at_least(1), default=1, doc="torch threads on a CPU")
-    server_flags: str = chz.field(default="", doc="further flags of SGLang")
-    on_weight_update: OnWeightUpdate = chz.field(
-        default="continue", doc="samples in progress when weights are pushed, as in EngineSettings"
-    )
-    max_running_requests: int = setting(
-        at_least(1),
-        default=256,
-        doc="most sequences that are decoded at the same time; further ones wait",
-    )
     score_token_budget: int = setting(
         at_least(1), default=16384, doc="embedded: padded tokens per scoring forward"
-    )
-    gpu_share: float = chz.field(default=1.0, doc="sglang: part of a GPU that a server may fill")
-    gpu_beside: int = chz.field(
-        default=0, doc="sglang: bytes of that which are another's, a colocated learner's"
-    )
-    sleeps: bool = chz.field(
-        default=False, doc="sglang: it releases its GPU memory when told to, until weights arrive"
-    )
-    turn: str | None = chz.field(
-        default=None,
-        doc="sglang: file of the turn that it takes on GPUs with other servers, which sleep",
-    )
-    routed_experts: bool = chz.field(
-        default=False, doc="it records the experts of a mixture that tokens are routed to"
-    )
-    log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
-    start_deadline_s: float | None = setting(
-        above(0), default=None, doc="sglang: longest start, seconds; None: by the model's size"
-    )
-    request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
-    stops: StopTokens | None = chz.field(
-        default=None, doc="where samples end; None: as the checkpoint, or the server, has it"
     )
 
     @chz.validate
@@ -221,11 +182,6 @@ class EngineConfig:
     def hosted(self) -> bool:
         """True if the engine is an SGLang server that the run starts."""
         return self.kind == "sglang" and not self.external
-
-    @property
-    def shares_gpu(self) -> bool:
-        """True if other processes use a part of the server's GPU."""
-        return self.gpu_share < 1 or self.gpu_beside > 0
 
     @property
     def engine_class(self) -> type[LocalEngine]:
@@ -262,35 +218,16 @@ class EngineConfig:
                 "request_deadline_s": self.request_deadline_s,
                 "stops": self.stops,
             }
-        if self.kind == "embedded":
-            budget = {"score_token_budget": self.score_token_budget}
-            return self._model_arguments | {"stops": self.stops} | budget
-        return self.server_arguments() | {
-            "stops": self.stops,
-            "on_weight_update": self.on_weight_update,
-            "request_deadline_s": self.request_deadline_s,
-        }
-
-    def server_arguments(self) -> dict[str, Any]:
-        """Arguments of the SGLang server; each node of the server starts with the same ones."""
-        return self._model_arguments | {
-            "flags": self.server_flags,
-            "gpu_share": self.gpu_share,
-            "gpu_beside": self.gpu_beside,
-            "sleeps": self.sleeps,
-            "turn": self.turn,
-            "log_path": self.log_path,
-            "start_deadline_s": start_deadline(self.start_deadline_s, self.model),
-        }
-
-    @property
-    def _model_arguments(self) -> dict[str, Any]:
+        if self.kind == "sglang":
+            return {"config": self}
         return {
             "model_path": self.model,
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
             "max_running_requests": self.max_running_requests,
+            "score_token_budget": self.score_token_budget,
+            "stops": self.stops,
             "routed_experts": self.routed_experts,
         }
 

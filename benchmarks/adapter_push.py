@@ -13,11 +13,13 @@ from collections.abc import Awaitable
 from pathlib import Path
 from statistics import median
 
+import chz
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.flags import adapter_flags
 from actors.sglang.hosted import HostedSglangEngine
 from distill.engine import GenerateRequest
@@ -45,8 +47,10 @@ async def seconds(work: Awaitable[object]) -> float:
 
 async def measure(model: str, learner: Learner) -> list[tuple[str, ...]]:
     form = learner.adapter(torch.float32).form
-    merged = HostedSglangEngine(model_path=model, device="cpu")
-    alone = HostedSglangEngine(model_path=model, device="cpu", flags=adapter_flags(form, 3, "cpu"))
+    config = SglangConfig(model=model, device="cpu")
+    merged = HostedSglangEngine(config)
+    flags = adapter_flags(form, 3, "cpu")
+    alone = HostedSglangEngine(chz.replace(config, server_flags=flags))
     block = SharedBlock()
     ask = GenerateRequest(
         prompt_tokens_T=np.arange(2, 50, dtype=np.int32),

@@ -29,8 +29,7 @@ import torch.distributed
 from rich.console import Console
 from rich.table import Table
 
-from actors.embedded.engine import EmbeddedEngine
-from actors.sglang.hosted import HostedSglangEngine
+from actors.config import EngineConfig, EngineKind
 from actors.sglang.installed import sglang_installed
 from benchmarks.scaling import DEADLINE_S, LOSSES, follower
 from cluster.config.pools import WeightsChoice
@@ -63,30 +62,23 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="transports-", dir=scratch))
     model.save_pretrained(directory / "model")
     del model
-    kinds: list[tuple[str, type, list[WeightsChoice]]] = [
-        ("embedded", EmbeddedEngine, ["shared_memory", "disk", "group"])
+    kinds: list[tuple[str, EngineKind, list[WeightsChoice]]] = [
+        ("embedded", "embedded", ["shared_memory", "disk", "group"])
     ]
     if sglang_installed():
-        kinds.append(
-            (
-                "SGLang",
-                HostedSglangEngine,
-                ["shared_memory", "disk", "group", "ipc"],
-            )
-        )
+        kinds.append(("SGLang", "sglang", ["shared_memory", "disk", "group", "ipc"]))
     pushes: dict[str, dict[str, float]] = {}
     with _ray(), _two_workers(str(directory / "model"), directory) as learner:
         sharded = learner.weights()
         whole = LendableWeights(gather_all(sharded))
         stages = _stages(whole, sharded)
         for name, kind, choices in kinds:
-            engine: Any = ray.remote(kind).remote(
-                model_path=str(directory / "model"), device="cpu", threads=1
-            )
+            config = EngineConfig(kind=kind, model=str(directory / "model"), device="cpu")
+            engine: Any = ray.remote(config.engine_class).remote(**config.arguments())
             ray.get(engine.info.remote(), timeout=START_DEADLINE_S)
             for choice in choices:
                 settings = PushSettings(
-                    choice=choice, served=kind is HostedSglangEngine, device="cpu",
+                    choice=choice, served=config.hosted, device="cpu",
                     directory=str(directory / "weights"), model=str(directory / "model"),
                     temperature=1.0, learner_dtype="float32", probe_every=0, prove_every=0,
                     timeout_s=60,

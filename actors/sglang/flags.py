@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.installed import knows_flag
 from distill.errors import ConfigError
 
@@ -29,8 +30,6 @@ _OURS = {
     "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
 }
 
-# What a weight push does to the samples under way (actors/sglang/weights.py).
-OnWeightUpdate = Literal["continue", "restart", "finish", "in_place"]
 # Each flag with its values.
 Flags = dict[str, list[str]]
 
@@ -45,52 +44,39 @@ _CPU_KV_TOKENS = 16384
 
 
 def server_flags(
-    *,
-    model: str,
-    dtype: str,
-    device: str,
-    max_running_requests: int,
-    context_length: int,
-    cache_tokens: int | None = None,
-    sleeps: bool = False,
-    keeps_weights: bool = False,
-    routed_experts: bool = False,
-    extra: str = "",
+    config: SglangConfig, positions: int, cache_tokens: int | None = None
 ) -> list[str]:
-    """The server's flags. A flag in `extra` replaces the default of the same name.
+    """The server's flags. A flag of `config.server_flags` replaces the default of the same name.
 
     Args:
-        device: cpu or cuda.
-        context_length: positions a request may take.
+        config: its device is cpu or cuda.
+        positions: that a request may take.
         cache_tokens: that its cache holds on a GPU; None: as many as SGLang finds room for.
-        sleeps: it releases a GPU's memory while others use it (actors/sglang/weights.py).
-        keeps_weights: a copy of its weights is in main memory while it sleeps.
-        routed_experts: it returns the experts of a mixture that tokens were routed to.
-        extra: flags as you would write them on SGLang's own command line.
 
     Raises:
-        ConfigError: `extra` sets a flag that the engine must set itself.
+        ConfigError: `config.server_flags` sets a flag that the engine must set itself.
     """
+    on_cpu = config.device == "cpu"
     flags = {
-        "--model-path": [model],
-        "--dtype": [dtype],
-        "--device": [device],
+        "--model-path": [config.model],
+        "--dtype": [config.dtype],
+        "--device": [config.device],
         "--weight-version": ["0"],
         "--custom-weight-loader": [LOADER],
-        "--max-running-requests": [str(max_running_requests)],
-        "--context-length": [str(context_length)],
+        "--max-running-requests": [str(config.max_running_requests)],
+        "--context-length": [str(positions)],
         "--skip-server-warmup": [],
         "--log-level-http": ["warning"],
     }
-    flags |= _cpu_defaults() if device == "cpu" else _cuda_defaults(cache_tokens, sleeps)
-    if keeps_weights and device != "cpu":
+    flags |= _cpu_defaults() if on_cpu else _cuda_defaults(cache_tokens, config.sleeps)
+    if config.turn is not None and not on_cpu:
         flags["--enable-weights-cpu-backup"] = []
-    if routed_experts:
+    if config.routed_experts:
         flags[ROUTED_EXPERTS] = []
-    if routed_experts and device != "cpu":
+    if config.routed_experts and not on_cpu:
         # Kernels that choose the experts themselves tell nobody.
         flags["--moe-runner-backend"] = ["triton"]
-    flags |= parse_flags(extra)
+    flags |= parse_flags(config.server_flags)
     return [part for name, values in flags.items() for part in (name, *values)]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.nodes import MeetingPoint
 from actors.sglang.start import start_server
 from distill.errors import EngineLost
@@ -16,13 +16,13 @@ class SglangFollower:
     """Ranks of a server whose node 0 has a `HostedSglangEngine`; they end with this object.
 
     Args:
+        config: the engine's.
         meeting_point: of the engine.
         node: number of this node, from 1.
-        settings: `start_server`'s, those of the engine.
     """
 
-    def __init__(self, meeting_point: MeetingPoint, node: int, **settings: Any) -> None:
-        self.server = start_server(meeting_point=meeting_point, node=node, **settings)
+    def __init__(self, config: SglangConfig, meeting_point: MeetingPoint, node: int) -> None:
+        self.server = start_server(config, meeting_point=meeting_point, node=node)
 
     async def serve(self) -> None:
         """Lasts as long as the processes do.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.flags import parse_flags
 from actors.sglang.parallelism import Parallelism, parallelism
 from distill.errors import ConfigError
@@ -125,13 +126,14 @@ class ServerMemory:
         )
 
     @classmethod
-    def of_checkpoint(
-        cls, model: str, *, dtype: str, max_running: int, flags: str = ""
-    ) -> ServerMemory:
+    def of_checkpoint(cls, config: SglangConfig) -> ServerMemory:
         """`of` a checkpoint on this machine."""
-        weights = served_bytes(model, dtype)
         return cls.of(
-            load_config(model), weights, dtype=dtype, max_running=max_running, flags=flags
+            load_config(config.model),
+            served_bytes(config.model, config.dtype),
+            dtype=config.dtype,
+            max_running=config.max_running_requests,
+            flags=config.server_flags,
         )
 
     def alone(self, total: int) -> ServerMemory:

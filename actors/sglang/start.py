@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import chz
+
+from actors.sglang.config import SglangConfig
 from actors.sglang.cuda_tools import cuda_home, find_cuda_tools
 from actors.sglang.flags import server_flags
 from actors.sglang.installed import require_sglang
@@ -37,94 +40,48 @@ _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 def start_server(
-    *,
-    model_path: str,
-    dtype: str = "float32",
-    device: str = "auto",
-    threads: int = 1,
-    max_running_requests: int = 256,
-    flags: str = "",
-    gpu_share: float = 1,
-    gpu_beside: int = 0,
-    sleeps: bool = False,
-    turn: str | None = None,
-    routed_experts: bool = False,
-    log_path: str | None = None,
-    environment: Mapping[str, str] | None = None,
-    start_deadline_s: float = 600,
-    context_length: int | None = None,
-    meeting_point: MeetingPoint | None = None,
-    node: int = 0,
+    config: SglangConfig, *, meeting_point: MeetingPoint | None = None, node: int = 0
 ) -> SglangServer:
     """A server, or one node's processes of it, on its way.
 
     With a `turn` it waits for that first.
 
     Args:
-        model_path: Hugging Face checkpoint directory or hub name.
-        dtype: float32 or bfloat16.
-        device: auto, cpu or cuda.
-        threads: threads of the server's kernels on the CPU.
-        max_running_requests: maximum number of sequences decoded concurrently; others are queued.
-        flags: additional SGLang flags; they override the flags that this function sets.
-        gpu_share: fraction of a GPU that the server may fill.
-        gpu_beside: bytes of that fraction which another process uses.
-        sleeps: enable `sleep`, which releases the GPU memory.
-        turn: file of the turn on GPUs that the server shares (actors/sglang/turns.py).
-        routed_experts: enable requests for the experts that tokens are routed to.
-        log_path: file for the server's output; None: an unnamed temporary file.
-        environment: variables added to the server's environment.
-        start_deadline_s: time limit of the start, in seconds.
-        context_length: of the model, where `device` is not auto; None: it is read.
         meeting_point: of a server over several nodes.
         node: number of this one.
 
     Raises:
         ConfigError: SGLang is not installed, or a flag that cannot be set.
-        CheckpointError: there is no model at `model_path`.
+        CheckpointError: there is no model at `config.model`.
     """
     require_sglang()
+    context_length = config.context_length
     if context_length is None:
         from distill.models import loading  # torch
 
-        device = loading.resolve_device(device)
-        context_length = loading.context_length(loading.load_config(model_path))
-    cache_tokens = None
-    if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
+        config = chz.replace(config, device=loading.resolve_device(config.device))
+        context_length = loading.context_length(loading.load_config(config.model))
+    device, cache_tokens = config.device, None
+    if device.startswith("cuda") and config.shares_gpu:
         from actors.sglang.memory import ServerMemory  # torch
 
-        memory = ServerMemory.of_checkpoint(
-            model_path, dtype=dtype, max_running=max_running_requests, flags=flags
-        )
-        what = f"the server of {model_path}"
-        cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, context_length)
-    all_flags = server_flags(
-        model=model_path,
-        dtype=dtype,
-        device=device,
-        max_running_requests=max_running_requests,
-        context_length=context_length + _SPARE_POSITIONS,
-        cache_tokens=cache_tokens,
-        sleeps=sleeps,
-        keeps_weights=turn is not None,
-        routed_experts=routed_experts,
-        extra=flags,
-    )
-    variables = server_environment(device, threads, parallelism(flags))
-    if sleeps and device != "cpu":  # or captured graphs stay on the GPU
+        memory = ServerMemory.of_checkpoint(config)
+        cache_tokens = _cache_tokens(memory, config, context_length)
+    flags = server_flags(config, context_length + _SPARE_POSITIONS, cache_tokens)
+    variables = server_environment(device, config.threads, parallelism(config.server_flags))
+    if config.sleeps and device != "cpu":  # or captured graphs stay on the GPU
         variables[_GRAPHS_SLEEP] = os.environ.get(_GRAPHS_SLEEP, "true")
-    variables |= environment or {}
     if meeting_point is not None:
-        all_flags += meeting_point.flags(node)
+        flags += meeting_point.flags(node)
         variables = meeting_point.environment | variables
-    gpu_turn = None if turn is None else GpuTurn(Path(turn))
+    gpu_turn = None if config.turn is None else GpuTurn(Path(config.turn))
     if gpu_turn is not None:
         gpu_turn.take()
     server = SglangServer(
-        all_flags,
+        flags,
         environment=variables,
-        log_path=None if log_path is None else Path(log_path),
-        start_deadline_s=start_deadline_s,
+        log_path=None if config.log_path is None else Path(config.log_path),
+        start_deadline_s=config.start_deadline_s,
         # On CUDA a start includes the first token, and the kernels that are compiled for it. The
         # other nodes serve nothing but /health.
         ready_path="/ready" if device == "cpu" and not node else "/health",
@@ -144,7 +101,7 @@ def _warn_of_missing_tools() -> None:
         logger.warning("SGLang may not start on CUDA here: %s", problem)
 
 
-def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, least: int) -> int:
+def _cache_tokens(memory: ServerMemory, config: SglangConfig, least: int) -> int:
     """Tokens of the cache of a server that has a GPU not to itself.
 
     Raises:
@@ -158,7 +115,8 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
             field="cluster.gpus_per_actor",
         )
 
-    return memory.tokens_in(part_bytes(total, share, beside), what, least)
+    room = part_bytes(total, config.gpu_share, config.gpu_beside)
+    return memory.tokens_in(room, f"the server of {config.model}", least)
 
 
 def server_environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:

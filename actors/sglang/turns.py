@@ -25,8 +25,8 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import Use
@@ -50,13 +50,11 @@ _ASLEEP_QUEUE = 64
 class TurnTakingEngine(HostedSglangEngine):
     """A `HostedSglangEngine` that is awake by turns; calls, and new weights, wait while it sleeps.
 
-    Args:
-        turn: file of the turn, the same for all engines that share the GPUs.
-        settings: those of a `HostedSglangEngine`.
+    Its turn (`config.turn`) is the same file for all engines that share the GPUs.
     """
 
-    def __init__(self, *, turn: str, **settings: Any) -> None:
-        super().__init__(turn=turn, **settings)
+    def __init__(self, config: SglangConfig, *, server: SglangServer | None = None) -> None:
+        super().__init__(config, server=server)
         self._canary: tuple[int | None, FirstAnswers] | None = None  # of a weight version
         self._turns: asyncio.Task[None] | None = None
         self._sleeping = asyncio.Lock()  # held from falling asleep until it has woken

@@ -49,7 +49,7 @@ from typing import NamedTuple, TypeVar
 from actors.sglang.adapters import Adapters, Traffic
 from actors.sglang.admin import ServerAdmin
 from actors.sglang.client import SglangClient
-from actors.sglang.flags import OnWeightUpdate
+from actors.sglang.config import OnWeightUpdate
 from actors.sglang.weight_loads import Shapes, WeightLoads
 from distill.engine import ModelSource, Sample, WeightSource
 from distill.errors import EngineError, EngineLost

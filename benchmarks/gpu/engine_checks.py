@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 from benchmarks.gpu.checks import COLD_START_S
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require
@@ -46,11 +47,11 @@ def _loop() -> asyncio.Runner:
 def new_engine(setting: Setting, **settings: Any) -> HostedSglangEngine:
     """An engine with a server of its own, which is on its way; of the student, by default."""
     given = {
-        "model_path": setting.pair()[0], "dtype": setting.dtype, "device": setting.device,
+        "model": setting.pair()[0], "dtype": setting.dtype, "device": setting.device,
         "start_deadline_s": COLD_START_S, "request_deadline_s": _CALL_S,
-        "gpu_share": _SHARE if setting.cuda else 1.0, "flags": "--chunked-prefill-size 256",
+        "gpu_share": _SHARE if setting.cuda else 1.0, "server_flags": "--chunked-prefill-size 256",
     }  # fmt: skip
-    return HostedSglangEngine(**given | settings)
+    return HostedSglangEngine(SglangConfig(**given | settings))
 
 
 @cache
@@ -191,7 +192,7 @@ def captured_graphs(setting: Setting) -> Numbers:
         return gap, time.perf_counter() - started
 
     with_gap, with_s = on_shared(setting, use)
-    without_gap, without_s = on_another(setting, use, flags="--disable-cuda-graph")
+    without_gap, without_s = on_another(setting, use, server_flags="--disable-cuda-graph")
     largest = max(with_gap, without_gap)
     require(largest < tolerance_at(setting.dtype, TEMPERATURE), f"off by {largest:.3g} nats")
     return {"gap_with": with_gap, "gap_without": without_gap, "speed_up": without_s / with_s}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from unittest.mock import patch
 
 import torch
 
@@ -57,8 +58,8 @@ def _slept(setting: Setting, graphs_sleep: str) -> dict[str, float]:
             "gap_after": float(after),
         }
 
-    environment = {_GRAPHS_SLEEP: graphs_sleep} if setting.cuda else {}
-    return on_another(setting, use, sleeps=True, environment=environment)
+    with patch.dict(os.environ, {_GRAPHS_SLEEP: graphs_sleep} if setting.cuda else {}):
+        return on_another(setting, use, sleeps=True)
 
 
 def _free(setting: Setting) -> int:

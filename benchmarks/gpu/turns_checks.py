@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.turns import TurnTakingEngine
 from benchmarks.gpu.checks import COLD_START_S
@@ -32,9 +33,8 @@ async def _by_turns(setting: Setting) -> Numbers:
     gaps, seconds = [], []
     try:
         for model in setting.pair():
-            engine = await asyncio.to_thread(
-                TurnTakingEngine,
-                model_path=model,
+            config = SglangConfig(
+                model=model,
                 dtype=setting.dtype,
                 device=setting.device,
                 start_deadline_s=COLD_START_S,
@@ -42,6 +42,7 @@ async def _by_turns(setting: Setting) -> Numbers:
                 gpu_beside=ASLEEP_BYTES if setting.cuda else 0,
                 turn=str(Path(setting.scratch) / "gpu.turn"),
             )
+            engine = await asyncio.to_thread(TurnTakingEngine, config)
             engines.append(engine)
             await engine.health()
         first = [await _logprobs(engine) for engine in engines]

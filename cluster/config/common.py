@@ -176,6 +176,7 @@ class LocalEngineConfig(WithSections):
             self.cluster.device,
             threads=self.cluster.threads,
             server_flags=self.policy.server_flags if server_flags is None else server_flags,
+            start_deadline_s=start_deadline(None, model),
             stops=stops,
         )
 

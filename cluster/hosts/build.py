@@ -267,11 +267,12 @@ class RolloutCast:
                 made = chz.replace(made, turn=str(self.directory.turn(index)))
             options = self.placement.options(role, index)
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
+            made = self._served(made)
             arguments = made.arguments()
             if made.nodes > 1:
                 arguments["address"] = node_address
             elif made.hosted:
-                start = partial(start_server, **_of_server(made))
+                start = partial(start_server, made)
                 arguments["server"] = early_on_all_gpus(self.placement, role, index, start)
             hosted = deferred(made.engine_class)
             kind = hosted if self.config.cluster.local else with_mailbox(hosted)
@@ -284,12 +285,10 @@ class RolloutCast:
             followers = {}
             for node in range(1, nodes):
                 name = f"{role.replace(' ', '-')}-{index}-node-{node}"
-                made = engine(self.directory.log(name), attempt)
+                made = self._served(engine(self.directory.log(name), attempt))
                 options = self.placement.options(role, index, node)
                 options |= {"name": self._name_of(name, attempt)}
-                follower = self._make(
-                    SglangFollower, options, meeting_point, node, **_of_server(made)
-                )
+                follower = self._make(SglangFollower, options, made, meeting_point, node)
                 followers[follower.serve.remote()] = follower
             return followers
 
@@ -306,6 +305,16 @@ class RolloutCast:
         )
         # Each start is a turn.
         return replace(spec, start_deadline_s=turns * spec.start_deadline_s)
+
+    def _served(self, engine: EngineConfig) -> EngineConfig:
+        """An engine whose server, if it has one, can be started without torch."""
+        if not engine.hosted:
+            return engine
+        return chz.replace(
+            engine,
+            context_length=context_length(load_config(engine.model)),
+            start_deadline_s=self.config.cluster.start_deadline_of(engine.model),
+        )
 
     def _role(
         self,
@@ -405,8 +414,3 @@ class RolloutCast:
             resume_from=resume_from,
         )
         return LearnerActors(leader=keeper, followers=[], meeting_point=None)
-
-
-def _of_server(engine: EngineConfig) -> dict[str, Any]:
-    """Settings of an engine's server, which can then be started without torch."""
-    return engine.server_arguments() | {"context_length": context_length(load_config(engine.model))}

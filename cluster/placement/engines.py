@@ -101,7 +101,6 @@ class RunEngines:
             on_weight_update=engine.on_weight_update,
             gpu_share=min(1.0, cluster.gpus_per_actor) if gpus == 1 else 1.0,
             log_path=log_path,
-            start_deadline_s=cluster.start_deadline_s,
             request_deadline_s=cluster.no_progress_s,
             stops=self.stops,
         )

@@ -26,14 +26,7 @@ _UNKNOWN = "sizes unknown: its files are not on this machine"
 
 def server_memory(engine: EngineConfig) -> ServerMemory | None:
     """GPU memory of an engine's server; None if its checkpoint is not here."""
-    if not weight_files(engine.model):
-        return None
-    return ServerMemory.of_checkpoint(
-        engine.model,
-        dtype=engine.dtype,
-        max_running=engine.max_running_requests,
-        flags=engine.server_flags,
-    )
+    return ServerMemory.of_checkpoint(engine) if weight_files(engine.model) else None
 
 
 class GpuPlan:

@@ -54,21 +54,8 @@ def test_the_class_follows_from_kind_and_model(kind, model: str, engine_class: t
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_every_setting_reaches_the_server() -> None:
-    config = EngineConfig(
-        kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_running_requests=5,
-        server_flags="--tp-size 2", on_weight_update="finish", gpu_share=0.5, log_path="x.log",
-        gpu_beside=9, sleeps=True, turn="t", start_deadline_s=7, request_deadline_s=8,
-        routed_experts=True,
-    )  # fmt: skip
-    assert config.arguments() == {
-        "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
-        "max_running_requests": 5, "flags": "--tp-size 2", "on_weight_update": "finish",
-        "gpu_share": 0.5, "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
-        "stops": None, "gpu_beside": 9, "sleeps": True, "turn": "t",
-        "routed_experts": True,
-    }  # fmt: skip
-    assert config.engine_class is TurnTakingEngine
+def test_an_engine_with_a_turn_takes_it() -> None:
+    assert EngineConfig(kind="sglang", model="m", turn="t").engine_class is TurnTakingEngine
 
 
 def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> None:
@@ -79,8 +66,6 @@ def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> No
     assert start_deadline(None, str(tmp_path)) == 640
     assert start_deadline(None, None) == 600
     assert start_deadline(7, str(tmp_path)) == 7
-    arguments = EngineConfig(kind="sglang", model=str(tmp_path)).arguments()
-    assert arguments["start_deadline_s"] == 640
 
 
 def test_kernels_are_not_compiled_before_a_start_unless_asked(

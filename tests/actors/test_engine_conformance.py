@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import answers
+from actors.sglang.config import SglangConfig
 from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
@@ -83,7 +84,7 @@ def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSgla
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
     engine = HostedSglangEngine(
-        model_path=model_dir, device="cpu", start_deadline_s=300, request_deadline_s=60
+        SglangConfig(model=model_dir, device="cpu", start_deadline_s=300, request_deadline_s=60)
     )
     try:
         runner.run(asyncio.wait_for(engine.info(), timeout=300))  # the start, and its first request

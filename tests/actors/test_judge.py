@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.envs.judge import API_KEY_VARIABLE, Judge
+from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
 from actors.sglang.installed import sglang_installed
 from actors.sglang.server import SglangServer
@@ -257,9 +258,7 @@ def test_a_real_server_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A tiny model writes nonsense: the request is taken, and what comes back is no verdict."""
     model = tiny_model_dir(tmp_path, seed=1, hidden_size=32, layers=1, context_length=4096)
     save_tokenizer(model)
-    flags = server_flags(
-        model=model, dtype="float32", device="cpu", max_running_requests=4, context_length=4096
-    )
+    flags = server_flags(SglangConfig(model=model, device="cpu"), 4096)
     server = SglangServer(
         flags, environment={"SGLANG_USE_CPU_ENGINE": "1"}, log_path=tmp_path / "server.log",
         start_deadline_s=300,

@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from actors.sglang.client import SglangClient
+from actors.sglang.config import SglangConfig
 from actors.sglang.engine import SglangEngine
 from actors.sglang.flags import adapter_flags
 from actors.sglang.hosted import HostedSglangEngine
@@ -338,9 +339,10 @@ def test_log_probs_are_those_of_transformers_and_peft_after_each_push(
 async def pushes(base: str, targets: str | None, out: Path) -> None:
     adapted = Adapted(base, targets, out)
     flags = adapter_flags(adapted.learner.adapter(torch.float32).form, 3, "cpu")
-    engine = HostedSglangEngine(
-        model_path=base, device="cpu", flags=flags, start_deadline_s=300, request_deadline_s=120
+    config = SglangConfig(
+        model=base, device="cpu", server_flags=flags, start_deadline_s=300, request_deadline_s=120
     )
+    engine = HostedSglangEngine(config)
     try:
         await expect(engine, adapted, None)
         for version in (1, 2, 3, 4):

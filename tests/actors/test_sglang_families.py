@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import CheckpointDirectory, ScoreRequest
@@ -82,10 +83,11 @@ def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
     path = family_dir(tmp_path, "qwen3_moe")
 
     async def experts(ranks: int) -> ExpertArray:
-        engine = HostedSglangEngine(
-            model_path=path, device="cpu", start_deadline_s=300, request_deadline_s=60,
-            routed_experts=True, flags=f"--tp-size {ranks}",
+        config = SglangConfig(
+            model=path, device="cpu", start_deadline_s=300, request_deadline_s=60,
+            routed_experts=True, server_flags=f"--tp-size {ranks}",
         )  # fmt: skip
+        engine = HostedSglangEngine(config)
         try:
             await asyncio.wait_for(engine.info(), timeout=360)
             await expect_experts(engine, path)
@@ -111,10 +113,11 @@ async def story(path: str, tmp_path: Path) -> None:
     final = str(tmp_path / "final")
     learner.export(Path(final), load_tokenizer(path))
     routes = MixtureShape.of(load_config(path)) is not None
-    engine = HostedSglangEngine(
-        model_path=final, device="cpu", start_deadline_s=300, request_deadline_s=60,
+    config = SglangConfig(
+        model=final, device="cpu", start_deadline_s=300, request_deadline_s=60,
         routed_experts=routes,
     )  # fmt: skip
+    engine = HostedSglangEngine(config)
     try:
         expect_close(await scored(engine, ROWS), after)
         await engine.load_weights(CheckpointDirectory(path=path), version=1)

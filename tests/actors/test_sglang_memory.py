@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import chz
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from transformers import (
 )
 
 from actors.sglang import start
+from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import knows_flag, sglang_installed
@@ -151,23 +153,21 @@ def test_what_no_engine_or_push_can_do_is_refused(check, flags: str) -> None:
 
 
 def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
-    def flags(device: str = "cuda", **changes: Any) -> list[str]:
-        return server_flags(
-            model="m", dtype="bfloat16", max_running_requests=8, context_length=64,
-            device=device, **changes,
-        )  # fmt: skip
+    def flags(tokens: int | None = None, device: str = "cuda", **changes: Any) -> list[str]:
+        config = SglangConfig(model="m", dtype="bfloat16", device=device, **changes)
+        return server_flags(config, 64, tokens)
 
     plain = flags()
     assert "--disable-prefill-cuda-graph" not in plain
     assert "--max-total-tokens" not in plain and "--enable-memory-saver" not in plain
     assert "--attention-backend" not in plain, "SGLang knows best on a GPU"
-    shared = flags(cache_tokens=1234, sleeps=True)
+    shared = flags(1234, sleeps=True)
     assert shared[shared.index("--max-total-tokens") + 1] == "1234"
     assert "--enable-memory-saver" in shared and "--disable-prefill-cuda-graph" in shared
     assert "--enable-memory-saver" not in flags(device="cpu", sleeps=True)
     backup = "--enable-weights-cpu-backup"
-    assert backup not in shared and backup in flags(sleeps=True, keeps_weights=True)
-    assert backup not in flags(device="cpu", sleeps=True, keeps_weights=True)
+    assert backup not in shared and backup in flags(sleeps=True, turn="t")
+    assert backup not in flags(device="cpu", sleeps=True, turn="t")
 
 
 def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
@@ -191,12 +191,10 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     monkeypatch.setattr(start, "SglangServer", Server)
     monkeypatch.setattr(start, "gpu_bytes", lambda: 80 * GIB)
     model = tiny_model_dir(tmp_path, seed=1)
-    shared: dict[str, Any] = {
-        "model_path": model, "device": "cuda", "dtype": "bfloat16", "max_running_requests": 8,
-    }  # fmt: skip
-    HostedSglangEngine(**shared)
-    HostedSglangEngine(**shared, gpu_share=0.5)
-    HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)
+    whole = SglangConfig(model=model, device="cuda", dtype="bfloat16", max_running_requests=8)
+    shares = chz.replace(whole, gpu_share=0.5)
+    for config in (whole, shares, chz.replace(whole, gpu_beside=50 * GIB, sleeps=True)):
+        HostedSglangEngine(config)
     alone, half, beside = started
     assert graphs_sleep == [None, None, "true"]
     assert ready_paths == ["/health"] * 3, "a first token is sampled within the start's deadline"
@@ -206,7 +204,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     assert tokens[0] - tokens[1] == pytest.approx(12 * GIB / (2 * 2 * 64 * 2), abs=1)
     monkeypatch.setattr(start, "gpu_bytes", lambda: None)
     with refuses(ConfigError, "cluster.gpus_per_actor"):
-        HostedSglangEngine(**shared, gpu_share=0.5)
+        HostedSglangEngine(shares)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -215,9 +213,7 @@ def test_logits_are_float32_where_the_server_can(
 ) -> None:
     monkeypatch.setattr("actors.sglang.flags.knows_flag", lambda name: known)
     for device in ("cpu", "cuda"):
-        made = server_flags(
-            model="m", dtype="bfloat16", device=device, max_running_requests=8, context_length=64
-        )
+        made = server_flags(SglangConfig(model="m", dtype="bfloat16", device=device), 64)
         assert ("--enable-fp32-lm-head" in made) == (known and device == "cuda")
 
 

@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.sglang import nodes, start
+from actors.sglang.config import SglangConfig
 from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.nodes import MeetingPoint, RanksStore
@@ -43,17 +44,17 @@ class Process:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SglangConfig:
     monkeypatch.setattr(start, "require_sglang", lambda: None)
     monkeypatch.setattr(start, "SglangServer", Process)
     model = tiny_model_dir(tmp_path, seed=1)
-    return {"model_path": model, "device": "cpu", "flags": "--tp-size 4 --nnodes 2"}
+    return SglangConfig(model=model, device="cpu", server_flags="--tp-size 4 --nnodes 2")
 
 
-def test_the_ranks_of_all_nodes_are_told_of_one_store(settings: dict[str, Any]) -> None:
-    engine = HostedSglangEngine(**settings, address=lambda: LOOPBACK)
+def test_the_ranks_of_all_nodes_are_told_of_one_store(config: SglangConfig) -> None:
+    engine = HostedSglangEngine(config, address=lambda: LOOPBACK)
     point = asyncio.run(engine.meeting_point())
-    follower = SglangFollower(point, 1, **settings)
+    follower = SglangFollower(config, point, 1)
     head, other = engine.server, follower.server
     assert isinstance(head, Process) and isinstance(other, Process)
     for rank, process in enumerate((head, other)):
@@ -72,8 +73,9 @@ def test_the_ranks_of_all_nodes_are_told_of_one_store(settings: dict[str, Any]) 
 _START = """
 import sys
 from actors.sglang import start
+from actors.sglang.config import SglangConfig
 start.require_sglang, start.SglangServer = lambda: None, lambda flags, **_: flags
-flags = start.start_server(model_path="m", device="cpu", context_length=10)
+flags = start.start_server(SglangConfig(model="m", device="cpu", context_length=10))
 assert flags[:2] == ["--model-path", "m"]
 sys.exit("torch" in sys.modules)
 """
@@ -83,9 +85,9 @@ def test_a_server_is_started_before_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", _START], check=True, timeout=120)
 
 
-async def test_a_follower_serves_as_long_as_its_processes(settings: dict[str, Any]) -> None:
+async def test_a_follower_serves_as_long_as_its_processes(config: SglangConfig) -> None:
     point = MeetingPoint(address=LOOPBACK, port=1)
-    follower = SglangFollower(point, 1, **settings)
+    follower = SglangFollower(config, point, 1)
     serving = asyncio.create_task(follower.serve())
     await asyncio.sleep(0.05)
     assert not serving.done()
@@ -94,9 +96,9 @@ async def test_a_follower_serves_as_long_as_its_processes(settings: dict[str, An
         await serving
 
 
-def test_an_engine_that_no_other_node_can_reach_is_refused(settings: dict[str, Any]) -> None:
+def test_an_engine_that_no_other_node_can_reach_is_refused(config: SglangConfig) -> None:
     with pytest.raises(ConfigError):
-        HostedSglangEngine(**settings)
+        HostedSglangEngine(config)
 
 
 def test_the_store_listens_on_its_address_alone_and_holds_the_ports_behind_it() -> None:

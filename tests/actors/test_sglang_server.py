@@ -17,6 +17,7 @@ import pytest
 
 from actors.sglang import installed as sglang_here
 from actors.sglang import server as sglang_server
+from actors.sglang.config import SglangConfig
 from actors.sglang.flags import parse_flags, server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
@@ -38,10 +39,8 @@ PRIVATE_FILES = "actors.sglang.private_files"
 
 
 def flags(model: str, extra: str = "") -> list[str]:
-    return server_flags(
-        model=model, dtype="float32", device="cpu", max_running_requests=16, context_length=135,
-        extra=extra,
-    )  # fmt: skip
+    config = SglangConfig(model=model, device="cpu", max_running_requests=16, server_flags=extra)
+    return server_flags(config, 135)
 
 
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
@@ -49,11 +48,13 @@ CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 # A process that owns a server, says its keys once the server answers, and waits.
 OWNER = """
 import asyncio, sys, time
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 
 async def main():
+    model, log = sys.argv[1:]
     engine = HostedSglangEngine(
-        model_path=sys.argv[1], device="cpu", start_deadline_s=300, log_path=sys.argv[2]
+        SglangConfig(model=model, device="cpu", start_deadline_s=300, log_path=log)
     )
     await engine.info()
     print(engine.server.api_key, engine.server.admin_api_key, flush=True)
@@ -276,7 +277,7 @@ def test_a_server_that_takes_too_long_is_ended(
 @needs_sglang
 def test_a_model_that_is_none_is_refused_before_a_server_starts(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        HostedSglangEngine(model_path=str(tmp_path))
+        HostedSglangEngine(SglangConfig(model=str(tmp_path)))
 
 
 def test_without_sglang_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

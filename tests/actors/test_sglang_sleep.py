@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.sglang.flags import OnWeightUpdate
+from actors.sglang.config import OnWeightUpdate
 from actors.sglang.weights import Use, WeightSession
 from distill.engine import CheckpointDirectory, Sample
 from distill.errors import EngineError, EngineLost

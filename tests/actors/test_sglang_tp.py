@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
@@ -87,19 +88,18 @@ def server(
     for directory in directories:
         save_tokenizer(directory)
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
-    settings: dict[str, Any] = {
-        "model_path": directories[0], "device": "cpu",
-        "flags": "--tp-size 2" + " --nnodes 2" * (request.param == 2), "start_deadline_s": 600,
-    }  # fmt: skip
+    config = SglangConfig(
+        model=directories[0], device="cpu", request_deadline_s=120,
+        server_flags="--tp-size 2" + " --nnodes 2" * (request.param == 2),
+    )  # fmt: skip
     with asyncio.Runner() as runner:
         engine = HostedSglangEngine(
-            **settings, push_bucket_bytes=BUCKET_BYTES, request_deadline_s=120,
-            address=lambda: LOOPBACK,
-        )  # fmt: skip
+            config, push_bucket_bytes=BUCKET_BYTES, address=lambda: LOOPBACK
+        )
         follower = None
         try:
             if request.param == 2:
-                follower = SglangFollower(runner.run(engine.meeting_point()), 1, **settings)
+                follower = SglangFollower(config, runner.run(engine.meeting_point()), 1)
             runner.run(asyncio.wait_for(engine.info(), timeout=600))
             yield Served(engine, follower, models, runner, root)
         finally:

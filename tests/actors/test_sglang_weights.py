@@ -19,8 +19,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.client import SglangClient
+from actors.sglang.config import OnWeightUpdate, SglangConfig
 from actors.sglang.engine import SglangEngine
-from actors.sglang.flags import OnWeightUpdate
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from actors.sglang.weights import WeightSession
@@ -163,10 +163,11 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         save_tokenizer(directory)
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
     with asyncio.Runner() as runner:
-        engine = HostedSglangEngine(
-            model_path=directories[0], flags=ENDLESS, device="cpu", start_deadline_s=300,
+        config = SglangConfig(
+            model=directories[0], server_flags=ENDLESS, device="cpu", start_deadline_s=300,
             request_deadline_s=60,
         )  # fmt: skip
+        engine = HostedSglangEngine(config)
         try:
             runner.run(asyncio.wait_for(engine.info(), timeout=300))
             yield (served := Served(engine, directories, models, runner))

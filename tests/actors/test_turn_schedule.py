@@ -17,6 +17,7 @@ import pytest
 
 from actors.sglang import hosted
 from actors.sglang.client import SglangClient
+from actors.sglang.config import SglangConfig
 from actors.sglang.turns import TurnTakingEngine
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.gpu_turn import GpuTurn
@@ -134,7 +135,7 @@ async def engines_on(gpus: Gpus, number: int, pair: TinyPair, path: Path) -> lis
         await turn.taken()
         gpus.awake.add(f"server {i}")
         server: Any = Server(f"server {i}", turn)
-        engine = TurnTakingEngine(model_path=pair.student, device="cpu", turn="", server=server)
+        engine = TurnTakingEngine(SglangConfig(model=pair.student, device="cpu"), server=server)
         await engine.health()
         made.append(engine)
     return made

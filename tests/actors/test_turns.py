@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.config import SglangConfig
 from actors.sglang.installed import sglang_installed
 from actors.sglang.turns import TurnTakingEngine
 from distill.engine import CheckpointDirectory, ScoreRequest
@@ -100,11 +101,11 @@ async def two_engines(pair: TinyPair, out: Path) -> AsyncIterator[list[TurnTakin
     made: list[TurnTakingEngine] = []
     try:
         for name, model in (("student", pair.student), ("teacher", pair.teacher)):
-            engine = await asyncio.to_thread(
-                TurnTakingEngine, model_path=model, device="cpu", start_deadline_s=300,
-                turn=str(out / "gpus.turn"),
-                log_path=str(out / f"{name}.log"), flags="--log-level-http info",
+            config = SglangConfig(
+                model=model, device="cpu", start_deadline_s=300, turn=str(out / "gpus.turn"),
+                log_path=str(out / f"{name}.log"), server_flags="--log-level-http info",
             )  # fmt: skip
+            engine = await asyncio.to_thread(TurnTakingEngine, config)
             made.append(engine)
             await engine.health()
         yield made

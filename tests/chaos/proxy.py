@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 
 _HANG_S = 3.0
@@ -107,7 +108,8 @@ def _spoil_logprobs(kind: str, meta: dict[str, Any]) -> None:
 @contextmanager
 def served_teacher(model: str, seed: int) -> Iterator[tuple[SpoilingProxy, str]]:
     """A server of its own for `model`: the proxy before it, and the server's key."""
-    engine = HostedSglangEngine(model_path=model, device="cpu", start_deadline_s=300)
+    config = SglangConfig(model=model, device="cpu", start_deadline_s=300)
+    engine = HostedSglangEngine(config)
     server = engine.server
     assert server is not None
     try:

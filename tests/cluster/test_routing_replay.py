@@ -1,9 +1,11 @@
 """`routing_replay=`: where it is on, and a run in which it is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
 from cluster.config import routing
 from cluster.config.on_policy import OpdConfig
@@ -66,14 +68,12 @@ def test_what_cannot_be_is_left_out_or_refused(
 
 
 def test_servers_are_told_to_record() -> None:
-    given = {
-        "model": "m", "dtype": "float32", "device": "cpu", "max_running_requests": 1,
-        "context_length": 9,
-    }  # fmt: skip
-    flags = server_flags(**given, routed_experts=True)
-    assert "--enable-return-routed-experts" in flags and "--moe-runner-backend" not in flags
-    assert "--enable-return-routed-experts" not in server_flags(**given)
-    on_gpu = given | {"device": "cuda", "routed_experts": True}
-    assert server_flags(**on_gpu)[-2:] == ["--moe-runner-backend", "triton"]
-    flags = server_flags(**on_gpu, extra="--moe-runner-backend deep_gemm")
-    assert flags[-2:] == ["--moe-runner-backend", "deep_gemm"]
+    def flags(device: str, **given: Any) -> list[str]:
+        return server_flags(SglangConfig(model="m", device=device, **given), 9)
+
+    told = flags("cpu", routed_experts=True)
+    assert "--enable-return-routed-experts" in told and "--moe-runner-backend" not in told
+    assert "--enable-return-routed-experts" not in flags("cpu")
+    assert flags("cuda", routed_experts=True)[-2:] == ["--moe-runner-backend", "triton"]
+    told = flags("cuda", routed_experts=True, server_flags="--moe-runner-backend deep_gemm")
+    assert told[-2:] == ["--moe-runner-backend", "deep_gemm"]

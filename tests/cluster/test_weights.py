@@ -21,6 +21,7 @@ import cluster.weights.collective
 import cluster.weights.publisher
 import cluster.weights.transport
 from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from cluster.handles import calls
@@ -756,10 +757,10 @@ def served(pair: TinyPair) -> Any:
     """A server of the student's, that has started."""
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
-    engine = actor(
-        HostedSglangEngine, model_path=pair.student, device="cpu", start_deadline_s=300,
-        request_deadline_s=TIMEOUT_S,
-    )  # fmt: skip
+    config = SglangConfig(
+        model=pair.student, device="cpu", start_deadline_s=300, request_deadline_s=TIMEOUT_S
+    )
+    engine = actor(HostedSglangEngine, config=config)
     ray.get(engine.info.remote(), timeout=300)
     return engine
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from actors.sglang import server as sglang_server
+from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from cluster.calibrate import main as calibrate
@@ -361,7 +362,8 @@ class ExternalTeacher:
         self._engine: HostedSglangEngine | None = None
 
     def start(self) -> str:
-        engine = HostedSglangEngine(model_path=self._model, device="cpu", start_deadline_s=300)
+        config = SglangConfig(model=self._model, device="cpu", start_deadline_s=300)
+        engine = HostedSglangEngine(config)
         self._engine = engine
         assert engine.server is not None
 

@@ -1,0 +1,74 @@
+"""Settings of an engine with an SGLang server of its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from distill.rules import above, at_least, setting
+from distill.stops import StopTokens
+
+Dtype = Literal["float32", "bfloat16"]
+# What a weight push does to the samples under way (actors/sglang/weights.py).
+OnWeightUpdate = Literal["continue", "restart", "finish", "in_place"]
+# Upper limit of an actor's start, in seconds, without the loading of the weights.
+START_S = 600.0
+
+
+@chz.chz
+class SglangConfig:
+    """Settings of an engine and its SGLang server, the same for each node of the server."""
+
+    model: str = chz.field(doc="Hugging Face checkpoint directory or hub name")
+    dtype: Dtype = chz.field(default="float32", doc="compute precision")
+    device: str = chz.field(default="auto", doc="auto, cpu or cuda")
+    threads: int = setting(at_least(1), default=1, doc="torch threads on a CPU")
+    server_flags: str = chz.field(
+        default="", doc="further flags of SGLang; they override those that the engine sets"
+    )
+    on_weight_update: OnWeightUpdate = chz.field(
+        default="continue", doc="samples in progress when weights are pushed, as in EngineSettings"
+    )
+    max_running_requests: int = setting(
+        at_least(1),
+        default=256,
+        doc="most sequences that are decoded at the same time; further ones wait",
+    )
+    gpu_share: float = chz.field(default=1.0, doc="part of a GPU that a server may fill")
+    gpu_beside: int = chz.field(
+        default=0, doc="bytes of that which are another's, a colocated learner's"
+    )
+    sleeps: bool = chz.field(
+        default=False, doc="it releases its GPU memory when told to, until weights arrive"
+    )
+    turn: str | None = chz.field(
+        default=None, doc="file of the turn that it takes on GPUs with other servers, which sleep"
+    )
+    routed_experts: bool = chz.field(
+        default=False, doc="it records the experts of a mixture that tokens are routed to"
+    )
+    log_path: str | None = chz.field(
+        default=None, doc="file for what the server prints; None: an unnamed temporary file"
+    )
+    start_deadline_s: float = setting(
+        above(0),
+        default=START_S,
+        doc="longest start, seconds; the first request of a kind may take as long",
+    )
+    request_deadline_s: float = chz.field(default=1800.0, doc="longest request, seconds")
+    stops: StopTokens | None = chz.field(
+        default=None,
+        doc="where samples end, and whether that is one event; None: as the checkpoint has it. A "
+        "server also stops at the EOS tokens of its checkpoint and tokenizer",
+    )
+    context_length: int | None = chz.field(
+        default=None,
+        doc="of the model, on a device that is not auto: the server is then started without torch "
+        "in its owner; None: it is read",
+    )
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True if other processes use a part of the server's GPU."""
+        return self.gpu_share < 1 or self.gpu_beside > 0
