@@ -28,6 +28,7 @@ from cluster.hosts.learner_actor import publishers_to, teacher_weights
 from cluster.hosts.learners import (
     LEADER_GROUPS,
     LearnerActors,
+    LearnerStart,
     policy_learners,
     rollout_log,
 )
@@ -66,7 +67,6 @@ from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
 from distill.rewards.length import LengthRules
 from distill.rewards.model_reward import REWARD_MODEL
-from learner.checkpoint import Checkpoint
 
 # A thread of its own for heartbeats, which a long call would keep waiting.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
@@ -346,21 +346,19 @@ class RolloutCast:
 
     def learners(
         self,
-        resume_from: Checkpoint | None,
+        start: LearnerStart,
         queue: GroupQueue,
         policies: Mapping[str, Any],
         teachers: Mapping[str, Any],
-        attempt: int,
     ) -> LearnerActors:
-        """The learner's workers, from the run's start or from a checkpoint; or what keeps groups in
-        its place.
+        """The learner's workers; or what keeps groups in its place.
 
         Args:
             policies, teachers: engines that it pushes weights to; of teachers that follow them.
         """
         config, device = self.config, self.config.cluster.device
         if config.only_keeps:
-            return self._keeper(resume_from, queue, attempt)
+            return self._keeper(start, queue)
         probe_every, prove_every = config.verify.of_pushes(device)
         push = PushSettings(
             choice=config.weights.transport,
@@ -376,7 +374,7 @@ class RolloutCast:
             nodes=self._engines.policy(config.model.path, "").nodes,
             gpus=parallelism(config.policy.server_flags).gpus_a_node,
         )
-        learner_config = config.policy_learner(resume_from, self.inputs.stops)
+        learner_config = config.policy_learner(start.resume_from, self.inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:
             learner_config = by_turns(learner_config, config)
         if config.learner_takes_turns:
@@ -389,28 +387,23 @@ class RolloutCast:
             config,
             learner_config,
             self.inputs,
-            self.directory,
-            self.placement,
-            resume_from,
-            attempt,
+            start,
             source=queue,
             publishers=partial(publishers_to, config, policies, teachers, queue, push),
         )
 
-    def _keeper(
-        self, resume_from: Checkpoint | None, queue: GroupQueue, attempt: int
-    ) -> LearnerActors:
+    def _keeper(self, start: LearnerStart, queue: GroupQueue) -> LearnerActors:
         config, directory = self.config, self.directory
         keeper = self._make(
             Keeper,
             self._here()
-            | {"concurrency_groups": LEADER_GROUPS, "name": self._name(KEEPER, 0, attempt)},
+            | {"concurrency_groups": LEADER_GROUPS, "name": self._name(KEEPER, 0, start.attempt)},
             config,
             queue=queue,
             directory=directory,
             rollouts=rollout_log(config, directory),
             teacher_weights=teacher_weights(config),
             stop_event=self.inputs.stops.event,
-            resume_from=resume_from,
+            resume_from=start.resume_from,
         )
         return LearnerActors(leader=keeper, followers=[], meeting_point=None)

@@ -72,25 +72,32 @@ class LearnerActors:
         return [self.leader, *self.followers]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStart:
+    """A start of a run's learner.
+
+    Attributes:
+        resume_from: None: at the run's start.
+        attempt: number of starts before this one.
+    """
+
+    directory: RunDirectory
+    placement: Places
+    resume_from: Checkpoint | None
+    attempt: int
+
+
 def kept_learners(
-    config: RolloutConfig,
-    inputs: RolloutInputs,
-    groups: KeptSteps,
-    directory: RunDirectory,
-    placement: Places,
-    resume_from: Checkpoint | None,
-    attempt: int,
+    config: RolloutConfig, inputs: RolloutInputs, groups: KeptSteps, start: LearnerStart
 ) -> LearnerActors:
     """Create the learner's workers of a run on groups that another run has kept."""
+    first = start.resume_from.step if start.resume_from else 0
     return policy_learners(
         config,
-        config.policy_learner(resume_from, inputs.stops),
+        config.policy_learner(start.resume_from, inputs.stops),
         inputs,
-        directory,
-        placement,
-        resume_from,
-        attempt,
-        source=KeptGroupSource(groups, groups.steps[resume_from.step if resume_from else 0 :]),
+        start,
+        source=KeptGroupSource(groups, groups.steps[first:]),
     )
 
 
@@ -98,16 +105,14 @@ def policy_learners(
     config: RolloutConfig,
     learner_config: LearnerConfig,
     inputs: RolloutInputs,
-    directory: RunDirectory,
-    placement: Places,
-    resume_from: Checkpoint | None,
-    attempt: int,
+    start: LearnerStart,
     *,
     source: GroupSource,
     publishers: Publishers | None = None,
 ) -> LearnerActors:
     """Create the learner's workers of an opd or rl run, which train on groups of `source`."""
     learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
+    directory = start.directory
     build = partial(
         policy_loop,
         config=config,
@@ -120,25 +125,18 @@ def policy_learners(
         trace=Tracing(step=config.learner.trace_step, path=directory.trace),
         keep=rollout_log(config, directory),
         record=replay_log(config, directory),
-        resume_from=resume_from,
+        resume_from=start.resume_from,
     )
     losses = partial(policy_losses, config, inputs.stops)
-    return make_learners(
-        config, learner_config, build, losses, directory, placement, attempt, source
-    )
+    return make_learners(config, learner_config, build, losses, start, source)
 
 
 def supervised_learners(
-    config: SupervisedConfig,
-    inputs: SupervisedInputs,
-    directory: RunDirectory,
-    placement: Places,
-    resume_from: Checkpoint | None,
-    attempt: int,
+    config: SupervisedConfig, inputs: SupervisedInputs, start: LearnerStart
 ) -> LearnerActors:
     """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
-        config.learner_config(resume_from=resume_from, stops=inputs.stops),
+        config.learner_config(resume_from=start.resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
         longest_rows=inputs.longest_rows(config.rows_per_unit),
     )
@@ -147,14 +145,14 @@ def supervised_learners(
         config=config,
         learner_config=learner_config,
         inputs=inputs,
-        directory=directory,
-        resume_from=resume_from,
+        directory=start.directory,
+        resume_from=start.resume_from,
     )
 
     def losses(_: WorkerGroup) -> Sequence[LossFunction]:
         return supervised_losses(config)
 
-    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
+    return make_learners(config, learner_config, build, losses, start)
 
 
 def make_learners(
@@ -162,9 +160,7 @@ def make_learners(
     learner_config: LearnerConfig,
     build: Callable[..., TrainingLoop],
     losses: Callable[[WorkerGroup], Sequence[LossFunction]],
-    directory: RunDirectory,
-    placement: Places,
-    attempt: int,
+    start: LearnerStart,
     source: TrajectorySource | None = None,
 ) -> LearnerActors:
     """Create the leader, whose loop is built by `build(membership=...)`, and the followers, which
@@ -173,8 +169,8 @@ def make_learners(
     make, timeout_s = maker(config), config.cluster.no_progress_s
 
     def options(rank: int, groups: Mapping[str, int]) -> dict[str, Any]:
-        name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
-        return placement.options(LEARNER, rank) | {"concurrency_groups": groups, "name": name}
+        name = start.directory.actor_name(f"{LEARNER}-{rank}-{start.attempt}")
+        return start.placement.options(LEARNER, rank) | {"concurrency_groups": groups, "name": name}
 
     meeting_point, leads, followers = None, None, []
     if (workers := config.learner.workers) > 1:
@@ -190,22 +186,13 @@ def make_learners(
         )
         followers = [
             make(
-                LearnerFollower,
-                options(rank, FOLLOWER_GROUPS),
-                learner_config,
-                losses,
-                replace(member, rank=rank),
-                source,
+                LearnerFollower, options(rank, FOLLOWER_GROUPS), learner_config, losses,
+                replace(member, rank=rank), source,
             )
             for rank in range(1, workers)
-        ]
+        ]  # fmt: skip
         leads = replace(member, followers=ActorFollowers(actors=followers, timeout_s=timeout_s))
-    leader = make(
-        LearnerActor,
-        options(0, LEADER_GROUPS),
-        build,
-        leads,
-    )
+    leader = make(LearnerActor, options(0, LEADER_GROUPS), build, leads)
     return LearnerActors(leader=leader, followers=followers, meeting_point=meeting_point)
 
 

@@ -109,7 +109,7 @@ def _checked(config: SupervisedConfig) -> _Checked:
 def _parts(
     config: SupervisedConfig, inputs: SupervisedInputs, context: RunContext, places: Places
 ) -> tuple[LearnerAlone, NoEvaluations]:
-    make = partial(supervised_learners, config, inputs, context.directory, places)
+    make = partial(supervised_learners, config, inputs)
     learner = LearnerAlone(
         config, places, make, context.directory, context.signals, context.progress.note
     )

@@ -28,7 +28,7 @@ from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
 from cluster.handles.failures import reason_of
 from cluster.hosts.build import RolloutCast
-from cluster.hosts.learners import LearnerActors
+from cluster.hosts.learners import LearnerActors, LearnerStart
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.roles import (
     EVALUATION,
@@ -101,7 +101,7 @@ class Fleet(LearnerAlone):
             say,
             buried=self._when_buried,
         )
-        self._config, self._placement, self._cast = config, cast.placement, cast
+        self._config, self._cast = config, cast
         self._handshake, self._found = handshake, found
         self._groups_are_kept = True
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
@@ -162,9 +162,9 @@ class Fleet(LearnerAlone):
     def roster(self) -> Roster:
         return {role: self.supervisor.serving(role) for role in self._asked_roles}
 
-    def _make_learners(self, checkpoint: Checkpoint | None, attempt: int) -> LearnerActors:
+    def _make_learners(self, start: LearnerStart) -> LearnerActors:
         policies, teachers = self._pushed_to(POLICY), self._pushed_to(self._following)
-        return self._cast.learners(checkpoint, self.queue, policies, teachers, attempt)
+        return self._cast.learners(start, self.queue, policies, teachers)
 
     def _pushed_to(self, role: str | None) -> dict[str, Any]:
         """Engines of the role that a new learner pushes weights to; the others are admitted

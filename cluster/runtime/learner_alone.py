@@ -16,7 +16,7 @@ from cluster.base.outcomes import LearnerLost
 from cluster.config.common import CommonConfig
 from cluster.handles import calls, errors
 from cluster.handles.engine_pool import EnginePool
-from cluster.hosts.learners import LearnerActors, learner_spec
+from cluster.hosts.learners import LearnerActors, LearnerStart, learner_spec
 from cluster.placement.places import Places
 from cluster.placement.roles import LEARNER
 from cluster.run_files.run_directory import RunDirectory
@@ -34,8 +34,7 @@ class LearnerAlone:
 
     Args:
         places: of the run's actors.
-        make: creates the learner's workers from a checkpoint, or from the run's start; the number
-            counts how often they were created before.
+        make: creates the learner's workers.
         say: prints a line on the console.
         buried: see `Supervisor`.
     """
@@ -44,14 +43,15 @@ class LearnerAlone:
         self,
         config: CommonConfig,
         places: Places,
-        make: Callable[[Checkpoint | None, int], LearnerActors],
+        make: Callable[[LearnerStart], LearnerActors],
         directory: RunDirectory,
         signals: Signals,
         say: Callable[[str], None],
         *,
         buried: Callable[[Member, str], None] = lambda _member, _why: None,
     ) -> None:
-        self._make, self._directory, self._say = make, directory, say
+        self._make, self._placement = make, places
+        self._directory, self._say = directory, say
         self._checkpoint_every = config.checkpoint.every
         self._learner_spec = learner_spec(config, places)
         self._attempt = 0
@@ -108,7 +108,13 @@ class LearnerAlone:
 
     def _create_learner(self, checkpoint: Checkpoint | None) -> None:
         """Create the learner's workers, without waiting for their start."""
-        self._learners = self._make(checkpoint, self._attempt)
+        start = LearnerStart(
+            directory=self._directory,
+            placement=self._placement,
+            resume_from=checkpoint,
+            attempt=self._attempt,
+        )
+        self._learners = self._make(start)
         for index, actor in enumerate(self._learners.all):
             self.supervisor.adopt(self._learner_spec, index, actor, self._attempt)
         self._attempt += 1
