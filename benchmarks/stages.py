@@ -38,7 +38,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
     inputs = check_rollout(config)
     dataset = EnvStream(inputs.train, group_size=config.sampling.group_size, seed=config.seed)
-    engines = RunEngines(config, "cpu")
+    engines = RunEngines(config)
     policy = engines.policy(config.model.path, str(scratch / "policy.log")).build()
     teacher = engines.teacher(
         config.teacher_models()[""].model, str(scratch / "teacher.log")

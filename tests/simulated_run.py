@@ -182,7 +182,7 @@ class SimulatedRun:
         directory = RunDirectory("rl", self.config)
         directory.path.mkdir()
         (directory.path / "config.json").write_text('{"run_id": "simulated"}')
-        roles = [replace(r, resources={}) for r in placed_roles(self.config, "cpu")]
+        roles = [replace(r, resources={}) for r in placed_roles(self.config)]
         placement = Placement(roles, name="simulated")
         cast = RolloutCast(self.config, self.inputs, directory, placement)
         cast._make = self._make

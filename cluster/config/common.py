@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from shutil import which
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
@@ -269,11 +267,6 @@ class CommonConfig(
 
     @chz.validate
     def _libraries_are_here(self) -> None:
-        compiler = os.environ.get("CXX", "g++")
-        if self.learner.compile and self.cluster.device != "cuda" and which(compiler) is None:
-            raise ConfigError(
-                "compile=True needs a C++ compiler on a CPU (g++, or CXX)", field="learner.compile"
-            )
         if self.learner.liger:
             require_library("liger_kernel", "liger=True", "liger-kernel", "learner.liger")
 

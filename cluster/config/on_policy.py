@@ -385,9 +385,10 @@ class RolloutConfig(
         """True if the learner takes turns with the engines of policy and teachers on its GPUs."""
         return self.engines_sleep and self.policy_takes_turns
 
-    def shares_gpus(self, device: str) -> bool:
-        """True if policy engines are on the GPUs of the learner's workers."""
-        return self.cluster.shares_gpus(device) and not self.only_keeps
+    @property
+    def shares_gpus(self) -> bool:
+        """See `PolicyClusterSettings.shares_gpus`; groups that are kept need no learner."""
+        return self.cluster.shares_gpus and not self.only_keeps
 
     @property
     def pushes_overlap(self) -> bool:

@@ -55,9 +55,10 @@ class PolicyClusterSettings(ClusterSettings):
         metadata=MAY_CHANGE,
     )
 
-    def shares_gpus(self, device: str) -> bool:
-        """True if policy engines are on the GPUs of the learner's workers."""
-        return self.colocate != "no" and self.gpus_per_actor < 1 and device.startswith("cuda")
+    @property
+    def shares_gpus(self) -> bool:
+        """True if policy engines are on the GPUs of the learner's workers, if it has any."""
+        return self.colocate != "no" and self.gpus_per_actor < 1 and self.device != "cpu"
 
     @property
     def pair_share(self) -> float:
@@ -169,7 +170,7 @@ class PolicyPoolSettings(EnginePoolSettings):
     def check_shared_gpus(self, cluster: PolicyClusterSettings, workers: int) -> None:
         """Raises ConfigError if engines of several GPUs do not match those of so many workers."""
         gpus = parallelism(self.server_flags).gpus
-        if gpus == 1 or not cluster.shares_gpus("cpu" if cluster.device == "cpu" else "cuda"):
+        if gpus == 1 or not cluster.shares_gpus:
             return
         engines, rest = divmod(workers, gpus)
         if rest or (cluster.gpus_per_actor, *self.size) != (0.5, engines, engines):

@@ -87,8 +87,7 @@ class RolloutCast:
 
     def __post_init__(self) -> None:
         self._make = maker(self.config)
-        device = self.config.cluster.device
-        self._engines = RunEngines(self.config, device, self.inputs.stops)
+        self._engines = RunEngines(self.config, self.inputs.stops)
 
     def _here(self) -> dict[str, Any]:
         return {} if self.config.cluster.local else here()

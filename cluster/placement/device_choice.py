@@ -8,6 +8,8 @@ refused where an autoscaler may bring GPUs and no node has one yet.
 
 from __future__ import annotations
 
+import os
+from shutil import which
 from typing import TypeVar
 
 from actors.sglang.parallelism import parallelism
@@ -112,6 +114,10 @@ def _refuse_on_cpu(config: CommonConfig) -> None:
                 f"{name}=True is for CUDA, and the learner is on a CPU; leave it out",
                 field=f"learner.{name}",
             )
+    if config.learner.compile and which(os.environ.get("CXX", "g++")) is None:
+        raise ConfigError(
+            "compile=True needs a C++ compiler on a CPU (g++, or CXX)", field="learner.compile"
+        )
 
 
 def _require_gpus_of_their_own(config: CommonConfig) -> None:

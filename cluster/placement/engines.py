@@ -22,13 +22,11 @@ class RunEngines:
     """Settings of each engine of a run.
 
     Attributes:
-        config: the run's settings.
-        device: the device, which is chosen already.
+        config: the run's settings; the device is chosen already.
         stops: where samples end; None: as the checkpoints have it.
     """
 
     config: RolloutConfig
-    device: str
     stops: StopTokens | None = None
 
     def reference(self, model: str, log_path: str) -> EngineConfig:
@@ -46,7 +44,7 @@ class RunEngines:
     def _by_turns(self, engine: EngineConfig) -> EngineConfig:
         """The engine on whole GPUs, but for what others keep there that do not have the turn."""
         beside, config = 0, self.config
-        if self.device.startswith("cuda"):
+        if config.cluster.device == "cuda":
             from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
             others = len(config.teachers_by_turns) - (not config.policy_takes_turns)
@@ -61,18 +59,18 @@ class RunEngines:
         Raises:
             ConfigError: engines sleep, and the size of the learner beside them is unknown.
         """
-        config, device = self.config, self.device
+        config = self.config
         engine = chz.replace(
             self.evaluation(model, log_path), routed_experts=config.replays_routing()
         )
         if config.policy_takes_turns:
             return self._by_turns(engine)
-        if config.shares_gpus(device):
+        if config.shares_gpus:
             engine = chz.replace(engine, gpu_share=config.cluster.gpus_per_actor)
         if not config.engines_sleep:
             return engine
         beside = 0
-        if device.startswith("cuda"):
+        if config.cluster.device == "cuda":
             beside = _learner_beside(config)
         share = config.cluster.pair_share
         return chz.replace(engine, sleeps=True, gpu_share=share, gpu_beside=beside)
@@ -86,7 +84,7 @@ class RunEngines:
         from learner.lora import served_adapter  # imports torch
 
         form, versions = served_adapter(config.lora, config.model.path), config.adapter_versions
-        flags = f"{adapter_flags(form, versions, self.device)} {engine.server_flags}"
+        flags = f"{adapter_flags(form, versions, config.cluster.device)} {engine.server_flags}"
         beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
         return chz.replace(engine, server_flags=flags, gpu_beside=beside)
 
@@ -95,7 +93,7 @@ class RunEngines:
         gpus = parallelism(server_flags).gpus  # an engine with several has whole ones
         return engine.config(
             model,
-            self.device,
+            cluster.device,
             threads=cluster.threads,
             server_flags=server_flags,
             on_weight_update=engine.on_weight_update,
@@ -131,9 +129,8 @@ def lends_weights(config: RolloutConfig) -> bool:
     if config.weights.transport != "auto":
         return config.weights.transport == "ipc"
     gpus = config.policy.size.smallest * parallelism(config.policy.server_flags).gpus
-    device = config.cluster.device
-    shares = config.shares_gpus(device) and gpus <= config.learner.workers
-    return shares and config.engine.kind_on(device) == "sglang"
+    shares = config.shares_gpus and gpus <= config.learner.workers
+    return shares and config.engine.kind_on(config.cluster.device) == "sglang"
 
 
 def lent_bytes(config: RolloutConfig) -> int:

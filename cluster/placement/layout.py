@@ -62,7 +62,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     assert device != "auto", "the device of a run is chosen before its plan is made"
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     roles = []
-    for demand in placed_roles(config, device):
+    for demand in placed_roles(config):
         memory, note = _memory(config, demand.name)
         most = largest.get(demand.name, demand.count)
         roles.append(RolePlan(demand=demand, most=most, memory=memory, note=note))
@@ -78,7 +78,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     )
     if not device.startswith("cuda"):
         return plan
-    engines = engines_of(config, device) if isinstance(config, RolloutConfig) else {}
+    engines = engines_of(config) if isinstance(config, RolloutConfig) else {}
     here = {role: engine for role, engine in engines.items() if not engine.external}
     return "\n".join([plan, *GpuPlan(config, here, longest_rows).lines()])
 
@@ -97,7 +97,7 @@ def _memory(config: CommonConfig, role: str) -> tuple[int | None, str]:
     if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
         dtype = config.engine.dtype_on(device)
         return frozen_bytes([config.reward_model], dtype), "and activations"
-    engine = engines_of(config, device).get(role) if isinstance(config, RolloutConfig) else None
+    engine = engines_of(config).get(role) if isinstance(config, RolloutConfig) else None
     if engine is None:
         return 0, ""
     if engine.external:

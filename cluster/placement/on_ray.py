@@ -36,7 +36,7 @@ def placed_on_ray(
         CheckpointError: a model cannot be downloaded to a node.
     """
     placement = Placement(
-        placed_roles(config, config.cluster.device),
+        placed_roles(config),
         colocate=colocated(config),
         name=directory.actor_name("place"),
     )

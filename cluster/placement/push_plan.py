@@ -82,7 +82,7 @@ def require_lenders(config: RolloutConfig) -> None:
     if config.weights.transport != "ipc" or config.cluster.local:
         return
     gpus = parallelism(config.policy.server_flags).gpus
-    if config.cluster.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus("cuda")):
+    if config.cluster.gpus_per_actor >= 1 or (gpus > 1 and not config.shares_gpus):
         what = (
             f"gpus_per_actor={config.cluster.gpus_per_actor:g}"
             if gpus == 1

@@ -16,6 +16,7 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig
 from cluster.placement.engines import RunEngines
 from cluster.placement.resources import ResourceDemand
+from distill.settings import changed
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
@@ -53,10 +54,11 @@ def worker_title(index: int) -> str:
     return f"rollout worker {index}"
 
 
-def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
+def placed_roles(config: CommonConfig) -> list[ResourceDemand]:
     """Resource demands of every role of the run, at its smallest size."""
-    compute, turns = _compute(config, device), turn_roles(config)
-    by_turns = {"CPU": 1.0, "GPU": 1 / len(turns)} if turns and device == "cuda" else {"CPU": 1.0}
+    compute, turns = _compute(config), turn_roles(config)
+    on_gpu = config.cluster.device == "cuda"
+    by_turns = {"CPU": 1.0, "GPU": 1 / len(turns)} if turns and on_gpu else {"CPU": 1.0}
     resources = by_turns if LEARNER in turns else compute
     learner = config.learner
     roles = [
@@ -72,13 +74,13 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     if config.only_keeps:
         roles = []  # no learner; the actor that keeps groups reserves no resources
     bounds = pool_bounds(config)
-    for role, engine in engines_of(config, device).items():
+    for role, engine in engines_of(config).items():
         count = bounds[role][0] if role in bounds else 1
         span = _workers_shared(config, engine) if role == POLICY else 1
         resources = compute if span > 1 else _engine_resources(config, engine)
         if role in turns:
             resources = by_turns
-            span = parallelism(engine.server_flags).gpus if device == "cuda" else 1
+            span = parallelism(engine.server_flags).gpus if on_gpu else 1
         roles.append(
             ResourceDemand(
                 name=role, count=count, resources=resources, nodes=engine.nodes, span=span
@@ -92,9 +94,9 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     return roles
 
 
-def engines_of(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
+def engines_of(config: RolloutConfig) -> dict[str, EngineConfig]:
     """Engine settings by role."""
-    of, teachers = RunEngines(config, device), config.teacher_models()
+    of, teachers = RunEngines(config), config.teacher_models()
     engines = {POLICY: of.policy(config.model.path, "")}
     engines |= {
         role: of.teacher(teachers[name].model, "") for name, role in served_teachers(config).items()
@@ -153,7 +155,7 @@ def cpus_at_most(config: CommonConfig) -> float:
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     return sum(
         largest.get(role.name, role.count) * role.bundles * role.resources.get("CPU", 0)
-        for role in placed_roles(config, "cpu")
+        for role in placed_roles(changed(config, device="cpu"))  # whose plan needs no torch
     )
 
 
@@ -164,7 +166,7 @@ def bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
 
 def _workers_shared(config: RolloutConfig, engine: EngineConfig) -> int:
     """Number of learner workers whose GPUs one policy engine shares."""
-    shares = engine.kind == "sglang" and config.shares_gpus(engine.device)
+    shares = engine.kind == "sglang" and config.shares_gpus
     return parallelism(engine.server_flags).gpus if shares else 1
 
 
@@ -175,15 +177,16 @@ def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, f
     """
     if engine.external:
         return {}
-    resources = _compute(config, engine.device)
+    resources = _compute(config)
     spread = parallelism(engine.server_flags)
     if engine.kind == "sglang" and engine.device == "cuda" and spread.gpus > 1:
         resources["GPU"] = spread.gpus_a_node
     return resources
 
 
-def _compute(config: CommonConfig, device: str) -> dict[str, float]:
-    return {"CPU": 1.0, "GPU": config.cluster.gpus_per_actor} if device == "cuda" else {"CPU": 1.0}
+def _compute(config: CommonConfig) -> dict[str, float]:
+    cluster = config.cluster
+    return {"CPU": 1.0, "GPU": cluster.gpus_per_actor} if cluster.device == "cuda" else {"CPU": 1.0}
 
 
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:

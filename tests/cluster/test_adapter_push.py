@@ -42,12 +42,10 @@ def test_servers_get_the_adapter_alone(tiny_pair: TinyPair, tmp_path: Path) -> N
     parameters = sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
     assert f"{4 * parameters / 2**20:.3g} MiB" in describe_push(alone)
     assert describe_push(alone) != describe_push(merged)
-    flags = RunEngines(alone, "cpu").policy(tiny_pair.student, "").server_flags
+    flags = RunEngines(alone).policy(tiny_pair.student, "").server_flags
     assert "--enable-lora" in flags and "--max-loaded-loras 5" in flags
-    assert (
-        "--enable-lora" in RunEngines(alone, "cpu").evaluation(tiny_pair.student, "").server_flags
-    )
-    assert not RunEngines(merged, "cpu").policy(tiny_pair.student, "").server_flags
+    assert "--enable-lora" in RunEngines(alone).evaluation(tiny_pair.student, "").server_flags
+    assert not RunEngines(merged).policy(tiny_pair.student, "").server_flags
 
 
 @pytest.mark.parametrize(

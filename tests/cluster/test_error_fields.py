@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.config import EngineConfig
 from cluster.calibrate import CalibrateConfig
 from cluster.config.teachers import TeacherConfig
 from distill.envs.base import EnvConfig
@@ -16,7 +17,7 @@ from tests.cluster.test_rules import KINDS
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("distill", "actors", "learner", "cluster", "isotherm")
-OTHERS = (CalibrateConfig, TextArena)
+OTHERS = (CalibrateConfig, EngineConfig, TextArena)
 # Words of command lines that are no fields of settings: a recipe and a file of them, and replay's.
 WORDS = {"recipe", "config", "step", "blame"}
 SETTINGS = (

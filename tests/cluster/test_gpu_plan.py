@@ -191,9 +191,9 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     assert describe_layout(by_memory).count("after each step: 122 GiB; by shared_memory") == 1
     tokens = int(re.search(r"\((\d+) tokens\)", policy)[1])  # pyright: ignore
     assert 300_000 < tokens < 400_000
-    engine = RunEngines(config, "cuda").policy(config.model.path, "")
+    engine = RunEngines(config).policy(config.model.path, "")
     assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
-    assert not RunEngines(config, "cuda").evaluation(config.model.path, "").sleeps
+    assert not RunEngines(config).evaluation(config.model.path, "").sleeps
     alone = config.policy_learner(None, StopTokens(ids=(1,)))
     worker = by_turns(alone, config)
     assert worker.learner.offload_optimizer
@@ -210,9 +210,7 @@ def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_
         teacher_server_flags="",
     )  # fmt: skip
     learner, policy = line(config, "learner"), line(config, "policy")
-    assert RunEngines(config, "cuda").policy(config.model.path, "").gpu_share == pytest.approx(
-        2 / 3
-    )
+    assert RunEngines(config).policy(config.model.path, "").gpu_share == pytest.approx(2 / 3)
     shared = config.policy_learner(None, StopTokens(ids=(1,)))
     assert part_bytes(79 * GIB, shared.gpu_part, shared.gpu_taken) == 25 * GIB
     assert learner.endswith("of 47.0"), "two thirds of 76 GiB, less 3 of the sleeping engine"
@@ -221,7 +219,7 @@ def test_a_third_of_the_gpu_is_not_of_the_pair_that_takes_turns(eight: Opd, tmp_
 
 def test_engines_of_several_gpus_share_those_of_as_many_workers(eight: Opd) -> None:
     config = eight(policy_server_flags="--tp-size 2", policy_engines=4)
-    placed = {role.name: role for role in placed_roles(config, "cuda")}
+    placed = {role.name: role for role in placed_roles(config)}
     policy, learner = placed["policy"], placed["learner"]
     assert (policy.count, policy.span, policy.needed) == (4, 2, {"CPU": 1, "GPU": 0.5})
     assert (learner.count, learner.span, learner.needed) == (8, 1, {"CPU": 1, "GPU": 0.5})

@@ -183,5 +183,5 @@ def test_no_room_is_taken_for_a_learner(settings: Settings, tmp_path: Path) -> N
         tmp_path, engine="sglang", local=False, learner_workers=2, colocate="sleep",
         gpus_per_actor=0.5,
     )  # fmt: skip
-    assert [role.name for role in placed_roles(config, "cuda")] == [POLICY, "teacher"]
+    assert [role.name for role in placed_roles(config)] == [POLICY, "teacher"]
     assert LEARNER not in model_paths(config) and not config.engines_sleep

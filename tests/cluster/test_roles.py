@@ -28,8 +28,12 @@ from tests.tiny import TinyPair
 Opd = Callable[..., OpdConfig]
 
 
+def on(config: OpdConfig | SftConfig, device: str) -> list[ResourceDemand]:
+    return placed_roles(changed(config, device=device))
+
+
 def taken(config: OpdConfig | SftConfig, device: str) -> dict[str, tuple[int, dict[str, float]]]:
-    return {role.name: (role.count, dict(role.needed)) for role in placed_roles(config, device)}
+    return {role.name: (role.count, dict(role.needed)) for role in on(config, device)}
 
 
 def test_what_each_role_takes(opd: Opd) -> None:
@@ -60,15 +64,15 @@ def test_teachers_that_take_turns_share_gpus_and_others_do_not(
     }  # fmt: skip
     config = opd(**settings)
     assert colocated(config) == [("learner", "policy"), ("teacher a", "teacher b")]
-    demands = {demand.name: demand for demand in placed_roles(config, "cuda")}
+    demands = {demand.name: demand for demand in on(config, "cuda")}
     for name in ("teacher a", "teacher b"):
         assert demands[name].needed == {"CPU": 1, "GPU": 0.5} and demands[name].span == 2
         assert demands[name].count == 2
     assert demands["teacher c"].needed == {} and demands["teacher c"].span == 1
-    demands = {demand.name: demand for demand in placed_roles(config, "cpu")}
+    demands = {demand.name: demand for demand in on(config, "cpu")}
     assert demands["teacher a"].needed == {"CPU": 1} and demands["teacher a"].span == 1
     apart = opd(**settings | {"teacher.gpus": "own"})
-    demands = {demand.name: demand for demand in placed_roles(apart, "cuda")}
+    demands = {demand.name: demand for demand in on(apart, "cuda")}
     assert demands["teacher a"].needed == {"CPU": 1, "GPU": 2}
 
 
@@ -83,13 +87,14 @@ def test_policy_and_teacher_are_on_the_same_gpus_where_they_take_turns(opd: Opd)
         "policy": (2, {"CPU": 1, "GPU": 0.5}),
         "teacher": (2, {"CPU": 1, "GPU": 0.5}),
     }
-    with_learner = changed(config, colocate="sleep")
+    with_learner = changed(config, colocate="sleep", gpus_per_actor=0.5)
     assert colocated(with_learner) == [("learner", "policy", "teacher")]
     third = (2, {"CPU": 1, "GPU": pytest.approx(1 / 3)})
     together = taken(with_learner, "cuda")
     assert together == dict.fromkeys(("learner", "policy", "teacher"), third)
     kept = changed(with_learner, train_from="runs/kept")
-    assert colocated(kept) == [] and taken(kept, "cuda") == {"learner": (2, {"CPU": 1, "GPU": 1})}
+    assert colocated(kept) == []
+    assert taken(kept, "cuda") == {"learner": (2, {"CPU": 1, "GPU": 0.5})}
 
 
 def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(opd: Opd) -> None:
@@ -110,7 +115,7 @@ def test_a_server_over_several_nodes_takes_its_part_of_each(
         engine="sglang", policy_server_flags="--tp-size 16 --nnodes 2", policy_engines=2,
         eval_engines=1, eval_every=5, device="cuda", gpu_memory_gib=80.0,
     )  # fmt: skip
-    placed = {role.name: role for role in placed_roles(config, "cuda")}
+    placed = {role.name: role for role in on(config, "cuda")}
     for role, count in (("policy", 2), ("evaluation", 1)):
         assert placed[role].count == count and placed[role].nodes == 2
         assert placed[role].needed == {"CPU": 1, "GPU": 8}
@@ -122,7 +127,7 @@ def test_a_server_over_several_nodes_takes_its_part_of_each(
     assert re.search(r"^needs +8 CPU, 50 GPU$", plan, re.MULTILINE)
     embedded = opd(engine="embedded", policy_server_flags="--tp-size 2 --nnodes 2")
     with refuses(ConfigError, "server_flags"):
-        placed_roles(embedded, "cpu")
+        on(embedded, "cpu")
 
 
 def test_a_reward_model_is_one_actor_of_the_run(opd: Opd) -> None:

@@ -26,9 +26,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def settled(config: OpdConfig) -> tuple[bool | None, str]:
     made, line = with_routing_replay(config)
-    assert RunEngines(made, "cpu").policy("m", "log").routed_experts == made.replays_routing()
+    assert RunEngines(made).policy("m", "log").routed_experts == made.replays_routing()
     assert made.learner_config().replays_routing == made.replays_routing()
-    assert not RunEngines(made, "cpu").teacher("t", "log").routed_experts
+    assert not RunEngines(made).teacher("t", "log").routed_experts
     return made.learner.routing_replay, line
 
 
