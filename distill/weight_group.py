@@ -59,15 +59,19 @@ def learner_store(member: GroupMember) -> TCPStore:
     return TCPStore(member.address, member.port, is_master=False, timeout=timeout)
 
 
-def announce(store: TCPStore, member: GroupMember, version: int) -> None:
+def announce(member: GroupMember, version: int) -> None:
     """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
 
     Raises:
-        EngineError: the learner cancelled the push.
-        RuntimeError: the learner's store is gone.
+        EngineError: the learner's store is gone, or the learner cancelled the push.
     """
-    store.set(member.ready_key(version), "1")
     key = member.word_key(version)
-    store.wait([key], timedelta(seconds=member.timeout_s))
-    if store.get(key).decode() != SENDS:
+    try:
+        store = learner_store(member)
+        store.set(member.ready_key(version), "1")
+        store.wait([key], timedelta(seconds=member.timeout_s))
+        word = store.get(key).decode()
+    except RuntimeError as error:
+        raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
+    if word != SENDS:
         raise EngineError(f"{NOT_RECEIVED}: the learner gave the push up")

@@ -12,7 +12,6 @@ import threading
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from distill.engine import CollectiveBroadcast, GroupMember
@@ -33,7 +32,6 @@ class WeightReceiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._name: str | None = None
-        self._store: TCPStore | None = None
         self._group: ProcessGroup | None = None
         self._lock = threading.Lock()
 
@@ -46,8 +44,7 @@ class WeightReceiver:
         with self._lock:
             try:
                 group = self._joined(weights.member)
-                assert self._store is not None
-                announce(self._store, weights.member, version)
+                announce(weights.member, version)
                 return self._received(group, weights)
             except (EngineError, RuntimeError) as error:  # RuntimeError: torch's, of several kinds
                 self._leave()
@@ -64,8 +61,7 @@ class WeightReceiver:
             listen_towards(member.address)
         else:
             os.environ.update(nccl_settings())  # read once, with the first communicator
-        self._store = learner_store(member)
-        self._group = join_group(self._store, member)
+        self._group = join_group(learner_store(member), member)
         self._name = member.name
         return self._group
 
@@ -80,6 +76,6 @@ class WeightReceiver:
         return tensors
 
     def _leave(self) -> None:
-        group, self._group, self._store, self._name = self._group, None, None, None
+        group, self._group, self._name = self._group, None, None
         if group is not None:
             leave_group(group)

@@ -10,12 +10,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
-
 from actors.sglang.admin import ServerAdmin
 from distill.engine import GroupMember
 from distill.errors import EngineError
-from distill.weight_group import NOT_RECEIVED, announce, learner_store
 from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -27,7 +24,6 @@ class ServerGroup:
     def __init__(self, admin: ServerAdmin) -> None:
         self._admin = admin
         self._name: str | None = None
-        self._store: TCPStore | None = None
 
     async def join(self, member: GroupMember) -> None:
         """Make the server's ranks join the group, unless they are already in it."""
@@ -56,25 +52,13 @@ class ServerGroup:
 
     async def leave(self) -> None:
         """Leave the group, if the server is in one."""
-        name, self._name, self._store = self._name, None, None
+        name, self._name = self._name, None
         if name is None:
             return
         try:
             await self._admin.order("/destroy_weights_update_group", {"group_name": name})
         except EngineError as error:
             logger.warning("could not leave weight group %s: %s", name, error)
-
-    def announce(self, member: GroupMember, version: int) -> None:
-        """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
-
-        Raises:
-            EngineError: the learner's store is gone, or the learner cancelled the push.
-        """
-        try:
-            self._store = self._store or learner_store(member)
-            announce(self._store, member, version)
-        except RuntimeError as error:
-            raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
 
     async def receive(self, bucket: Sequence[TensorLayout], fields: Mapping[str, Any]) -> None:
         """Make the server's ranks receive and load one broadcast.

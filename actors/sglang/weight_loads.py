@@ -32,7 +32,7 @@ from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import weight_files
 from distill.pace import loading_s
-from distill.weight_group import NOT_RECEIVED
+from distill.weight_group import NOT_RECEIVED, announce
 from distill.weights.shared_memory import SharedTensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -195,7 +195,7 @@ class WeightLoads:
     async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
         async with self._session(version) as (facts, written):
             try:
-                await asyncio.to_thread(self._group.announce, weights.member, version)
+                await asyncio.to_thread(announce, weights.member, version)
                 for i, bucket in enumerate(weights.buckets, start=1):
                     ending = self._ending(version, last=i == len(weights.buckets))
                     await self._group.receive(bucket, facts.selector | ending)

@@ -239,9 +239,9 @@ class _NoRanks:
 
     def load_weights(self, weights: CollectiveBroadcast, version: int) -> float:
         """Waits for the sender's word as a server does."""
-        from distill.weight_group import announce, learner_store
+        from distill.weight_group import announce
 
-        announce(learner_store(weights.member), weights.member, version)
+        announce(weights.member, version)
         return 0.0
 
 
