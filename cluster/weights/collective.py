@@ -212,7 +212,8 @@ class _Broadcasting(Sending):
                 raise EngineError("an engine failed meanwhile")
             torch.distributed.broadcast(flat, src=0, group=group)
             if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
-                torch.cuda.synchronize(flat.device)
+                with self._own_work():
+                    torch.cuda.synchronize(flat.device)
             self.sent += 1
             if following is not None:  # while the engines load what they have
                 flat = self._flat(following)

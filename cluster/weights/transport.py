@@ -109,7 +109,8 @@ class Sending(ABC):
         try:
             yield
         except Exception as error:
-            self.error = error
+            if not self._given_up.is_set():  # an engine that has failed may be the cause
+                self.error = error
             raise
 
     def give_up(self) -> None:
@@ -234,6 +235,24 @@ class Answers:
     problem: str | None = None
     error: Exception | None = None
 
+    @property
+    def any_failed(self) -> bool:
+        return bool(self.failures or self.problem)
+
+    def take(self, name: str, reference: Any) -> None:
+        """Note the value or the failure of a call that has ended."""
+        try:
+            self.values[name] = calls.get(reference)
+        except errors.RayError as error:
+            self.failures[name] = "died" if is_death(error) else str(root_cause(error))
+            if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
+                self.lost.add(name)
+
+    def note(self, transport: Transport) -> None:
+        """Note what has failed on the caller's side."""
+        self.problem = self.problem or transport.problem()
+        self.error = self.error or transport.error
+
     def complaint(self) -> str:
         """One line that lists every failure and the problem on the caller's side."""
         own = [self.problem] if self.problem else []
@@ -269,41 +288,32 @@ def collect(
             engines that do not answer within `GRACE_S` then are lost.
         waiting: called at every poll before the deadline.
     """
-    deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in pending.items()}
-    answers = Answers()
-    stuck_since: str | None = None  # the first linked engine that failed
-    seen = transport.sent if transport else 0
+    answers, sent = Answers(), 0
+    left_by: str | None = None  # a linked engine that failed: the others are still in a collective
+    deadline = time.monotonic() + timeout_s
     while names:
-        if transport and stuck_since is None and seen != (seen := transport.sent):
-            deadline = time.monotonic() + timeout_s
-        left = deadline - time.monotonic()
-        if left <= 0:
-            why = f"no answer in {timeout_s:.0f} s"
-            if stuck_since is not None:
-                why = f"still in the collective that {stuck_since} left"
+        if (left := deadline - time.monotonic()) <= 0:
+            if left_by is not None:
                 answers.lost.update(names.values())
+            why = f"still in the collective that {left_by} left"
+            if left_by is None:
+                why = f"no answer in {timeout_s:.0f} s"
             answers.failures |= dict.fromkeys(names.values(), why)
             break
         # Poll all of them at intervals. Waking at each answer would scan N references N times.
         ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
         waiting()
-        if ready and stuck_since is None:
-            deadline = time.monotonic() + timeout_s
         for reference in ready:
-            name = names.pop(reference)
-            try:
-                answers.values[name] = calls.get(reference)
-            except errors.RayError as error:
-                answers.failures[name] = "died" if is_death(error) else str(root_cause(error))
-                if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
-                    answers.lost.add(name)
-        if transport:
-            answers.problem = answers.problem or transport.problem()
-            answers.error = answers.error or transport.error
-        failed = bool(answers.failures or answers.problem)
-        if transport and transport.linked and failed and stuck_since is None:
-            stuck_since = next(iter(answers.failures), "the learner")
+            answers.take(names.pop(reference), reference)
+        progressed = bool(ready)
+        if transport is not None:
+            answers.note(transport)
+            progressed |= sent != (sent := transport.sent)
+        if left_by is None and progressed:
+            deadline = time.monotonic() + timeout_s
+        if left_by is None and transport and transport.linked and answers.any_failed:
+            left_by = next(iter(answers.failures), "the learner")
             transport.give_up()
             deadline = time.monotonic() + min(GRACE_S, left)
     # In the order of `pending`, not of arrival.
