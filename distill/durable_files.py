@@ -4,6 +4,7 @@ whole_write       a file or a directory, whoever dies while it is written
 sync_tree         the contents of a directory, with the digests of its files
 sync_directory    the names in a directory
 disk_remedy       what to do about a file that could not be written
+Retries           how often and how long it is tried again
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +22,8 @@ from pathlib import Path
 # Reading and hashing leave the interpreter's lock; more threads than this wait for the disk.
 _THREADS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Seconds between two tries of a write, at first and at most, and that a full disk is given.
+PAUSE_S, _LONGEST_PAUSE_S, FULL_S = 3.0, 30.0, 1800.0
 _MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 
@@ -110,3 +114,25 @@ def is_full(error: BaseException | str) -> bool:
         return True
     cause = error.__cause__ if isinstance(error, BaseException) else None
     return cause is not None and is_full(cause)
+
+
+class Retries:
+    """Tries of a write, later and later after each failure.
+
+    Attributes:
+        failures: number of those since the last success.
+    """
+
+    def __init__(self) -> None:
+        self.failures, self._first = 0, 0.0
+
+    def pause_s(self) -> float:
+        """Count a failure; returns the seconds until the next try."""
+        if not self.failures:
+            self._first = time.monotonic()
+        self.failures += 1
+        return min(PAUSE_S * 1.5 ** (self.failures - 1), _LONGEST_PAUSE_S)
+
+    def wait_for_room(self, error: BaseException) -> bool:
+        """True if the disk is full, and has been for less than `FULL_S`."""
+        return is_full(error) and time.monotonic() - self._first < FULL_S

@@ -16,16 +16,14 @@ from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.supervision.supervise import JOIN_GROUP
-from distill.durable_files import is_full
+from distill.durable_files import Retries, is_full
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
 
-# A checkpoint that cannot be written is tried again between steps: so often, and later and later.
-# On a full disk training then pauses, and the tries go on, for so long since the first of them.
+# A checkpoint that cannot be written is tried again between steps, so often. On a full disk
+# training then pauses, and the tries go on.
 _SAVE_TRIES = 10
-SAVE_PAUSE_S, _LONGEST_PAUSE_S = 3.0, 30.0
-FULL_S = 1800.0
 # Longest that a run which ends, by a signal or a failure, waits for its last checkpoint.
 _LAST_S = 600.0
 
@@ -49,18 +47,17 @@ class Checkpoints:
         self._every = 1 if config.only_keeps else config.checkpoint.every
         self._steps = config.steps
         self._writing: int | None = None  # the step of the one beside training
-        self._failures = 0
-        self._first_failure = self._not_before = 0.0
+        self._retries, self._not_before = Retries(), 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by metric
 
     def after_step(self, step: int) -> None:
         """Between two steps: notes the checkpoint that is written, and begins the next if due."""
         self._collect(wait=False)
         best = self._context.best.due or self._evaluations.wants_checkpoint(step)
-        due = step % self._every == 0 or self._failures or best
+        due = step % self._every == 0 or self._retries.failures or best
         if step < self._steps and due:
             self._collect(wait=True)
-            if self._failures >= _SAVE_TRIES:  # rather than train what may be lost
+            if self._retries.failures >= _SAVE_TRIES:  # rather than train what may be lost
                 self._until_saved()
             elif time.monotonic() >= self._not_before:
                 self._begin(step)
@@ -93,10 +90,10 @@ class Checkpoints:
             try:
                 saved = self._driver.value("saving a checkpoint", saving, timeout=_LAST_S)
             except CheckpointError as error:
-                if not is_full(str(error)) or time.monotonic() > deadline:
+                if not is_full(error) or time.monotonic() > deadline:
                     raise
                 self._context.unsaved(error, again=True)
-                time.sleep(self._next_pause())
+                time.sleep(self._retries.pause_s())
             else:
                 self._written(saved)
                 return
@@ -150,23 +147,13 @@ class Checkpoints:
             return self._driver.ask_learner("saving a checkpoint", reference)
         except CheckpointError as error:
             self._writing = None
-            now = time.monotonic()
-            if not self._failures:
-                self._first_failure = now
-            pause = self._next_pause()
-            patient = is_full(str(error)) and now - self._first_failure < FULL_S
-            if self._failures > _SAVE_TRIES and not patient:
+            self._not_before = time.monotonic() + self._retries.pause_s()
+            if self._retries.failures > _SAVE_TRIES and not self._retries.wait_for_room(error):
                 raise
-            self._not_before = now + pause
             self._context.unsaved(error, again=True)
             return None
         finally:
             self._seconds["time/checkpoint"] += time.monotonic() - began
-
-    def _next_pause(self) -> float:
-        """Counts a failure; returns the seconds until the next try."""
-        self._failures += 1
-        return min(SAVE_PAUSE_S * 1.5 ** (self._failures - 1), _LONGEST_PAUSE_S)
 
     def _note(self, written: Written | None) -> None:
         if written is not None:
@@ -175,6 +162,6 @@ class Checkpoints:
 
     def _written(self, checkpoint: Checkpoint) -> None:
         self._writing = None
-        self._failures = 0
+        self._retries = Retries()
         self._actors.commit(checkpoint)  # the queue lets go of what the checkpoint accounts for
         self._context.saved(checkpoint)

@@ -41,7 +41,8 @@ from cluster.handles.failures import dead_among
 from cluster.weights.check import Logprobs, PushCheck
 from cluster.weights.transport import Answers, EnginesFailed, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
-from distill.errors import EngineError, NonFiniteError
+from distill.durable_files import Retries
+from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.pace import Progress, loading_s
 from distill.records import TrainedGroups
 from distill.weights.lending import LenderPlace
@@ -85,19 +86,34 @@ class Attempt:
 
         Raises:
             NonFiniteError: the weights hold a NaN or an infinity, with which a server would crash.
+            CheckpointError: they cannot be written, or the disk stays full.
         """
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         begun = cls(version, [], {}, set(), timeout_s + loading_s(total_bytes(weights)), waiting)
         for transport in transports:
             try:
-                begun.started.append((transport, transport.start(weights, version)))
+                begun.started.append((transport, begun._start(transport, weights)))
             except EngineError as error:
                 transport.abort()
                 begun.failures.update(dict.fromkeys(transport.engines, str(error)))
                 if isinstance(error, EnginesFailed):
                     begun.lost.update(error.names)
         return begun
+
+    def _start(self, transport: Transport, weights: Weights) -> dict[str, Any]:
+        retries = Retries()
+        while True:
+            try:
+                return transport.start(weights, self.version)
+            except CheckpointError as error:
+                again_at = time.monotonic() + retries.pause_s()
+                if not retries.wait_for_room(error):
+                    raise
+                logger.warning("%s. It is tried again", error)
+            while time.monotonic() < again_at:
+                self.waiting()
+                time.sleep(0.25)
 
     @property
     def has_copies(self) -> bool:
@@ -214,7 +230,7 @@ class Publisher:
             CalibrationError: an engine does not hold the version before.
             EngineError: not one engine took the weights (or those of the push before), though they
                 live.
-            NonFiniteError: the weights hold a NaN or an infinity.
+            CheckpointError, NonFiniteError: as `Attempt.begin`.
         """
         self.wait()
         metrics = {"push/bytes": total_bytes(weights), **self._found, **self._check.settle()}

@@ -30,9 +30,9 @@ from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.ipc import IpcTransport
 from cluster.weights.transport import PushSettings, Transport, collect
 from cluster.weights.ways import Place, plan_ways
-from distill.durable_files import whole_write
+from distill.durable_files import disk_remedy, whole_write
 from distill.engine import CheckpointDirectory
-from distill.errors import EngineError
+from distill.errors import CheckpointError
 from distill.gpu import visible_gpus
 from distill.models.loading import load_config
 from distill.nccl import nccl_settings
@@ -93,9 +93,9 @@ class DiskTransport(Transport):
                 load_config(self._model).save_pretrained(partial)
                 save_weights(partial, weights)
         except (OSError, SafetensorError) as error:  # others are the learner's own
-            raise EngineError(
-                f"cannot write weights version {version} to {final}: {error}. Free some space, or "
-                "use weights=auto; the engines go on with the weights they had"
+            raise CheckpointError(
+                f"cannot write weights version {version} to {final}: {error}. "
+                f"{disk_remedy(error)}, or use weights=auto"
             ) from error
         return final
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import cluster.recipes.checkpoints
+import distill.durable_files
 from cluster.base.background import Background
 from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
@@ -204,7 +204,7 @@ def test_a_learner_that_copies_nothing_is_waited_for() -> None:
 
 
 def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.recipes.checkpoints, "SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene(takes=1, fails={2, 6})
     run.train(steps=6, every=2)
     assert run.told == [
@@ -233,7 +233,7 @@ def test_a_full_disk_pauses_training_until_it_has_room(
     monkeypatch: pytest.MonkeyPatch, steps: int, signalled: bool
 ) -> None:
     """At the end, or in the middle: every step is kept, however many tries it takes."""
-    monkeypatch.setattr(cluster.recipes.checkpoints, "SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene()
     run.actors.leader = LocalActor(FullDisk, run.told, 25)
     if signalled:
@@ -251,8 +251,8 @@ def test_a_full_disk_pauses_training_until_it_has_room(
 
 
 def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.recipes.checkpoints, "SAVE_PAUSE_S", 0.0)
-    monkeypatch.setattr(cluster.recipes.checkpoints, "FULL_S", 0.0)
+    monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
+    monkeypatch.setattr(distill.durable_files, "FULL_S", 0.0)
     run = Scene()
     run.actors.leader = LocalActor(FullDisk, run.told, 1000)
     with pytest.raises(CheckpointError):

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError
 import cluster.weights.collective
 import cluster.weights.publisher
 import cluster.weights.transport
+import distill.durable_files
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
@@ -36,7 +37,13 @@ from cluster.weights.transports import (
 )
 from cluster.weights.ways import Place
 from distill.engine import CheckpointDirectory, GenerateRequest, WeightSource
-from distill.errors import CalibrationError, EngineError, EngineLost, NonFiniteError
+from distill.errors import (
+    CalibrationError,
+    CheckpointError,
+    EngineError,
+    EngineLost,
+    NonFiniteError,
+)
 from distill.models.loading import load_causal_lm, read_weights
 from distill.nccl import nccl_settings
 from distill.records import TrainedGroups
@@ -46,6 +53,7 @@ from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
+from tests.full_disk import files_of_at_most
 from tests.leftovers import shared_memory_of
 from tests.refusals import refuses
 from tests.waiting import until
@@ -714,9 +722,33 @@ def test_a_disk_that_cannot_be_written(engines, learner: Learner, tmp_path: Path
     (tmp_path / "a file").write_text("")
     only = engines(EmbeddedEngine)
     publish = publisher(only, learner, Queue(), choice="disk", directory=str(tmp_path / "a file"))
-    with pytest.raises(EngineError):
+    with pytest.raises(CheckpointError):
         sent(publish, learner.weights(), 3)
     assert versions(only) == [0]
+
+
+def test_a_push_waits_for_room_on_a_full_disk(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.01)
+    transport = DiskTransport({}, str(tmp_path), str(learner.model.name_or_path))
+    looks = 0
+    with ExitStack() as full:
+        full.enter_context(files_of_at_most(1000))
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 3:
+                full.close()
+
+        Attempt.begin([transport], learner.weights(), 1, TIMEOUT_S, look)
+    assert looks == 3
+    written = read_weights(str(tmp_path / "version-000001"))
+    assert written.keys() == {layout.name for layout in learner.weights().layouts}
+    with files_of_at_most(1000), pytest.raises(CheckpointError):
+        monkeypatch.setattr(distill.durable_files, "FULL_S", 0.0)
+        Attempt.begin([transport], learner.weights(), 2, TIMEOUT_S)
 
 
 def on_node(node: str | None) -> Any:
