@@ -87,7 +87,7 @@ def blame(
     for group, rows in by_group:
         rest, total = iter(rows), 0.0
         for g, member in enumerate(group.trajectories_G):
-            own = _Rows(group.by_teacher, [next(rest) for _ in member.segments])
+            own = _SampledRows(group.by_teacher, [next(rest) for _ in member.segments])
             share = shares.of(own)
             total += share
             said = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own.rows_D]))
@@ -132,7 +132,7 @@ def _worst(blamed: Sequence[Blamed], number: int) -> list[Blamed]:
     return sorted(blamed, key=lambda each: -abs(each.share))[:number]
 
 
-class _Rows(NamedTuple):
+class _SampledRows(NamedTuple):
     """Rows of the policy's samples, or of the teacher's."""
 
     by_teacher: bool
@@ -161,25 +161,25 @@ class _GradientShares:
         self._coefs = {  # weight of a token or sequence, by part
             kind: groups[kind] / groups.total() / self._count(rows) for kind, rows in parts.items()
         }
-        self._whole = self._gradient(*(_Rows(kind, rows) for kind, rows in parts.items()))
+        self._whole = self._gradient(*(_SampledRows(kind, rows) for kind, rows in parts.items()))
         self._squared = max(_product(self._whole, self._whole), 1e-30)
 
-    def of(self, rows: _Rows) -> float:
+    def of(self, rows: _SampledRows) -> float:
         return _product(self._gradient(rows), self._whole) / self._squared
 
-    def of_tokens(self, blamed: Blamed, rows: _Rows, decode: Decode) -> list[Blamed]:
+    def of_tokens(self, blamed: Blamed, rows: _SampledRows, decode: Decode) -> list[Blamed]:
         places = [(row, int(t)) for row in rows.rows_D for t in np.flatnonzero(row.loss_mask_T)]
         return [
             replace(
                 blamed,
-                share=self.of(_Rows(rows.by_teacher, [_of_one_token(row, t)])),
+                share=self.of(_SampledRows(rows.by_teacher, [_of_one_token(row, t)])),
                 text=decode(row.tokens_T[t : t + 1]),
                 token=n,
             )
             for n, (row, t) in enumerate(places)
         ]
 
-    def _gradient(self, *parts: _Rows) -> dict[str, Tensor]:
+    def _gradient(self, *parts: _SampledRows) -> dict[str, Tensor]:
         """Gradient of these rows' part of the step's loss, by parameter name."""
         learner = self._loop.learner
         for kind, rows_D in parts:
