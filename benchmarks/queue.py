@@ -141,7 +141,7 @@ def measure_workers(workers: int, journal: str) -> dict[str, float]:
         queue.publish(step, trained)
     seconds = time.perf_counter() - started
     spent = [1e6 * (b - a) for a, b in zip(before, used(), strict=True)]
-    ray.get(queue.close())
+    ray.get(queue.actor.close.remote())
     assert ray.get(running, timeout=DEADLINE_S) == (WARMUP_STEPS + STEPS) * PER_STEP
     for actor in (producer, queue.actor):
         ray.kill(actor)

@@ -2,7 +2,7 @@
 
     worker   lease -> (rollout, score) -> put or fail     waits for credit; unblocked by `publish`
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
-    driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
+    driver   poll, forfeit, renew, expire_now, ...        watches both; calls the actor itself
 
 It carries groups that the worker has packed once: the leader takes their metadata, and the
 learner's workers fetch the trajectories that they train. The actor has references to those
@@ -38,7 +38,7 @@ from cluster.queue.payload import (
     opened_whole,
     withdraw,
 )
-from cluster.queue.queue_actor import LeaseAnswer
+from cluster.queue.queue_actor import POLL_S, LeaseAnswer
 from distill.columns import GroupColumns
 from distill.records import (
     Fetched,
@@ -52,8 +52,6 @@ from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-# Longest a call waits in the actor, seconds.
-_POLL_S = 2.0
 # How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
 _RESTART_S = 60.0
 # Most groups that are put in one call.
@@ -69,7 +67,7 @@ class QueueTimeout(RuntimeError):
 
 
 class GroupQueue:
-    """The learner's and the driver's end of the queue. Pickles: every end holds the same queue."""
+    """The learner's end of the queue. Pickles: every end holds the same queue."""
 
     def __init__(self, actor: Any, *, timeout_s: float) -> None:
         """
@@ -81,8 +79,6 @@ class GroupQueue:
         self._epoch: int | None = None
         self._pushing = False
         self._opened: Opened = {}  # ahead, in this process
-
-    # the learner's end
 
     def take(self, trained: TrainedGroups) -> StepGroups:
         """The next step after the groups that `trained` accounts for.
@@ -96,7 +92,7 @@ class GroupQueue:
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
-            poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            poll_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
             taken: StepGroups | list[int] | None = self._get(
                 self.actor.take.remote(trained, poll_s, self._pushing)
             )
@@ -119,7 +115,7 @@ class GroupQueue:
         A forecast without side effects, which may run concurrently with all other calls. None: the
         step was taken, or the queue is closed.
         """
-        return self._get(self.actor.foresee.remote(trained, frozenset(known), whole, _POLL_S))
+        return self._get(self.actor.foresee.remote(trained, frozenset(known), whole, POLL_S))
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         """Fetches trajectories of groups that were taken, or will be (`ahead`); each of the
@@ -168,52 +164,6 @@ class GroupQueue:
         """
         self._get(self.actor.publish.remote(version, trained, self._epoch))
         self._pushing = False
-
-    # the driver's end: references, for it polls all actors while it waits
-
-    def poll(self) -> Any:
-        """Reference to True once a `take` would not wait; to False after 2 s, or when closed."""
-        return self.actor.poll.remote(_POLL_S)
-
-    def forfeit(self, worker: str, reason: str) -> Any:
-        """The worker died: a reference to the ids that are to be leased again."""
-        return self.actor.forfeit.remote(worker, reason)
-
-    def expire_now(self, ids: Sequence[int] | None, reason: str) -> Any:
-        """Gives groups under way (None: all) to others; a reference to the ids of those."""
-        return self.actor.expire_now.remote(ids, reason)
-
-    def renew(self, ids: Sequence[int]) -> None:
-        """Renews the leases of groups that make progress."""
-        self.actor.renew.remote(ids)
-
-    def rewind(self, trained: TrainedGroups, reason: str) -> Any:
-        """The learner went back to a checkpoint, with `trained`: a reference to the new epoch."""
-        return self.actor.rewind.remote(trained, reason)
-
-    def scorer(self, replica: int, said: Mapping[str, Any]) -> Any:
-        """A scorer begins to serve by this number; a reference, by which it is written down."""
-        return self.actor.scorer.remote(replica, said)
-
-    def ask(self, replicas: Sequence[int]) -> Any:
-        """Canaries are sent to these once the reference is there."""
-        return self.actor.ask.remote(replicas)
-
-    def canary(self, replica: int, good: bool, said: Mapping[str, Any]) -> Any:
-        """A scorer's canary was answered: a reference to a `CanaryAnswer`."""
-        return self.actor.canary.remote(replica, good, said)
-
-    def commit(self, step: int, watermark: int) -> Any:
-        """A checkpoint that accounts for everything below `watermark` is on disk."""
-        return self.actor.commit.remote(step, watermark)
-
-    def status(self) -> Any:
-        """Reference to a `QueueStatus`."""
-        return self.actor.status.remote()
-
-    def close(self) -> Any:
-        """Ends every wait: leases come back empty, takes raise QueueClosed, polls return False."""
-        return self.actor.close.remote()
 
     def _get(self, reference: Any) -> Any:
         seconds = self.timeout_s + _RESTART_S
@@ -267,7 +217,7 @@ class WorkerEnd:
         timeout_s = self._queue.timeout_s
         deadline, progress = time.monotonic() + timeout_s, None
         while True:
-            poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            poll_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
             asked = self._queue.actor.lease.remote(
                 self._worker, max_groups, self._request(), poll_s
             )
@@ -294,7 +244,7 @@ class WorkerEnd:
         """The queue leases to a call that is not awaited any more, too."""
         answer: LeaseAnswer = await self._call(asked)
         if ids := [lease.group_id for lease in answer.leases]:
-            await self._call(self._queue.expire_now(ids, f"{self._worker} left"))
+            await self._call(self._queue.actor.expire_now.remote(ids, f"{self._worker} left"))
 
     def _request(self) -> str:
         """Names a call, so that Ray's repetition of it leases nothing more."""

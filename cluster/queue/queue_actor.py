@@ -38,6 +38,8 @@ from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
+# Longest a call waits here, seconds.
+POLL_S = 2.0
 # Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
 # Time for which deliveries are gathered before they are written to disk, seconds.
@@ -341,8 +343,9 @@ class GroupQueueActor:
 
     # the driver's end
 
-    async def poll(self, poll_s: float) -> bool:
-        """Wait up to `poll_s` seconds for the next step and take it. True if it is ready.
+    async def poll(self, poll_s: float = POLL_S) -> bool:
+        """Wait up to `poll_s` seconds for the next step and take it. True if it is ready; False,
+        too, once the queue is closed.
 
         The step is taken here, before the learner requests it: otherwise a bad canary could make
         one of its groups pending again while the learner waits, when no scorer can be admitted.
@@ -356,12 +359,14 @@ class GroupQueueActor:
         await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
+        """A worker died: returns the ids of its groups, which are leased again."""
         self._deaths[worker] += 1
         ids = self._ledger.forfeit(worker, reason)
         await self._wake_all()
         return ids
 
     async def expire_now(self, ids: Sequence[int] | None, reason: str) -> list[int]:
+        """Give groups under way (None: all) to other workers; returns the ids of those."""
         expired = self._ledger.release(ids, reason)
         await self._wake_all()
         return expired
@@ -390,6 +395,7 @@ class GroupQueueActor:
         return answer
 
     async def commit(self, step: int, watermark: int) -> None:
+        """A checkpoint that accounts for everything below `watermark` is on disk."""
         self._ledger.commit(step, watermark)
         self._journal.sync()
         self._dropping = asyncio.create_task(self._drop_committed())

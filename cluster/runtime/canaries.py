@@ -204,7 +204,7 @@ class Canaries:
         """Give the model's life a number; returns a reference to the journal's note of it."""
         number, self._next_number = self._next_number, self._next_number + 1
         self._numbers[watched] = number
-        return self._queue.scorer(number, {"who": watched.who} | watched.described())
+        return self._queue.actor.scorer.remote(number, {"who": watched.who} | watched.described())
 
     # the later ones
 
@@ -286,7 +286,9 @@ class Canaries:
         """Numbers of models that are about to be asked, once they are in the queue's journal."""
         numbers = {watched: self._numbers[watched] for watched in models}
         if numbers:
-            self._driver.call("writing down canaries", self._queue.ask(list(numbers.values())))
+            self._driver.call(
+                "writing down canaries", self._queue.actor.ask.remote(list(numbers.values()))
+            )
         return numbers
 
     def _ask_learner(self) -> None:
@@ -350,7 +352,7 @@ class Canaries:
             "rode": rode,
             "seconds": time.monotonic() - began,
         } | ({"why": drift.why} if drift.why else {})
-        told = self._queue.canary(number, not drift.why, said)
+        told = self._queue.actor.canary.remote(number, not drift.why, said)
         note: CanaryAnswer = await self._driver.answer("noting a canary", told)
         if drift.why:
             self._quarantine(watched, drift.why, note)

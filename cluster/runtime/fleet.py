@@ -139,7 +139,7 @@ class Fleet(LearnerAlone):
         self._epoch = 0
         self.scaling = Scaling(self, cast.directory, say, steps_in_flight=config.steps_in_flight)
         self._watchdog = Watchdog(
-            self.queue.expire_now, self._bury, say, config.cluster.no_progress_s
+            self.queue.actor.expire_now.remote, self._bury, say, config.cluster.no_progress_s
         )
 
     # who there is
@@ -231,7 +231,7 @@ class Fleet(LearnerAlone):
 
     def commit(self, checkpoint: Checkpoint) -> None:
         watermark = trained_in(checkpoint).watermark
-        self._committed = self.queue.commit(checkpoint.step, watermark)
+        self._committed = self.queue.actor.commit.remote(checkpoint.step, watermark)
 
     def work(self) -> None:
         self._working = True
@@ -240,7 +240,7 @@ class Fleet(LearnerAlone):
         self._begin_joining()
 
     def end_waits(self) -> None:
-        self.queue.close()
+        self.queue.actor.close.remote()
 
     def settle(self) -> None:
         try:
@@ -259,7 +259,7 @@ class Fleet(LearnerAlone):
 
     def close(self) -> None:
         try:
-            calls.get(self.queue.close(), timeout=_CLOSE_S)
+            calls.get(self.queue.actor.close.remote(), timeout=_CLOSE_S)
             if self._committed is not None:  # Ray would report a call that is cut short
                 calls.get(self._committed, timeout=_CLOSE_S)
         except errors.RayError as error:  # dead or hanging: its journal lacks only its end
@@ -285,7 +285,7 @@ class Fleet(LearnerAlone):
         """Ask the queue for its status, again and again, and act on it."""
         while True:
             try:
-                status: QueueStatus = await self.queue.status()
+                status: QueueStatus = await self.queue.actor.status.remote()
             except errors.RayError:
                 self._status = None  # the next one answers
             else:
@@ -315,7 +315,7 @@ class Fleet(LearnerAlone):
 
     def _when_buried(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:
-            self.queue.forfeit(worker_title(member.index), why)
+            self.queue.actor.forfeit.remote(worker_title(member.index), why)
         if member.spec.name == EVALUATOR:
             self.evaluator_calls.buried(member)
 
@@ -329,7 +329,7 @@ class Fleet(LearnerAlone):
                 self.canaries.check()
                 self.admission.admit_waiting()
                 self.let_go()
-                if self.driver.call("groups", self.queue.poll()):
+                if self.driver.call("groups", self.queue.actor.poll.remote()):
                     return time.monotonic() - started
                 self._pushed(wait=False)  # if it failed, no slot will ever be freed
                 if self._status is not None:
@@ -360,7 +360,7 @@ class Fleet(LearnerAlone):
         quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
         moving = [i for i in old if quiet.get(i, half_s) < half_s]
         if moving:
-            self.queue.renew(moving)
+            self.queue.actor.renew.remote(moving)
 
     def _give_up_overdue(self, status: QueueStatus) -> None:
         """Make workers give up overdue groups that were restarted elsewhere."""
@@ -421,7 +421,7 @@ class Fleet(LearnerAlone):
     def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
         # After the push: groups leased from here on must not be sampled from the lost weights.
-        rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
+        rewound = self.queue.actor.rewind.remote(trained_in(checkpoint), str(lost))
         self._epoch = self.driver.call("taking the queue back", rewound)
         self.canaries.join_learner()
         if self._working:

@@ -182,7 +182,7 @@ class House:
         while self._asked() != self._answered():
             self.driver.pause(0.005)
             assert time.monotonic() < deadline
-        calls.get(self.queue.status(), DEADLINE_S)  # it has noted all answers
+        calls.get(self.queue.actor.status.remote(), DEADLINE_S)  # it has noted all answers
         self.driver.pause(0.05)
 
     def _asked(self) -> Counter[int]:
@@ -278,7 +278,7 @@ def test_without_canaries_nobody_is_asked_and_nobody_has_a_number(house: Any) ->
     assert here.join([1], [2]) == {} and here.canaries.lives == {}
     here.canaries.after_step(10)
     here.canaries.after_last(here.version)
-    calls.get(here.queue.status(), DEADLINE_S)  # it has written what it began with
+    calls.get(here.queue.actor.status.remote(), DEADLINE_S)  # it has written what it began with
     assert [event["event"] for event in read_journal(here.path)] == ["start"]
 
 

@@ -121,7 +121,7 @@ def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
     wait_until_kept(journal, 3)
     for _ in range(2):
         kill_queue(queue)
-        status = get(queue.status())
+        status = get(queue.actor.status.remote())
         assert status.depth == 3 and status.pending == [] and status.re_leases == 0
     taken = queue.take(TrainedGroups())
     groups, lost = opened(queue, taken.groups_P)
@@ -131,7 +131,7 @@ def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
     queue.publish(1, trained)
     assert [each.group_id for each in deliver(queue, 9, make)] == [3, 4, 5]
     wait_until_kept(journal, 6)
-    get(queue.commit(1, trained.watermark))
+    get(queue.actor.commit.remote(1, trained.watermark))
     kill_queue(queue)
     taken = queue.take(trained)
     assert taken.group_ids == [2, 3]
@@ -139,7 +139,7 @@ def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
     assert not lost
     assert_same(tuple(groups), (make(2), make(3)))
     queue.publish(2, taken.after(trained))
-    get(queue.close())
+    get(queue.actor.close.remote())
     found = audit(journal, steps=2)
     assert found.problems == [] and found.recoveries == 3 and found.re_leases == {
         "when the queue died": 0
@@ -162,7 +162,7 @@ def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
         queue.publish(version, trained)
         deliver(queue, 2, lambda i, v=version: group(i, version=v))  # 6, 7; and 8, 9
         if version == 1:
-            get(queue.commit(1, trained.watermark))
+            get(queue.actor.commit.remote(1, trained.watermark))
     wait_until_kept(journal, 10)
     kill(queue.actor)
 
@@ -177,9 +177,11 @@ def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
     for group_id, made in found.items():
         assert_same(made, group(group_id, version=group_id >= 6))
     asyncio.run(WorkerEnd(again, "b").inside({}))
-    assert get(again.forfeit("b", "killed")) == list(found), "it dies before it has scored them"
+    assert get(again.actor.forfeit.remote("b", "killed")) == list(found), (
+        "it dies before it has scored them"
+    )
     assert list(asyncio.run(leased())) == list(found)
-    get(again.close())
+    get(again.actor.close.remote())
     found_in = audit(journal)
     assert found_in.problems == [] and (found_in.jobs, found_in.adopted) == (2, 6)
 
@@ -190,7 +192,7 @@ def test_groups_of_another_run_are_not_taken_back(new_queue: NewQueue, tmp_path:
     wait_until_kept(tmp_path / "ledger.jsonl", 4)
     kill(queue.actor)
     other = new_queue(run_id="another")
-    assert get(other.status()).pending == []
+    assert get(other.actor.status.remote()).pending == []
     assert not list((tmp_path / "groups").iterdir())
 
 
@@ -200,10 +202,10 @@ def test_a_disk_that_takes_nothing_costs_no_more_than_before(
     (tmp_path / "groups").write_text("in the way")
     queue = new_queue(on_ray=True)
     deliver(queue, 4)
-    until(lambda: "groups" in get(queue.status()).unkept)
+    until(lambda: "groups" in get(queue.actor.status.remote()).unkept)
     assert queue.take(TrainedGroups()).group_ids == [0, 1]
     kill_queue(queue)
-    assert get(queue.status()).pending == [0, 1, 2, 3]
+    assert get(queue.actor.status.remote()).pending == [0, 1, 2, 3]
     (tmp_path / "groups").unlink()  # there is room again
     deliver(queue, 4)
     wait_until_kept(tmp_path / "ledger.jsonl", 4)

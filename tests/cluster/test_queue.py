@@ -79,7 +79,7 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     leases = lease(queue, 9)
     assert ids(leases) == [0, 1, 2, 3]
     trained = TrainedGroups()
-    waiting = queue.poll()
+    waiting = queue.actor.poll.remote()
     put(queue, leases[1], leases[1])
     put(queue, leases[0])
     assert is_true(waiting)
@@ -95,7 +95,7 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     assert payloads(queue) == [2, 3], "payloads of trained groups are kept"
     trained = taken.after(trained)
     queue.publish(2, trained)
-    assert payloads(queue) == [] and get(queue.status()).duplicates == 4
+    assert payloads(queue) == [] and get(queue.actor.status.remote()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
     assert first.trajectories_G[0].segments[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
@@ -115,15 +115,18 @@ def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -
     trained = queue.take(TrainedGroups()).after(TrainedGroups())
     waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
     queue.push(1, trained)
-    assert payloads(queue) == [2, 3] and get(queue.status()).published == 0
-    assert is_true(queue.poll()) and ids(queue.take(trained)) == [2, 3]
+    assert payloads(queue) == [2, 3] and get(queue.actor.status.remote()).published == 0
+    assert is_true(queue.actor.poll.remote()) and ids(queue.take(trained)) == [2, 3]
     assert wait([waiting], timeout=0.2)[0] == []  # pushed is not published
     queue.publish(1, trained)
     assert ids(get(waiting).leases) == [4, 5]
     taken = queue.take(trained)
     assert ids(taken) == [2, 3]  # as it was
     queue.push(2, taken.after(trained))
-    assert get(queue.status()).published == 2 and get(queue.status()).credit == 0
+    assert (
+        get(queue.actor.status.remote()).published == 2
+        and get(queue.actor.status.remote()).credit == 0
+    )
 
 
 def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue) -> None:
@@ -153,7 +156,7 @@ def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue)
     again = queue.trajectories([four, five]).found
     assert again[four] is not held[four] and again[five] is not ahead[five], "it was kept"
     assert queue.foresee(taken.after(after).after([5, 6], {}), (), False) is None
-    get(queue.close())
+    get(queue.actor.close.remote())
     assert queue.foresee(after, (), False) is None
 
 
@@ -166,7 +169,7 @@ def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
         done, _ = await asyncio.wait([waiting], timeout=1.0)
         assert not done  # not even by its deadline
         await WorkerEnd(queue, "a").inside({})
-        assert await queue.forfeit("a", "killed") == list(range(8))
+        assert await queue.actor.forfeit.remote("a", "killed") == list(range(8))
         return await waiting
 
     again = asyncio.run(wait_for_another())
@@ -178,30 +181,30 @@ def test_a_hung_group_is_given_to_another_and_the_first_to_arrive_counts(
 ) -> None:
     queue = new_queue(lease_s=0.5, max_deaths=1000)
     hung = lease(queue, 1)
-    while not get(queue.status()).pending:  # found in passing, by whoever asks
+    while not get(queue.actor.status.remote()).pending:  # found in passing, by whoever asks
         time.sleep(0.2)
     again = lease(queue, 1, "b")
     assert (ids(again), again[0].attempt) == ([0], 2)
     put(queue, *hung)
     put(queue, *again, worker="b")
-    status = get(queue.status())
+    status = get(queue.actor.status.remote())
     assert (status.delivered, status.duplicates, status.re_leases) == (1, 1, 1)
 
 
 def test_a_lease_can_be_ended_before_its_time(new_queue: NewQueue) -> None:
     queue = new_queue()
     lease(queue, 1)
-    assert get(queue.expire_now([0, 5], "no beat for 3 s")) == [0]
-    assert get(queue.status()).last_reason == "no beat for 3 s"
+    assert get(queue.actor.expire_now.remote([0, 5], "no beat for 3 s")) == [0]
+    assert get(queue.actor.status.remote()).last_reason == "no beat for 3 s"
 
 
 def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> None:
     queue = new_queue()
     assert ids(lease(queue, 9)) == [0, 1, 2, 3]
     asked = queue.actor.lease.remote("a", 9, "before it died", DEADLINE_S)
-    assert not get(queue.status()).pending  # the call is there
-    assert is_true(queue.forfeit("a", "killed")) and get(asked).leases == []
-    assert get(queue.status()).pending == [0, 1, 2, 3]
+    assert not get(queue.actor.status.remote()).pending  # the call is there
+    assert is_true(queue.actor.forfeit.remote("a", "killed")) and get(asked).leases == []
+    assert get(queue.actor.status.remote()).pending == [0, 1, 2, 3]
 
 
 def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
@@ -212,7 +215,7 @@ def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
         queue.take(TrainedGroups())
     with pytest.raises(QueueTimeout, match="learner"):
         lease(queue, 1)
-    assert not is_true(queue.poll())
+    assert not is_true(queue.actor.poll.remote())
     put(queue, leases[1])  # a wait that ended took nothing with it
     assert ids(queue.take(TrainedGroups())) == [0, 1]
 
@@ -221,9 +224,9 @@ def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
     queue = new_queue(on_ray=True)
     leases = lease(queue, 9)
     taking = queue.actor.take.remote(TrainedGroups(), 60.0)
-    waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.poll()]
+    waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.actor.poll.remote()]
     assert wait(waits, timeout=0.2)[0] == []
-    get(queue.close())
+    get(queue.actor.close.remote())
     assert get(waits[1]).leases == [] and get(waits[1]).closed
     assert get(taking) is None and get(waits[2]) is False
     put(queue, leases[0])
@@ -241,9 +244,9 @@ def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) ->
     queue = new_queue(on_ray=True)
     leases = lease(queue, 3, "a")
     put(queue, leases[1])
-    before = get(queue.status())
+    before = get(queue.actor.status.remote())
     kill_queue(queue)
-    after = get(queue.status())
+    after = get(queue.actor.status.remote())
     assert {i: held[:2] for i, held in after.leased.items()} == {0: ("a", 1), 2: ("a", 1)}
     assert after.pending == [1] and after.depth == 0  # its payload died
     assert (after.credit, after.delivered) == (before.credit, before.delivered)
@@ -307,7 +310,7 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     assert get(held) < 0.01 * payload
     taken = queue.take(TrainedGroups())
     assert message_bytes(taken) < 0.01 * payload, "the leader took more than metadata"
-    assert get(queue.forfeit("a", "SIGKILL")) == []  # nothing was under way
+    assert get(queue.actor.forfeit.remote("a", "SIGKILL")) == []  # nothing was under way
     follower = long_producer(queue)
     places = [TrajectoryId(i, 1 - i) for i in ids(taken)]
     for (group_id, member), other in zip(places, get(follower.fetch.remote(places)), strict=True):
@@ -359,7 +362,7 @@ def test_a_group_whose_hidden_states_are_lost_is_scored_again(
     with asyncio.Runner() as runner:
         runner.run(deliver(scored))
         del scored, references
-        assert is_true(queue.poll())
+        assert is_true(queue.actor.poll.remote())
         queue.take(TrainedGroups())
         for i, place in enumerate(places):
             [segment] = queue.trajectories([place]).found[place].segments
@@ -376,7 +379,7 @@ def test_a_group_whose_hidden_states_are_lost_is_scored_again(
     assert sampled is not None
     for made, expected in zip(sampled.trajectories_G, group.trajectories_G, strict=True):
         assert_same(without_states(made), expected)
-    get(queue.close())
+    get(queue.actor.close.remote())
 
 
 def without_states(trajectory: Trajectory) -> Trajectory:
@@ -414,7 +417,7 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
         raise AssertionError("Ray does not say that the groups are lost")
 
     lost()
-    assert is_true(queue.poll())  # nobody has told the queue
+    assert is_true(queue.actor.poll.remote())  # nobody has told the queue
     assert ids(queue.take(TrainedGroups())) == [0, 1]
     assert lost().keys() == lost(ahead=True).keys() == {0, 1}
     queue.lose([0, 1], lost()[0])
@@ -425,7 +428,7 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
     assert [made.group_id for made in whole(queue, taken)] == ids(taken) == [0, 1]
     queue.publish(1, taken.after(TrainedGroups()))
     assert queue.trajectories(places).lost == dict.fromkeys((0, 1), "the queue holds it no longer")
-    get(queue.close())
+    get(queue.actor.close.remote())
     events = [event["event"] for event in read_journal(journal)]
     assert events.count("lost") == 1 and events.count("take") == 1  # the same step
     found = audit(journal, steps=1)

@@ -175,7 +175,7 @@ def test_half_an_hour_for_a_group_is_no_hang(
     assert not events(run, "death")
     asked = [member.handle.plain.client.asked for member in run.members()]
     assert sum(asked) == 2, "no group was begun twice"
-    status = run.fleet.driver.call("status", run.fleet.queue.status())
+    status = run.fleet.driver.call("status", run.fleet.queue.actor.status.remote())
     assert status.re_leases == 0 and status.set_aside == 0 and status.duplicates == 0
 
 
@@ -227,7 +227,7 @@ def test_a_frozen_engine_is_found_by_its_heartbeat_and_its_group_goes_on(
     assert death["who"] == "policy engine 0" and "gave no sign of life within 60 s" in death["why"]
     began_again = 1000 + freeze + run.fleet.supervisor.hang_after_s
     assert loop.now < began_again + SECONDS + 60, "at once, at another engine"
-    status = run.fleet.driver.call("status", run.fleet.queue.status())
+    status = run.fleet.driver.call("status", run.fleet.queue.actor.status.remote())
     assert status.re_leases == 0 and status.set_aside == 0, "the worker has it done by another"
 
 
