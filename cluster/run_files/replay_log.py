@@ -138,10 +138,11 @@ class KeptSteps:
 
         if (at := start(step)) is not None:
             return starts[at]
-        can = [each for each in self.steps if start(each) is not None]
+        can = ", ".join(str(each) for each in self.steps if start(each) is not None)
         raise ConfigError(
             f"step={step} cannot be done again: it, or a step between it and the checkpoint before "
-            f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (keep=N)",
+            f"it, is not kept. {f'These can: {can}' if can else 'No step can'}; a run with keep=N "
+            "keeps its newest N steps",
             field="step",
         )
 

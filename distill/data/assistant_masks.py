@@ -65,7 +65,7 @@ def conversation_chains(
     ]
     if not turns:
         raise DataError(
-            f"there is no assistant turn to train in messages[{context}:]; only what the "
+            "there is no assistant turn to train; only what the "
             "assistant says is trained, without `weight: 0` or `train: false`"
         )
     text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
