@@ -337,12 +337,12 @@ def build_supervised_loop(
         compute = reference_logprobs(
             config, learner, learner_config, resumed=resume_from is not None
         )
-        rows_D = with_reference(rows_D, directory.path / "reference_logprobs.npz", compute)
+        rows_D = with_reference(rows_D, directory.reference_scores("reference"), compute)
         held_out = [
             replace(
                 source,
                 rows_D=with_reference(
-                    source.rows_D, directory.path / f"validation_logprobs-{i}.npz", compute
+                    source.rows_D, directory.reference_scores(f"validation-{i}"), compute
                 ),
             )
             for i, source in enumerate(held_out)

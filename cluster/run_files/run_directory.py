@@ -127,6 +127,10 @@ class RunDirectory:
     def groups(self) -> Path:
         return self.path / GROUPS
 
+    def reference_scores(self, rows: str) -> Path:
+        """File of a reference's log-probs of these rows, for a run that resumes."""
+        return self.path / f"{rows}_logprobs.npz"
+
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
@@ -148,12 +152,9 @@ class RunDirectory:
         check_out(self.path)
         if not (self.path / "config.json").is_file():
             return None
-        was = self._recorded()
-        try:
-            self._check_same_run(was)
-        except ConfigError as other:
+        if (other := self._of_another_run()) is not None:
             if has_trained(self.path):
-                raise
+                raise other
             say(
                 f"out={self.path} holds an attempt with another {other.field}=, which trained "
                 "nothing: this run takes its place"
@@ -177,6 +178,14 @@ class RunDirectory:
                 "came before",
                 field="out",
             )
+
+    def _of_another_run(self) -> ConfigError | None:
+        """The setting in which the earlier attempt differs; None if it is of this run."""
+        try:
+            self._check_same_run(self._recorded())
+        except ConfigError as other:
+            return other
+        return None
 
     def _recorded(self) -> RunRecord:
         """Record of the earlier attempt; raises CheckpointError if config.json is no run's."""
@@ -289,6 +298,9 @@ class RunDirectory:
         Args:
             forked_from: the checkpoint of another run that this one begins from.
         """
+        if (self.path / "config.json").is_file() and self._of_another_run() is not None:
+            for scores in self.path.glob(self.reference_scores("*").name):
+                scores.unlink()  # of a model that may be another one
         run_id = self.run_id if resume_from else secrets.token_hex(4)
         if resume_from:
             forked_from = self.forked_from

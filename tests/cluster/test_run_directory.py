@@ -254,12 +254,16 @@ def test_an_attempt_that_trained_nothing_gives_way_to_other_settings(
     first.append_metrics({"step": 0, "eval/accuracy": 0.5})
     begin = save(first, opd().model.path, 0) if of_a_fork else None
     assert RunDirectory("opd", opd()).check() == begin
+    scores = first.reference_scores("reference")
+    scores.touch()
+    started(opd())
+    assert scores.exists()
     said: list[str] = []
     assert RunDirectory("opd", opd(**changes)).check(said.append) is None
     assert len(said) == 1
     assert RunDirectory("rl", opd(**changes)).check() is None
     second = started(opd(**changes))
-    assert second.run_id != was and second.read_metrics() == []
+    assert second.run_id != was and second.read_metrics() == [] and not scores.exists()
     assert not second.store.complete()  # or the fork's weights would be taken for these
     assert RunDirectory("opd", opd(**changes)).check(said.append) is None
     assert len(said) == 1
