@@ -186,12 +186,14 @@ def with_reference(
     ends = np.cumsum([row.num_trained for row in rows_D])
     done = int(np.searchsorted(ends, len(reference_N), side="right"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    for first in range(done, len(rows_D), rows_per_portion):
-        scored = compute(rows_D[first : first + rows_per_portion])
+    while done < len(rows_D):
+        # Portions that grow: each write is of the whole file.
+        scored = compute(rows_D[done : done + max(rows_per_portion, done // 8)])
+        done += len(scored)
         reference_N = np.concatenate([reference_N, *scored])
         with whole_write(path) as unfinished, unfinished.open("wb") as file:
             np.savez(file, digest=np.array(digest), logprobs=reference_N)
-        logger.info("the reference has scored %d of %d rows", first + len(scored), len(rows_D))
+        logger.info("the reference has scored %d of %d rows", done, len(rows_D))
     parts = np.split(reference_N, ends[:-1])
     return [_with(row, part_N) for row, part_N in zip(rows_D, parts, strict=True)]
 

@@ -294,7 +294,11 @@ def check_messages(value: object, field: str) -> list[Message]:
 
 def _checked(message: Any, field: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"`{field}` must be an object with a `role`, got {message!r}", field=field)
+        sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
+        remedy = ' (write "role" and "content" for "from" and "value")' if sharegpt else ""
+        raise DataError(
+            f"`{field}` must be an object with a `role`{remedy}, got {message!r}", field=field
+        )
     if (role := _OPENAI_ROLES.get(message["role"])) is not None:
         raise DataError(
             f'`{field}.role` is "{message["role"]}", as other formats have it; write "{role}"',
