@@ -293,6 +293,7 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
 def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> None:
     """Raises ConfigError for an objective that reads scores which the kept groups lack."""
     objective, read = config.objective, dict[str, str]()
+    asked = objective.asked_of_policy + objective.asked_of_teacher
     if isinstance(config, OpdConfig):
         if objective.kl_coef and (scores := _SCORES.get(objective.estimator)) is not None:
             read[scores] = f"objective.estimator={objective.estimator}"
@@ -309,6 +310,15 @@ def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> N
                     f"have ({scores}); give the value of the run that kept them",
                     field=setting.partition("=")[0],
                 )
+        top = segment.teacher_top if "teacher_top" in read else None
+        if top is not None and top.ids_NK.shape[1] != asked:
+            raise ConfigError(
+                f"objective.teacher_top_k={objective.teacher_top_k} with top_k_from="
+                f"{objective.top_k_from} compares {asked} tokens at each action; groups of "
+                f"train_from={config.train_from} have the teacher's log-probs of "
+                f"{top.ids_NK.shape[1]}: give the values of the run that kept them",
+                field="objective.teacher_top_k",
+            )
 
 
 def _check_teachers(config: OpdConfig, groups: Iterable[TrajectoryGroup]) -> None:

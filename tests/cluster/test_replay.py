@@ -388,3 +388,21 @@ def test_groups_without_the_scores_that_the_objective_reads_are_refused(
         distil(tiny_pair, tmp_path / "new", train_from=out, steps=1, estimator=estimator)
     assert not (tmp_path / "new").exists()
     distil(tiny_pair, tmp_path / "new", train_from=out, steps=1, estimator="full")
+
+
+@pytest.mark.parametrize(
+    ("top_k_from", "changes"),
+    [("student", {"teacher_top_k": 2}), ("union", {"top_k_from": "teacher"})],
+)
+def test_groups_scored_at_other_tokens_are_refused(
+    tiny_pair: TinyPair, tmp_path: Path, top_k_from: str, changes: dict[str, Any]
+) -> None:
+    shape: dict[str, Any] = {
+        "estimator": "top_k", "teacher_top_k": 3, "top_k_from": top_k_from, "steps": 1,
+        "checkpoint_every": 1,
+    }  # fmt: skip
+    distil(tiny_pair, tmp_path / "made", keep=1, **shape)
+    kept = shape | {"train_from": str(tmp_path / "made")}
+    with refuses(ConfigError, "objective.teacher_top_k"):
+        distil(tiny_pair, tmp_path / "new", **kept | changes)
+    distil(tiny_pair, tmp_path / "new", **kept)
