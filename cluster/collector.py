@@ -6,9 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New containers after which the collector looks for unreachable cycles among them. Python's own
-# 700 are fewer than a step of a rollout worker has in use: it would look thousands of times, and
-# every hundredth time through all that is alive.
+# New containers after which the collector looks for unreachable cycles among them. A step of short
+# answers makes Python's own 700 many times over, and leaves hardly a cycle.
 _COLLECT_AFTER = 20_000
 
 

@@ -434,7 +434,7 @@ class TeachersSettings:
     teacher: TeacherSettings = section_field(TeacherSettings)
     teachers: Mapping[str, TeacherConfig] = chz.field(
         default_factory=dict,
-        # chz orders them anew in each process.
+        # chz gives them in an order that differs between processes.
         munger=lambda _, teachers: dict(sorted(teachers.items())),
         doc="several teachers, instead of teacher: teachers.NAME.model=... and "
         "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",

@@ -9,8 +9,6 @@ from cluster.findings.training import PATIENCE, declined, gained
 
 # Share of groups whose members all have one reward.
 _CONSTANT = 0.95
-_MASKED = "the rewards of episodes that are cut off do not count (mask_truncated=True)"
-_LONGER = "raise max_new_tokens"
 # Growth of the share of responses in the format that is asked for.
 _FORMAT_GREW = 0.15
 
@@ -27,7 +25,8 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
         why, remedy = "the terms of all sampled tokens are 0", "is teacher= the right checkpoint?"
         settings = ("teacher",)
     elif _masked(history, config):
-        why, remedy, settings = _MASKED, _LONGER, ("mask_truncated", "max_new_tokens")
+        why = "the rewards of episodes that are cut off do not count (mask_truncated=True)"
+        remedy, settings = "raise max_new_tokens", ("mask_truncated", "max_new_tokens")
     else:
         why = "all members of each group have the same reward"
         remedy = (
@@ -49,7 +48,7 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | N
     if not config.objective.reward_coef > 0 or constant is None or reward is None:
         return None
     if constant.now < _CONSTANT or gained(reward) or _masked(history, config):
-        return None  # of rewards that are masked the advantages say enough
+        return None  # for masked rewards `advantages_are_zero` names the cause
     return Finding(
         name="rewards_are_constant",
         step=history.step,

@@ -291,7 +291,8 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
 
 
 def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> None:
-    """Raises ConfigError for an objective that reads scores which the kept groups lack."""
+    """Raises ConfigError for an objective that reads scores which the kept groups lack, or have at
+    another number of tokens."""
     objective, read = config.objective, dict[str, str]()
     asked = objective.asked_of_policy + objective.asked_of_teacher
     if isinstance(config, OpdConfig):

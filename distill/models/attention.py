@@ -68,7 +68,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' AttentionInterface; output (N, S, heads, D)."""
-    # A mask is none of transformers', which makes none for a function that it does not know: it is
+    # transformers makes no mask for an attention function that it does not know, so a mask here is
     # the model's own.
     others = kwargs | {"attention_mask": attention_mask}
     for name in ("attention_mask", "s_aux", "position_bias"):

@@ -89,7 +89,7 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
 def _require_causal(model: PreTrainedModel) -> None:
     """Raise CheckpointError for a model that `PlainModel` cannot run beside longer rows.
 
-    Only in float32: the rounding of others may send a mixture's token to another expert.
+    Only in float32: in other dtypes rounding may route a mixture's token to another expert.
     """
     if model.dtype != torch.float32:
         return
