@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, survive a power failure, and are known by their digests.
 
 whole_write       a file or a directory, whoever dies while it is written
+write_whole       a file, after a power failure as well
 sync_tree         the contents of a directory, with the digests of its files
 sync_directory    the names in a directory
 disk_remedy       what to do about a file that could not be written
@@ -47,6 +48,19 @@ def whole_write(path: Path) -> Iterator[Path]:
     except BaseException:
         _remove(partial)
         raise
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; it is on disk once this returns.
+
+    Raises:
+        OSError: it could not be written. The file is as it was.
+    """
+    with whole_write(path) as partial, partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
 
 
 def _remove(path: Path) -> None:

@@ -36,6 +36,7 @@ from distill.durable_files import (
     sync_directory,
     sync_tree,
     whole_write,
+    write_whole,
 )
 from distill.errors import CheckpointError
 
@@ -107,11 +108,11 @@ class CheckpointStore:
             CheckpointError: it could not be written (disk full, say). Earlier ones are untouched.
         """
         final = self.root / f"step-{step:06d}"
+        for left in self.root.glob(".step-*.partial"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         if (saved := self._saved(final, delivery)) is not None:
             return saved
         try:
-            for left in self.root.glob(".step-*.partial"):  # by a writer that was killed
-                shutil.rmtree(left, ignore_errors=True)
             with whole_write(final) as partial:
                 partial.mkdir(parents=True)
                 write(partial)
@@ -120,15 +121,16 @@ class CheckpointStore:
                 manifest: dict[str, Any] = {"step": step, "delivery": dict(delivery)}
                 manifest |= {"sizes": sizes, "sha256": hashes}
                 manifest["seal"] = _seal(manifest)
-                _write_synced(partial / "manifest.json", json.dumps(manifest, indent=2).encode())
-                sync_directory(partial)
+                write_whole(partial / "manifest.json", json.dumps(manifest, indent=2).encode())
             sync_directory(self.root)
             sync_directory(self.root.parent)
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
             raise CheckpointError(self._explain(final, error)) from error
         for old in self._superseded():
+            gone = old.path.with_name(f".{old.path.name}.partial")  # removed by the next one
             try:
-                shutil.rmtree(old.path)
+                old.path.rename(gone)
+                shutil.rmtree(gone)
             except OSError as error:
                 logger.warning("checkpoint %s stays, it cannot be removed: %s", old.path, error)
         made = Checkpoint(path=final, step=step, delivery=delivery, seal=manifest["seal"])
@@ -212,8 +214,7 @@ class CheckpointStore:
     def _mark(self, name: str, value: Mapping[str, Any]) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with whole_write(self.root / name) as partial:
-                _write_synced(partial, json.dumps(dict(value)).encode())
+            write_whole(self.root / name, json.dumps(dict(value)).encode())
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {self.root / name}: {error}. {disk_remedy(error)}"
@@ -352,7 +353,7 @@ def _seal(manifest: Mapping[str, Any]) -> str:
     """Digest of a manifest's other fields: through their digests, of the whole checkpoint."""
     rest = {name: value for name, value in manifest.items() if name != "seal"}
     written = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(written.encode()).hexdigest()
+    return hashlib.sha256(written.encode(errors="backslashreplace")).hexdigest()
 
 
 def _read(path: Path) -> Checkpoint:
@@ -386,13 +387,6 @@ def _verify(path: Path) -> None:
     for name, expected in written.items():
         if there[name] != expected:
             raise _Damaged(f"{name} has sha256 {there[name]}, and the manifest says {expected}")
-
-
-def _write_synced(path: Path, text: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def link_or_copy(source: str, target: str) -> None:

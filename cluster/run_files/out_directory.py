@@ -117,7 +117,8 @@ def locked(path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
 
 
 def _holds_files(path: Path) -> bool:
-    return path.is_dir() and any(each.name != LOCK for each in path.iterdir())
+    ours = (LOCK, ".config.json.partial")  # of a run that was killed as it began
+    return path.is_dir() and any(each.name not in ours for each in path.iterdir())
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

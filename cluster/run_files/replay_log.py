@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.run_record import KEPT
+from cluster.jsonl_log import read_object
 from cluster.store.group_format import UNREADABLE, read_groups, write_groups
 from cluster.store.group_store import GROUPS
-from distill.durable_files import whole_write
+from distill.durable_files import write_whole
 from distill.errors import ConfigError, DataError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
@@ -60,14 +61,17 @@ class ReplayLog:
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
         """Write the data that `step` is about to train on; `groups_P` are its whole groups."""
         with self._going_on(step):
-            self._write_taken(step, taken, groups_P)
+            self._path(step, "json").unlink(missing_ok=True)  # from an earlier attempt at this step
+            write_step(self._root, step, taken, groups_P)
 
     def trained(
         self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
     ) -> None:
         """Write the results of `step`, which ran on `workers` learner workers."""
+        outcome = {"step": step, "metrics": dict(metrics), "workers": workers, **prints}
         with self._going_on(step):
-            self._write_trained(step, metrics, prints, workers)
+            write_whole(self._path(step, "json"), json.dumps(outcome).encode())
+            self._drop(step)
 
     @contextmanager
     def _going_on(self, step: int) -> Iterator[None]:
@@ -78,25 +82,6 @@ class ReplayLog:
             if not self._failed:
                 self._failed = True
                 logger.warning("step %d and others cannot be replayed: %s", step, error)
-
-    def _write_taken(
-        self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]
-    ) -> None:
-        self._path(step, "json").unlink(missing_ok=True)  # from an earlier attempt at this step
-        write_step(self._root, step, taken, groups_P)
-
-    def _write_trained(
-        self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
-    ) -> None:
-        line = {
-            "step": step,
-            "metrics": dict(metrics),
-            "workers": workers,
-            **prints,
-        }
-        with whole_write(self._path(step, "json")) as partial:
-            partial.write_text(json.dumps(line))
-        self._drop(step)
 
     def _drop(self, newest: int) -> None:
         """Drop steps that have left the window, except those that never ended."""
@@ -169,8 +154,7 @@ class KeptSteps:
 
     def outcome(self, step: int) -> dict[str, Any] | None:
         """Metrics and fingerprints after `step`; None if the step never ended."""
-        path = _path(self._root, step, "json")
-        return json.loads(path.read_bytes()) if path.exists() else None
+        return read_object(_path(self._root, step, "json"))
 
 
 class KeptGroupSource:

@@ -35,7 +35,14 @@ from cluster.queue.journal import replay
 from cluster.run_files.out_directory import check_out, locked
 from cluster.run_files.run_lock import LOCK
 from cluster.store.group_store import GROUPS
-from distill.durable_files import digests, disk_remedy, sync_directory, sync_tree, whole_write
+from distill.durable_files import (
+    digests,
+    disk_remedy,
+    sync_directory,
+    sync_tree,
+    whole_write,
+    write_whole,
+)
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE, fields_of, flagged, identity_of
 from distill.stops import StopTokens
@@ -301,6 +308,10 @@ class RunDirectory:
         if (self.path / "config.json").is_file() and self._of_another_run() is not None:
             for scores in self.path.glob(self.reference_scores("*").name):
                 scores.unlink()  # of a model that may be another one
+        self.store.release()  # an attempt that was killed evaluates no more
+        # A fresh start has no use for the first checkpoint of a fork that trained nothing. It goes
+        # before the settings that it was made by, or a death here would leave it to others.
+        self.store.set_aside_after(resume_from.step if resume_from else -1)
         run_id = self.run_id if resume_from else secrets.token_hex(4)
         if resume_from:
             forked_from = self.forked_from
@@ -319,9 +330,6 @@ class RunDirectory:
         )
         for name in ("summary.json", "certificate.json"):  # of an earlier end
             (self.path / name).unlink(missing_ok=True)
-        self.store.release()  # an attempt that was killed evaluates no more
-        # A fresh start has no use for the first checkpoint of a fork that trained nothing.
-        self.store.set_aside_after(resume_from.step if resume_from else -1)
         # From step 0 on, what is evaluated before the first step is evaluated again.
         self._keep_metrics(resume_from.step or -1 if resume_from else -1)
 
@@ -334,10 +342,10 @@ class RunDirectory:
         """Drops lines of metrics and evaluations of later steps."""
         for file in (self._metrics, self._evaluations):
             file.close()
-            lines = file.path.read_text().splitlines() if file.path.exists() else []
+            lines = file.path.read_bytes().splitlines() if file.path.exists() else []
             kept = [line for line in lines if step_of(line) <= step]
-            if kept or lines or file is self._metrics:
-                _replace(file.path, "".join(line + "\n" for line in kept))
+            if lines or file is self._metrics:
+                _replace(file.path, b"".join(line + b"\n" for line in kept))
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         self._metrics.append(json.dumps(dict(metrics)).encode())
@@ -373,7 +381,7 @@ class RunDirectory:
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes a JSON file; raises CheckpointError if the disk does not take it."""
-        _replace(self.path / name, json.dumps(dict(value), indent=1) + "\n")
+        _replace(self.path / name, json.dumps(dict(value), indent=1).encode() + b"\n")
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """Copies the last checkpoint's model to `final/`, and its adapter, if it has one, to
@@ -402,10 +410,9 @@ def _copy(source: str, target: Path) -> None:
         ) from error
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, data: bytes) -> None:
     try:
-        with whole_write(path) as partial:
-            partial.write_text(text)
+        write_whole(path, data)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}. {disk_remedy(error)}") from error
 

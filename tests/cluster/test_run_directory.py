@@ -1,6 +1,5 @@
 """A run's directory: one run, resumable, held by one process, and its records true."""
 
-import errno
 import hashlib
 import json
 import multiprocessing
@@ -30,7 +29,7 @@ from distill.errors import CheckpointError, ConfigError, DataError
 from distill.settings import MAY_CHANGE as MAY_CHANGE_FLAG
 from distill.settings import flagged, path_of
 from distill.stops import StopTokens
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, CheckpointStore
 from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
 from tests.waiting import DEADLINE_S
@@ -104,6 +103,7 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
     """From step 0 on they are made again; a fork has a checkpoint of that step."""
     directory = started(opd())
     checkpoint = None if saved is None else save(directory, opd().model.path, saved)
+    (directory.path / "evaluations.jsonl").write_text('{"step": "no number"}\n')
     for step in (0, 1, 2):
         directory.append_metrics({"step": step, "eval/accuracy": 0.5})
         directory.append_evaluation(step, "teacher", [])
@@ -219,11 +219,15 @@ def test_damaged_lines_are_refused_with_file_and_line(
         directory.check()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "ledger.jsonl"])
-def test_a_last_line_that_a_crash_cut_short_is_well(opd: NewOpd, name: str) -> None:
+@pytest.mark.parametrize("line", [b'{"t": 1.0, "ev', b'{"step": "\xc3'])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "evaluations.jsonl", "events.jsonl", "ledger.jsonl"]
+)
+def test_a_last_line_that_a_crash_cut_short_is_well(opd: NewOpd, name: str, line: bytes) -> None:
     directory = started(opd())
-    (directory.path / name).write_text('{"t": 1.0, "ev')
+    (directory.path / name).write_bytes(line)
     assert directory.check() is None
+    assert started(opd()).read_metrics() == []
 
 
 def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
@@ -269,6 +273,21 @@ def test_an_attempt_that_trained_nothing_gives_way_to_other_settings(
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("at", [(RunDirectory, "write_json"), (CheckpointStore, "set_aside_after")])
+def test_a_death_at_the_start_leaves_no_checkpoint_to_other_settings(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch, at: tuple[type, str]
+) -> None:
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    first, other = opd(fork_from="one"), opd(fork_from="another")
+    save(started(first), first.model.path, 0)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(*at, dies)
+        started(other)
+    assert RunDirectory("opd", other).check() is None
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_checkpoint_of_a_step_is_of_a_run(opd: NewOpd, keeps: bool) -> None:
     """Also where it is damaged, and where the other settings look for theirs elsewhere."""
@@ -285,6 +304,8 @@ def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
     with refuses(ConfigError, "out"):
         RunDirectory("opd", opd(out=str(tmp_path))).check()
     assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "file").rename(tmp_path / ".config.json.partial")  # of a run that was killed
+    assert RunDirectory("opd", opd(out=str(tmp_path))).check() is None
 
 
 def refusal(config: OpdConfig, answer: Connection) -> None:
@@ -473,16 +494,9 @@ def test_such_a_directory_is_held_and_a_run_that_came_first_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "calibration.json"])
-def test_a_file_that_cannot_be_written_is_an_error_of_one_line(
-    opd: NewOpd, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_of_one_line(opd: NewOpd, name: str) -> None:
     directory = started(opd())
-
-    def full(_path: Path, _text: str) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(CheckpointError) as refused:
+    with files_of_at_most(0), pytest.raises(CheckpointError) as refused:
         directory.write_json(name, {})
     assert name in str(refused.value) and "\n" not in str(refused.value)
     assert not list(directory.path.glob(".*.partial"))

@@ -1,10 +1,11 @@
 """Files and directories appear whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from distill.durable_files import whole_write
+from distill.durable_files import whole_write, write_whole
 
 
 def write(path: Path, text: str, *, directory: bool) -> None:
@@ -40,3 +41,19 @@ def test_the_remains_of_a_killed_writer_are_replaced(tmp_path: Path, left_direct
         partial.write_text("whole")
     assert path.read_text() == "whole"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_is_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure leaves the file as it was, or whole."""
+    path, seen, real = tmp_path / "kept", list[tuple[str, bool]](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        seen.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_whole(path, b"whole")
+    assert seen == [(f"{tmp_path}/.kept.partial", False), (str(tmp_path), True)]
+    assert path.read_bytes() == b"whole"

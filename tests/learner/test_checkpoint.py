@@ -123,6 +123,22 @@ def test_the_newest_are_kept(store: CheckpointStore, save) -> None:
     assert names(store) == ["step-000100", "step-1000000"]
 
 
+def test_what_is_left_of_one_that_was_being_removed_goes_with_the_next(
+    store: CheckpointStore, save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(path: Path, **_: object) -> None:
+        (path / "trainer.json").unlink()
+        raise KeyboardInterrupt
+
+    for step in (1, 2):
+        save(store, step)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", dies)
+        save(store, 3)
+    save(store, 4)
+    assert names(store) == ["step-000003", "step-000004"]
+
+
 def test_a_step_that_is_saved_is_left_alone(store: CheckpointStore, save) -> None:
     first = save(store, 1)
     written = (first.path / "manifest.json").stat().st_mtime_ns
@@ -246,7 +262,7 @@ def test_files_and_their_directories_are_synced_before_the_manifest(
     finally:
         os.fsync = real
     partial = str(store.root / ".step-000001.partial")
-    manifest = asked.index(f"{partial}/manifest.json")
+    manifest = asked.index(f"{partial}/.manifest.json.partial")
     for name in ("model/model.safetensors", "model", "optimizer", "trainer.json", "."):
         assert str(Path(partial, name)) in asked[:manifest], name
     assert asked[manifest + 1 :] == [partial, str(store.root), str(store.root.parent)]
