@@ -135,16 +135,17 @@ def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if number < len(lines) or isinstance(error, RecursionError):
-                raise DataError(f"{path}:{number} is no JSON ({error}); remove the line") from error
-    for number, each in enumerate(found, 1):
-        if not isinstance(each, dict) or not required <= each.keys():
+            if number == len(lines) and isinstance(error, ValueError):
+                break
+            raise DataError(f"{path}:{number} is no JSON ({error}); remove the line") from error
+        if not isinstance(row, dict) or not required <= row.keys():
             raise DataError(
                 f"{path}:{number} is no object with {' and '.join(sorted(required))}; "
                 "remove the line"
             )
+        found.append(row)
     return found
 
 
@@ -166,8 +167,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def step_of(line: bytes | str) -> float:
     """Step of a line; infinity for one that a crash cut short, so that it counts as later."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")
 
 
@@ -191,7 +192,11 @@ def write_json(setting: str, path: Path, value: Mapping[str, Any]) -> None:
 
 def _write(setting: str, path: Path, texts: Iterable[str]) -> None:
     try:
-        with whole_write(path) as partial, partial.open("w", encoding="utf-8") as file:
+        # Half a surrogate pair, which UTF-8 cannot hold, stays the escape that JSON has for it.
+        with (
+            whole_write(path) as partial,
+            partial.open("w", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.writelines(texts)
     except OSError as error:
         raise ConfigError(f"{setting}={path} cannot be written: {error}", field=setting) from error

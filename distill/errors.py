@@ -78,9 +78,10 @@ def first_line(error: BaseException) -> str:
 def described(error: BaseException) -> str:
     """An error and the user's line that raised it: `KeyError: 'answer' (my_env.py:14)`.
 
-    The message of an IsothermError is complete as it is.
+    The message of an IsothermError is complete as it is. Half a surrogate pair, which no file of
+    UTF-8 can hold, is escaped.
     """
-    message = (str(error).splitlines() or [""])[0]
+    message = (str(error).splitlines() or [""])[0].encode("utf-8", "backslashreplace").decode()
     if isinstance(error, IsothermError):
         return message
     frames = users_frames(error) or traceback.extract_tb(error.__traceback__)

@@ -80,6 +80,11 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
     first, second = read_rows(data)
     assert first["messages"] == [*chat, {"role": "assistant", "content": "7"}]
     assert (second["prompt"], second["completion"]) == ("2 + 5?", "7")
+    endpoint.script = lambda *_: "7 \ud83d"  # half a pair, where the answer was cut
+    assert main([*asked, "hinted=True", "min_reward=0"]) == 0, capsys.readouterr().err
+    assert read_rows(data)[1]["completion"] == "7 \ud83d"
+    endpoint.script = lambda *_: "7"
+    assert main([*asked, "hinted=True"]) == 0
     assert "(hint" not in data.read_text()
     body = endpoint.bodies[-1]
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0.5, 9, MODEL)

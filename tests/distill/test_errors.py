@@ -28,6 +28,10 @@ def test_the_message_of_an_error_of_ours_is_complete() -> None:
     assert described(DataError("row 3 has no prompt; give one")) == "row 3 has no prompt; give one"
 
 
+def test_a_message_that_no_file_can_hold_is_escaped() -> None:
+    assert described(DataError("no number in é\ud83d")) == "no number in é\\ud83d"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "same"),
     [
