@@ -409,7 +409,7 @@ def audit(
     trained = sum(len(step.ids) for step in lineage.steps)
     accounts = {step.version: step.after for step in lineage.steps}
     starts = {step.version: step.start_max for step in lineage.steps}
-    lineage.problems += witnesses.contradict(lineage.run_id, accounts, starts)
+    lineage.problems += witnesses.contradict(lineage.run_id, accounts, starts, scoring)
     per_step = groups_per_step or lineage.per_step or 0
     if steps is not None and trained != steps * per_step:
         lineage.problems.append(

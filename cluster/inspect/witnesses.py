@@ -1,4 +1,4 @@
-"""Evidence of a run's steps beside the journal: config.json, metrics.jsonl and the checkpoints.
+"""Evidence beside the journal: config.json, metrics.jsonl, certificate.json and the checkpoints.
 
 Each is written by another process than the ledger's, so a ledger that is another run's, lacks its
 end, or was edited is contradicted by them. What is missing contradicts nothing.
@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.config.run_record import SAVED_IN, RunRecord
-from cluster.jsonl_log import read_lines
+from cluster.jsonl_log import read_lines, read_object
+from cluster.queue.scoring import Scoring
+from cluster.run_files.certificate import counted
+from distill.errors import DataError
 from distill.records import TrainedGroups
 from learner.checkpoint import CheckpointStore
 
@@ -25,12 +29,14 @@ class Witnesses:
         ends: the watermark after each step, by metrics.jsonl.
         starts: versions since the first lease of the oldest group of each step, by metrics.jsonl.
         saved: what the weights of each checkpoint account for, by step.
+        certified: what certificate.json says of the scores; empty where there is none.
     """
 
     run_id: str
     ends: Mapping[int, int]
     starts: Mapping[int, int]
     saved: Mapping[int, TrainedGroups]
+    certified: Mapping[str, Any]
 
     @classmethod
     def beside(cls, journal: Path) -> Witnesses:
@@ -40,18 +46,25 @@ class Witnesses:
             DataError, CheckpointError: one of them is unreadable.
         """
         out = journal.parent
-        metrics = read_lines(out / "metrics.jsonl", {"step"})
+        path = out / "metrics.jsonl"
+        metrics = read_lines(path, {"step"})
+        try:
+            ends, starts = (
+                {line["step"]: int(line[name]) for line in metrics if name in line}
+                for name in ("groups/watermark", "staleness/start_max")
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{path} has a line with no number ({error}); remove it") from error
         checkpoints = [
             each for name in SAVED_IN for each in CheckpointStore(out / name, keep=1).complete()
         ]
         return cls(
             run_id="" if (record := RunRecord.of_run(out)) is None else record.run_id,
-            ends={m["step"]: int(m[name]) for m in metrics if (name := "groups/watermark") in m},
-            starts={
-                m["step"]: int(m[name]) for m in metrics if (name := "staleness/start_max") in m
-            },
+            ends=ends,
+            starts=starts,
             # that of step 0 is where a run began that was forked: it has no group in it
             saved={c.step: TrainedGroups.from_json(c.delivery) for c in checkpoints if c.step},
+            certified=read_object(out / "certificate.json") or {},
         )
 
     def contradict(
@@ -59,6 +72,7 @@ class Witnesses:
         run_id: str,
         accounts: Mapping[int, TrainedGroups],
         starts: Mapping[int, int | None],
+        scoring: Scoring | None,
     ) -> Iterator[str]:
         """Contradictions between these files and a ledger.
 
@@ -66,6 +80,7 @@ class Witnesses:
             run_id: the ledger's; "" if it does not say.
             accounts: what weights account for after each step, by the ledger.
             starts: versions since the first lease of each step's oldest group, by the ledger.
+            scoring: what it says of the scores; None if it names no scorer.
         """
         if run_id and self.run_id and run_id != self.run_id:
             yield f"the ledger is of run {run_id}, and config.json of run {self.run_id}"
@@ -87,6 +102,11 @@ class Witnesses:
                 )
             elif trained != accounts[step]:
                 yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
+        if scoring is not None and isinstance(told := self.certified.get("groups"), dict):
+            known = counted(scoring)
+            said = self.certified.get("proven"), {name: told.get(name) for name in known}
+            if said != (scoring.holds, known):
+                yield f"certificate.json says {said}, and the ledger {(scoring.holds, known)}"
 
 
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:

@@ -143,7 +143,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def _event(line: bytes, where: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(f"{where}: not an event of a ledger ({error})") from error
     if not isinstance(event, dict) or not {"t", "event"} <= event.keys():
         raise _damaged(f"{where}: not an event of a ledger")

@@ -359,7 +359,8 @@ class Ledger:
             good: the answer agrees with the scorer's first one.
             said: further fields of the event.
         """
-        self.record("canary", replica=replica, good=good, **said)
+        if replica not in self.custody.moved:  # else Ray has repeated the call
+            self.record("canary", replica=replica, good=good, **said)
         if good:
             self.custody.good(replica)
             return CanaryAnswer(proven=self._proven)

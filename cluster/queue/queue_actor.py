@@ -337,8 +337,9 @@ class GroupQueueActor:
 
     async def _after_step(self) -> None:
         self._delivered = {i: each for i, each in self._delivered.items() if self._ledger.holds(i)}
-        trained = self._ledger.trained
-        self._to_score = {i: each for i, each in self._to_score.items() if i not in trained}
+        self._to_score = {
+            i: each for i, each in self._to_score.items() if self._ledger.is_under_way(i)
+        }
         await self._wake_all()  # the next step may be ready: its age limit has changed
 
     # the driver's end

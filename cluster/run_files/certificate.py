@@ -37,16 +37,20 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
         "proven": scoring.holds,
         "verdict": scoring.verdict(),
         "canary_every": config.verify.canary_every,
-        "groups": {
-            "trained": scoring.trained,
-            "proven": scoring.proven,
-            "unwatched": scoring.unwatched,
-            "scored_again": scoring.again,
-        },
+        "groups": {**counted(scoring), "scored_again": scoring.again},
         "gaps": scoring.gaps,
         "moved": scoring.bad,
         "replicas": [_replica(each) for each in scoring.replicas],
         "limits": limits(config, scoring),
+    }
+
+
+def counted(scoring: Scoring) -> dict[str, int]:
+    """Groups of the weights, in a certificate, and by the ledger when it is audited."""
+    return {
+        "trained": scoring.trained,
+        "proven": scoring.proven,
+        "unwatched": scoring.unwatched,
     }
 
 

@@ -43,8 +43,11 @@ _DTYPES = {
     **{f"teacher_top.{name}": dtype for name, dtype in _TOP.items()},
 }
 _GROUP_FIELDS = [each.name for each in fields(TrajectoryGroup) if each.name != "trajectories_G"]
-# Errors of reading a file that is damaged, or of another version. Arrow's own are ValueErrors.
-UNREADABLE = (DataError, OSError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+# Errors of reading a file that is damaged, or of another version, Arrow's own among them.
+UNREADABLE = (
+    *(DataError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError),
+    *(NotImplementedError, MemoryError),
+)
 
 
 class GroupRow(NamedTuple):

@@ -43,10 +43,8 @@ class GroupStore:
         self._newest, self._epoch, self._size = root, 0, 0
         for path in sorted(root.glob("e*.arrow")):
             if match := _NAME.match(path.name):
-                batches = _batches(path)
-                self._files[path] = {
-                    lease for batch in batches for lease in _leases_of(batch, int(match[1]))
-                }
+                batches = _batches(path, int(match[1]))
+                self._files[path] = {lease for _, leases in batches for lease in leases}
 
     def append(self, epoch: int, rows: Sequence[GroupRow]) -> None:
         """Write groups, and return once they are on disk.
@@ -121,8 +119,8 @@ class GroupStore:
 
 def _read(path: Path, epoch: int, wanted: Collection[Lease]) -> dict[int, TrajectoryGroup]:
     found: dict[int, TrajectoryGroup] = {}
-    for batch in _batches(path):
-        rows = [row for row, lease in enumerate(_leases_of(batch, epoch)) if lease in wanted]
+    for batch, leases in _batches(path, epoch):
+        rows = [row for row, lease in enumerate(leases) if lease in wanted]
         try:
             groups = groups_of(batch, rows) if rows else []
         except UNREADABLE as error:
@@ -141,12 +139,16 @@ def _leases_of(batch: pyarrow.RecordBatch, epoch: int) -> list[Lease]:
     ]
 
 
-def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """Whole batches of a file; a writer that died may have cut it within the next one."""
+def _batches(path: Path, epoch: int) -> Iterator[tuple[pyarrow.RecordBatch, list[Lease]]]:
+    """Whole batches of a file of this epoch, and the lease of each row.
+
+    A writer that died may have cut the file within the next one, and a disk may have damaged it.
+    """
     import pyarrow
 
     try:
         with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            yield from stream
-    except (OSError, EOFError, pyarrow.ArrowInvalid):
+            for batch in stream:
+                yield batch, _leases_of(batch, epoch)
+    except UNREADABLE:
         return

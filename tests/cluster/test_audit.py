@@ -452,6 +452,7 @@ def checkpoint(out: Path, step: int, watermark: int, aside: dict[str, str]) -> N
             "metrics.jsonl: step 4 trains a group 2 versions after its first lease, and by the "
             "ledger the oldest was leased 1 before",
         ),
+        ("metrics.jsonl", '{"step": "x", "groups/watermark": 9}\n', "metrics.jsonl: step x ends"),
     ],
 )
 def test_what_lies_beside_contradicts(path: Path, name: str, text: str, problem: str) -> None:
@@ -459,6 +460,15 @@ def test_what_lies_beside_contradicts(path: Path, name: str, text: str, problem:
     (path.parent / name).write_text(text)
     [found] = audit(path).problems
     assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("line", ['{"step": [1], "groups/watermark": 9}',
+                                  '{"step": 1, "groups/watermark": NaN}'])  # fmt: skip
+def test_metrics_that_are_no_numbers_are_refused(path: Path, line: str) -> None:
+    one_job(path)
+    (path.parent / "metrics.jsonl").write_text(line + "\n")
+    with refuses(DataError, None, names="metrics.jsonl"):
+        audit(path)
 
 
 def test_checkpoints_contradict(path: Path) -> None:

@@ -89,6 +89,7 @@ def test_one_that_moves_has_its_groups_scored_again_and_names_the_weights(path: 
     for one in again[:2]:
         assert run.ledger.deliver(one, "b", scored_by=[0])
     assert run.ledger.take(run.trained) is not None
+    assert run.canary(1, False).again == ()  # the same call, which Ray repeats after a death
     found = audit(path)
     assert found.problems == [] and found.re_leases == {"to be scored again": 2}
     assert found.scoring is not None and found.scoring.bad == {"teacher engine 1": [3]}
@@ -199,6 +200,11 @@ def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None
     problems, _ = audited(put=lambda event: event | {"by": [5]})
     assert problems[0] == "group 0 was scored by [5], which never began"
     assert audited(put=lambda event: event | {"by": []}) == ([], False)
+    certificate = {"proven": True, "groups": {"trained": 2, "proven": 2, "unwatched": 0}}
+    (path.parent / "certificate.json").write_text(json.dumps(certificate))
+    assert audited(canary=lambda event: event) == ([], True)
+    [problem], _ = audited(canary=lambda _: None)
+    assert problem.startswith("certificate.json")
 
 
 def test_runs_without_scorers_say_nothing_of_them(path: Path) -> None:

@@ -65,6 +65,17 @@ def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_p
     assert list(after.read([lease(7, epoch=2)])) == [7]
 
 
+def test_what_a_disk_has_damaged_is_not_read(tmp_path: Path) -> None:
+    GroupStore(tmp_path).append(1, rows(group(0)))
+    [path] = tmp_path.iterdir()
+    written = path.read_bytes()
+    found = set()
+    for at in range(0, len(written), 7):
+        path.write_bytes(written[:at] + bytes([written[at] ^ 0xFF]) + written[at + 1 :])
+        found |= GroupStore(tmp_path).read([lease(0)]).keys()
+    assert found <= {0}
+
+
 def test_a_delivery_is_known_by_its_epoch_and_its_attempt(tmp_path: Path) -> None:
     store = GroupStore(tmp_path)
     for epoch, attempt in ((1, 1), (1, 2), (2, 1)):

@@ -776,7 +776,7 @@ def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with pytest.raises(DataError, match=r"ledger\.jsonl cannot be read"):
         list(read_journal(path))
-    for nonsense in ("x\n", "3\n", '{"t": 1}\n'):
+    for nonsense in ("x\n", "3\n", '{"t": 1}\n', "[" * 100_000 + "\n"):
         path.write_text('{"t": 1, "event": "end"}\n' + nonsense)
         with pytest.raises(DataError, match="line 2: not an event"):
             list(read_journal(path))
