@@ -40,8 +40,11 @@ _USAGE = f"""{__doc__}
   out=DIR      the run's directory
   step=N       the step that is done again
   blame=N      rank so many; 0
-  others       settings of the run's recipe (python -m cluster.train recipe=NAME --help)
+  others       settings of objective., learner., sft., teachers. and teacher.model of the run's
+               recipe (python -m cluster.train recipe=NAME --help)
 """
+# Settings, or their sections, that a step with kept groups depends on.
+_OF_STEP = ("objective.", "learner.", "sft.", "teachers.", "teacher.model.")
 # Metrics that a step measures, and does not compute: they differ between machines.
 _MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s", "rollout/ahead_share")
 # For a run whose learner had several workers: the allowed relative gap of a tensor's norm, and the
@@ -81,15 +84,23 @@ def _whole(name: str, text: str, least: int) -> int:
 
 
 def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
-    """The run's settings, with some changed."""
+    """The run's settings, with some changed; raises ConfigError for one that changes no step."""
     recipe, given = Arguments.of([f"config={out}"]).take("recipe")
     kind = CONFIGS.get(recipe or "")
     if kind is None or not issubclass(kind, RolloutConfig):
         raise ConfigError(
             f"out={out} holds a run of recipe={recipe}; opd and rl are replayed", field="out"
         )
-    settings = given.settings(kind)
-    return built(kind, settings | {"out": out} | by_name(kind, changes))
+    changed = by_name(kind, changes)
+    config = built(kind, given.settings(kind) | {"out": out} | changed)
+    for path in changed:
+        if not f"{path}.".startswith(_OF_STEP):
+            raise ConfigError(
+                f"{path} changes nothing of step=, which is done again on the groups that were "
+                f"kept; others can be {', '.join(_OF_STEP)}",
+                field=path,
+            )
+    return config
 
 
 def _agreement(step: int, tensors: int, workers: int, differing: int, largest: float) -> str:
@@ -233,10 +244,10 @@ class StepReplay:
 
     def _tell_links(self, rows: Sequence[Blamed]) -> None:
         """Print links to these places on cluster.report's page, if the run kept their groups."""
-        from cluster.run_files.rollouts import read_rollouts
+        from cluster.run_files.rollouts import KeptGroups
 
-        kept = read_rollouts(self._directory.rollouts)
-        shown = {group.group_id for group in kept if group.step == self._step}
+        kept = KeptGroups(self._directory.rollouts).places
+        shown = {group_id for step, group_id in kept if step == self._step}
         links = [f"  #{row.link(self._step)}  {row.where}" for row in rows if row.group in shown]
         if not links:
             self._say(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def _planned(
             try_user_code(config, inputs, say)
     parts = partial(_parts, config, inputs)
     if config.train_from is not None:
-        parts = partial(_parts_on_kept, config, inputs, kept_steps(config))
+        parts = partial(_parts_on_kept, config, inputs, kept_steps(config, resume_from))
     console.print(_plan(config, inputs, directory, fork))
     return RunPlan(
         config=config,
@@ -334,12 +334,13 @@ def _check_teachers(config: OpdConfig, groups: Iterable[TrajectoryGroup]) -> Non
         )
 
 
-def kept_steps(config: RolloutConfig) -> KeptSteps:
-    """The steps in `train_from=`, checked as far as their first one tells.
+def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSteps:
+    """The steps in `train_from=`. Those that are still to be trained are read and checked.
 
     Raises:
         ConfigError: there are none, or too few; or they are of another temperature, vocabulary or
-            teacher, or without scores that the objective reads.
+            teacher, or without scores that the objective reads; or those before `resume_from` are
+            other ones than it was trained on.
     """
     kept = KeptSteps(Path(config.train_from or ""))
     if not kept.steps:
@@ -354,12 +355,30 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
             f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most",
             field="steps",
         )
+    done, trained = resume_from.step if resume_from else 0, trained_in(resume_from)
+    for last in kept.steps[:done][-1:]:
+        if not all(group.group_id in trained for group in kept.groups(last)):
+            raise ConfigError(
+                f"train_from={config.train_from} keeps other steps than the {done} that this run "
+                f"has trained on: the run there has gone on since. Choose another out=",
+                field="train_from",
+            )
     size = vocab_size(load_config(config.model.path))
-    first = kept.groups(kept.steps[0])
+    for step in kept.steps[done : config.steps]:
+        _check_kept(config, kept.groups(step), size)
+    return kept
+
+
+def _check_kept(config: RolloutConfig, groups: Sequence[TrajectoryGroup], size: int) -> None:
+    """Raises ConfigError for groups of a kept step that this run cannot be trained on.
+
+    Args:
+        size: of the student's vocabulary.
+    """
     if isinstance(config, OpdConfig):
-        _check_teachers(config, first)
-    _check_scores(config, first)
-    for segment in (segment for group in first for segment in group.segments()):
+        _check_teachers(config, groups)
+    _check_scores(config, groups)
+    for segment in (segment for group in groups for segment in group.segments()):
         if segment.temperature != config.sampling.temperature:
             raise ConfigError(
                 f"temperature={config.sampling.temperature:g}, and train_from={config.train_from} "
@@ -374,4 +393,3 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
                 "one of its family",
                 field="train_from",
             )
-    return kept

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from cluster.inspect.replayed import blame
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
-from cluster.run_files.rollouts import RolloutLog, read_rollouts
+from cluster.run_files.rollouts import KeptGroups, RolloutLog
 from cluster.store.group_format import read_groups, write_groups
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
@@ -194,6 +194,9 @@ def test_settings_that_are_none_are_refused(out: Path, printed: Printed) -> None
         code, told = printed(f"out={out}", "step=5", argument)
         assert code == 2 and complaint in told
     assert printed("step=5")[0] == 2
+    for argument, setting in (("temperature=0.9", "sampling.temperature"), ("seed=3", "seed")):
+        code, told = printed(f"out={out}", "step=5", "lr=1e-3", argument)
+        assert code == 2 and f"{setting} changes nothing" in told
 
 
 def uneven(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -266,7 +269,7 @@ def test_who_is_to_blame_is_found_on_the_page_of_the_report(
     keep_step(RolloutLog(copy / "rollouts.jsonl", 1, whole=True), 7, groups_P, rows_D)
     code, told = printed(f"out={copy}", "step=7", "blame=99")
     assert code == 0, told
-    kept = read_rollouts(copy / "rollouts.jsonl")
+    kept = KeptGroups(copy / "rollouts.jsonl")
     taken_apart = 0
     for shown, member in itertools.product(kept, range(2)):
         place = f"step=7&group={shown.group_id}&member={member}"
@@ -373,7 +376,17 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
     for field, wrong in mistakes.items():
         with refuses(ConfigError, field):
             kept_run(tiny_pair, tmp_path / "new", **{"train_from": str(tmp_path / "made"), **wrong})
+    shutil.copytree(tmp_path / "made", moved := tmp_path / "moved")
+    *_, last = sorted(moved.glob("groups/step-*.arrow"))
+    groups, note = read_groups(last)
+    write_groups(last, [replace(each, teacher="b") for each in groups], note)
+    with refuses(ConfigError, "teachers.b.model"):
+        kept_run(tiny_pair, tmp_path / "new", train_from=str(moved))
     assert not (tmp_path / "new").exists()
+    kept_run(tiny_pair, tmp_path / "new", train_from=str(moved), steps=1)
+    last.with_name("step-000001.arrow").unlink()  # the run there goes on, and keeps its newest
+    with refuses(ConfigError, "train_from"):
+        kept_run(tiny_pair, tmp_path / "new", train_from=str(moved), steps=2)
 
 
 @pytest.mark.parametrize("estimator", ["sampled", "top_k"])
