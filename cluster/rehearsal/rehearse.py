@@ -50,7 +50,7 @@ from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
 from cluster.rehearsal.strikes import Strikes
 from cluster.run_files.out_directory import claimed_directory
-from cluster.run_files.rollouts import read_rollouts
+from cluster.run_files.rollouts import KeptGroups
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.errors import IsothermError
@@ -265,7 +265,7 @@ class _Rehearsal:
     def _first_observations(self) -> list[int]:
         return [
             member.segments[0].actions[0][0]
-            for group in read_rollouts(self._directory.rollouts)
+            for group in KeptGroups(self._directory.rollouts)
             for member in group.trajectories_G
             if member.segments and member.segments[0].actions
         ]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from cluster.jsonl_log import LineFile, read_lines, step_of
+from cluster.jsonl_log import LineFile, step_of
 from distill.errors import CheckpointError, DataError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
@@ -283,18 +283,10 @@ class KeptGroup:
     as_text: bool = False
 
 
-def read_rollouts(path: Path) -> list[KeptGroup]:
-    """Read the groups of a rollouts.jsonl, in order; none if the file does not exist.
-
-    Raises:
-        DataError: names the line that is no group.
-    """
-    rows = read_lines(path, {"step", "group_id", "trajectories"})
-    return [_checked_group(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
-
-
 class KeptGroups(Sequence[KeptGroup]):
     """Groups of a rollouts.jsonl, each read from the file on access, so few are in memory.
+
+    Without a file there are none.
 
     Attributes:
         places: step and id of each group.
@@ -334,7 +326,9 @@ class KeptGroups(Sequence[KeptGroup]):
 
 
 def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
-    """Read the groups after the first `start` bytes; returns them and the offset of the end.
+    """Read the groups of lines that begin at byte `start` or later; returns the file's end, too.
+
+    A last line that is still being written is left out, and begins at that end.
 
     Raises:
         DataError: names the line that is no group.
@@ -342,10 +336,11 @@ def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
     if not path.exists():
         return [], 0
     groups = []
-    # Where new lines begin in a file that was rewound is not known: all of it is read.
-    end = start if start <= path.stat().st_size else 0
     with path.open("rb") as file:
-        file.seek(end)
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the line before, or the rest of one
+        end = file.tell()
         for line in file:
             if not line.endswith(b"\n"):
                 break
@@ -360,18 +355,13 @@ def read_newest_rollouts(path: Path) -> list[KeptGroup]:
     Raises:
         DataError: names the line that is no group.
     """
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _NEWEST_BYTES))
-        if file.tell():
-            file.readline()  # the rest of a line
-        return [_checked_group(str(path), line) for line in file if line.endswith(b"\n")]
+    size = path.stat().st_size if path.exists() else 0
+    return read_rollouts_from(path, max(0, size - _NEWEST_BYTES))[0]
 
 
-def _checked_group(where: str, row: Mapping[str, Any] | bytes) -> KeptGroup:
+def _checked_group(where: str, line: bytes) -> KeptGroup:
     try:
-        return _kept_group(json.loads(row) if isinstance(row, bytes) else row)
+        return _kept_group(json.loads(line))
     except (
         KeyError,
         TypeError,

@@ -140,6 +140,11 @@ class Trackers:
             step = self._step
             self._each(lambda tracker: tracker.show(texts, step))
 
+    def rewound(self) -> None:
+        """The learner went back, and dropped the rollouts of later steps."""
+        if self._rollouts_at:
+            self._rollouts_at = min(self._rollouts_at, self._rollouts.stat().st_size)
+
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Send the summary of the run, and wait at most `end_s` for all queued messages."""
         told = dict(summary)

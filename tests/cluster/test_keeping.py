@@ -22,7 +22,7 @@ from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer, observed_by
 from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
-from cluster.run_files.rollouts import read_rollouts
+from cluster.run_files.rollouts import KeptGroups
 from cluster.runtime.driver import Signals
 from distill.objective.whole_groups import GroupsHere
 from distill.records import StepGroups, TrainedGroups
@@ -93,7 +93,7 @@ def test_groups_are_kept_as_a_learner_needs_them_and_nothing_else_is_made(out: P
 
 
 def test_what_reads_runs_reads_these(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = read_rollouts(out / "rollouts.jsonl")
+    shown = KeptGroups(out / "rollouts.jsonl")
     assert [(g.step, g.group_id, g.version) for g in shown] == [
         (1, 0, 0), (1, 1, 0), (2, 2, 0), (2, 3, 0), (3, 4, 0), (3, 5, 0),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.run_files.rollouts import RolloutLog, read_rollouts
+from cluster.run_files.rollouts import KeptGroups, RolloutLog
 from distill.errors import DataError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
@@ -63,7 +63,7 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
     path, groups = tmp_path / "rollouts.jsonl", [two_turns(), group(8)]
     rows = policy_rows(groups, OBJECTIVE)
     kept(path, groups, range(5, 6))
-    [found] = read_rollouts(path)
+    [found] = KeptGroups(path)
     assert (found.step, found.version, found.group_id) == (5, 4, 7)
     assert (found.teacher, found.tag, found.temperature) == ("big", "sums", 0.7)
     assert (found.source, found.answer) == ("book", "12")
@@ -100,7 +100,7 @@ def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_p
                 gap = each.behaviour_logprobs_T[t] - each.teacher_logprobs_T[t]
                 gaps.setdefault(int(each.tokens_T[t]), []).append(float(gap))
     total = sum(abs(gap) for each in gaps.values() for gap in each)
-    for found in read_rollouts(path):
+    for found in KeptGroups(path):
         shares = [each.share for each in found.step_tokens]
         assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1)
         assert {each.id for each in found.step_tokens} == gaps.keys()
@@ -111,14 +111,14 @@ def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_p
             assert each.share == pytest.approx(np.abs(expected).sum() / total, abs=1e-6)
     whole = RolloutLog(tmp_path / "whole", 1, whole=True)
     keep_step(whole, 1, groups, policy_rows(groups, OBJECTIVE))
-    assert [bool(each.step_tokens) for each in read_rollouts(tmp_path / "whole")] == [True, False]
+    assert [bool(each.step_tokens) for each in KeptGroups(tmp_path / "whole")] == [True, False]
 
 
 def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:
     groups = [group(teacher_logprobs_T=None)]
     rows = policy_rows(groups, ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
     keep_step(RolloutLog(tmp_path / "r", 1), 1, groups, rows)
-    [found] = read_rollouts(tmp_path / "r")
+    [found] = KeptGroups(tmp_path / "r")
     assert all(s.teacher_logprobs_N is None for m in found.trajectories_G for s in m.segments)
 
 
@@ -133,7 +133,7 @@ def test_the_first_step_and_every_nth_after_it_and_the_last(
     tmp_path: Path, every: int, last: int | None, steps: list[int]
 ) -> None:
     kept(tmp_path / "r", [group(3), group(4)], range(1, 8), every, last)
-    found = read_rollouts(tmp_path / "r")
+    found = KeptGroups(tmp_path / "r")
     assert [each.step for each in found] == steps
     assert {each.group_id for each in found} <= {3}
 
@@ -146,7 +146,7 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
     groups = [replace(group(3), trajectories_G=(trajectory(replace(made, teacher_top=top)),))]
     objective = ObjectiveConfig(estimator="top_k")
     keep_step(RolloutLog(tmp_path / "r", 1), 1, groups, policy_rows(groups, objective))
-    [found] = read_rollouts(tmp_path / "r")
+    [found] = KeptGroups(tmp_path / "r")
     [kept_segment] = found.trajectories_G[0].segments
     assert kept_segment.teacher_top_NK is not None and len(kept_segment.teacher_top_NK) == 3
     for top_K in kept_segment.teacher_top_NK:
@@ -156,7 +156,7 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
     row["trajectories"][0]["segments"][0]["teacher_top"].pop()
     write_rows(tmp_path / "r", row)
     with refuses(DataError, None, names="r:1"):
-        read_rollouts(tmp_path / "r")
+        KeptGroups(tmp_path / "r")
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
         file.write('{"step": 3, "gro')  # killed in the middle of a line
     log = pickle.loads(pickle.dumps(log))  # as it gets to the next learner
     log.rewind(4)
-    assert [each.step for each in read_rollouts(path)] == [1, 2, 3, 4]
+    assert [each.step for each in KeptGroups(path)] == [1, 2, 3, 4]
     keep_step(log, 5, [group(9)], policy_rows([group(9)], OBJECTIVE))
-    assert [each.group_id for each in read_rollouts(path)] == [0, 0, 0, 0, 9]
+    assert [each.group_id for each in KeptGroups(path)] == [0, 0, 0, 0, 9]
     log.rewind(0)
     assert path.read_bytes() == b""
     RolloutLog(tmp_path / "none", 1).rewind(3)
@@ -179,7 +179,7 @@ def test_a_line_still_being_written_is_left_out(tmp_path: Path) -> None:
     kept(tmp_path / "r", [group()], range(1, 3))
     with (tmp_path / "r").open("a") as file:
         file.write('{"step": 3, "gro')
-    assert len(read_rollouts(tmp_path / "r")) == 2
+    assert len(KeptGroups(tmp_path / "r")) == 2
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_a_line_that_is_no_group_is_named(tmp_path: Path, field: str, value: obj
     second["trajectories"][0]["segments"][0][field] = value
     path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
     with refuses(DataError, None, names="r:2"):
-        read_rollouts(path)
+        KeptGroups(path)
     path.write_text('{"step": 1}\n')
     with refuses(DataError, None, names="r:1"):
-        read_rollouts(path)
+        KeptGroups(path)
 
 
 def test_the_loop_shows_what_it_trained_on(
@@ -229,9 +229,9 @@ def test_the_loop_shows_what_it_trained_on(
     )
     with files_of_at_most(0):
         loop.step()
-    assert read_rollouts(tmp_path / "r") == []
+    assert not len(KeptGroups(tmp_path / "r"))
     loop.save()  # a run ends with a checkpoint, for which the disk needs room
-    [found] = read_rollouts(tmp_path / "r")
+    [found] = KeptGroups(tmp_path / "r")
     assert (found.step, found.version, found.group_id) == (1, 0, 1)
     [first, *_] = policy_rows(groups[1:], objective)
     assert found.trajectories_G[0].segments[0].advantages_N == pytest.approx(

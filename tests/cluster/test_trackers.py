@@ -198,6 +198,33 @@ def wandb_records(path: Path) -> list[Any]:
     return records
 
 
+def test_rollouts_that_are_made_again_are_shown_again(
+    opd: NewOpd, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner goes back to step 1; what it keeps then is longer than what it had kept."""
+    shown: list[int] = []
+
+    class Shown(Scripted):
+        def show(self, rollouts: Any, step: int) -> None:
+            shown.extend(each.step for each in rollouts)
+
+        def finish(self, summary: dict[str, Any], exit_code: int) -> None: ...
+
+    monkeypatch.setattr(
+        "cluster.run_files.trackers.KINDS", {"mlflow": lambda _: Shown(lambda _: None)}
+    )
+    run = Run(opd(track="mlflow"))
+    run.steps(tokenizer, 1, 3)
+    RolloutLog(run.directory.rollouts, 1).rewind(1)
+    run.trackers.rewound()
+    log, groups = RolloutLog(run.directory.rollouts, 1), [a_group(tokenizer, 1000)]
+    for step in range(2, 5):
+        keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig()))
+    run.trackers.show_rollouts(tokenizer)
+    run.finish()
+    assert shown == [1, 1, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4] and not run.said
+
+
 def test_a_tracker_that_fails_is_named_once_and_left_out(opd: NewOpd) -> None:
     run = Run(opd(track="tensorboard"))
     run.trackers.log({"step": 1, "opd/reverse_kl": 0.5})

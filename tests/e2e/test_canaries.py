@@ -20,7 +20,7 @@ from actors.sglang.installed import sglang_installed
 from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.run_files.replay_log import KeptSteps
-from cluster.run_files.rollouts import read_rollouts
+from cluster.run_files.rollouts import KeptGroups
 from cluster.runtime.canaries import Canaries
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
@@ -114,7 +114,7 @@ def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
     assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
     scored = [
         value
-        for group in read_rollouts(out / "rollouts.jsonl")
+        for group in KeptGroups(out / "rollouts.jsonl")
         for member in group.trajectories_G
         for segment in member.segments
         for value in segment.teacher_logprobs_N or ()

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from cluster.audit import main as audit
-from cluster.run_files.rollouts import read_rollouts
+from cluster.run_files.rollouts import KeptGroups
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
@@ -79,7 +79,7 @@ def test_sources_have_their_shares_and_edits_are_noticed(
         for kind in ("opd/reverse_kl", "reward/mean"):
             parts = [step[f"{kind}/source={name}"] for name in ("words", "more")]
             assert min(parts) <= step[kind] <= max(parts)
-    kept = read_rollouts(out / "rollouts.jsonl")
+    kept = KeptGroups(out / "rollouts.jsonl")
     assert kept and {group.source for group in kept} <= {"words", "more"}
     assert audit([f"out={out}"]) == 0  # each group exactly once
 

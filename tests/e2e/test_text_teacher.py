@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from cluster.inspect.audit import audit
-from cluster.run_files.rollouts import KeptGroup, read_rollouts
+from cluster.run_files.rollouts import KeptGroup, KeptGroups
 from tests.actors.text_server import API_KEY, MODEL, Says, TextServer, running_text_server
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
@@ -80,7 +80,7 @@ def test_a_warm_up_is_learnt_from_text_and_the_teacher_scores_what_follows(
     assert learnt[2] < 0.8 * learnt[0], "what it wrote is not learnt"
     assert not any("teacher_samples/forward_kl" in step for step in steps), "nobody knows log q"
     assert [("opd/reverse_kl" in step) for step in steps] == [False] * 3 + [True] * 2
-    kept = read_rollouts(out / "rollouts.jsonl")
+    kept = KeptGroups(out / "rollouts.jsonl")
     assert [(g.by_teacher, g.as_text) for g in kept] == [(g.group_id < 24,) * 2 for g in kept]
     for group in kept[:24]:
         expect_written(tiny_pair, group)
@@ -109,7 +109,7 @@ def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s
         prompts=prompts, sft_steps=0, sample_share=0.5, steps=3,
         stop_tokens="z",
     )  # fmt: skip
-    kept = read_rollouts(out / "rollouts.jsonl")
+    kept = KeptGroups(out / "rollouts.jsonl")
     assert {(g.teacher, g.by_teacher, g.as_text) for g in kept} == {
         ("words", True, True), ("words", False, False),
         ("tokens", True, False), ("tokens", False, False),
