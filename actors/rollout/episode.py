@@ -233,6 +233,9 @@ async def _close(envs_G: Sequence[Env]) -> None:
 
 
 def _checked(episode: Episode) -> Episode:
+    """The episode with plain numbers, whatever the user's code counts with."""
+    metrics = {name: float(value) for name, value in episode.metrics.items()}
+    episode = replace(episode, reward=float(episode.reward), metrics=metrics)
     limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
     for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
         if not abs(value) <= largest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 
@@ -52,7 +53,8 @@ class BestCheckpoint:
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])
         best = self._found or self._unmarked or self._store.best()
-        if step and (best is None or best.metric != found.metric or self._better(found, best)):
+        measured = step and math.isfinite(found.value)
+        if measured and (best is None or best.metric != found.metric or self._better(found, best)):
             self._found = found
             self.saved({each.step for each in self._store.complete()})
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,6 +245,17 @@ def test_numbers_that_no_mean_can_hold_are_data(field: str, value: float) -> Non
 
     with refuses(DataError, field):
         rollout(ScriptedBuilder(envs=[Loud([ids(5)])]))
+
+
+def test_numbers_of_any_library_become_plain_ones() -> None:
+    class Counts(ScriptedEnv):
+        async def step(self, sample: Sample) -> StepResult:
+            one: Any = np.float32(1)
+            return StepResult(reward=one, metrics={"size": one + one, "won": True})
+
+    [made] = rollout(ScriptedBuilder(envs=[Counts([ids(5)])])).trajectories_G
+    numbers = [made.reward, *made.metrics.values()]
+    assert numbers == [1.0, 2.0, 1.0] and {type(each) for each in numbers} == {float}
 
 
 def test_environments_are_let_go_of_when_one_fails() -> None:

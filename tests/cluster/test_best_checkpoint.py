@@ -1,6 +1,7 @@
 """Which checkpoints stay: the newest, each N-th, and that of the best evaluation."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def steps(store: CheckpointStore) -> list[int]:
         ("eval/reverse_kl", {2: 0.1, 3: 0.01, 5: 0.5, 6: 0.02}, 3),
         ("validation/nll/source=a", {2: 3.0, 3: 2.0, 5: 1.0, 6: 4.0}, 5),
         ("validation/loss", {2: 3.0, 6: 2.0, 7: 2.5}, 6),
+        ("eval/reverse_kl", {2: math.nan, 3: 0.5, 6: math.nan}, 3),
     ],
 )
 def test_the_best_evaluation_s_checkpoint_is_asked_for_and_stays(
