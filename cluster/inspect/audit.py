@@ -24,7 +24,7 @@ from cluster.command import run_command
 from cluster.config.run_record import RunRecord
 from cluster.inspect.witnesses import Witnesses
 from cluster.queue.adoption import Kept
-from cluster.queue.journal import Replay, adopted_of, broken_links, read_journal, step_of
+from cluster.queue.journal import Replay, adopted_of, broken_links, by_id, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
 from distill.errors import ConfigError, DataError, IsothermError
 from distill.records import CONSTANT_REWARD, TrainedGroups
@@ -141,6 +141,7 @@ class _Lineage:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self._complain = self.problems.append
         self.steps: list[_Published] = []
         self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
@@ -176,10 +177,9 @@ class _Lineage:
         self.ended = kind == "end" or (self.ended and kind != "start")
         if kind in _CAUSES:
             self.causes[_CAUSES[kind]] += len(event["ids"]) if "ids" in event else 1
-        getattr(self, f"_read_{kind}", _ignore)(event)
-
-    def _complain(self, problem: str) -> None:
-        self.problems.append(problem)
+        # The replay alone judges scorers, and events that no ledger records.
+        if (read := getattr(self, f"_read_{kind}", None)) is not None:
+            read(event)
 
     # jobs and epochs
 
@@ -198,7 +198,7 @@ class _Lineage:
             )
         self.run_id = run_id
         self._go_back("a new job", event)
-        self._set_aside = _by_id(event["set_aside"])
+        self._set_aside = by_id(event["set_aside"])
         self._adopt(adopted_of(event))
 
     def _adopt(self, adopted: Mapping[int, Kept]) -> None:
@@ -248,7 +248,7 @@ class _Lineage:
         self.steps.append(_Published(version, after.since(self.trained), after, None))
 
     def _read_recover(self, event: Mapping[str, Any]) -> None:
-        self._set_aside |= _by_id(event["set_aside"])
+        self._set_aside |= by_id(event["set_aside"])
         for group_id in set(event.get("kept", ())) - self._kept:
             self._complain(f"group {group_id} outlived the queue, and was not on disk")
 
@@ -370,14 +370,6 @@ class _Lineage:
                 f"{event['watermark']}, and only those below {self.trained.watermark} were trained"
             )
         self.committed = event["watermark"]
-
-
-def _ignore(_event: Mapping[str, Any]) -> None:
-    """The replay alone judges scorers, and events that no ledger records."""
-
-
-def _by_id(reasons: Mapping[str, str]) -> dict[int, str]:
-    return {int(group_id): reason for group_id, reason in reasons.items()}
 
 
 def audit(

@@ -101,7 +101,8 @@ def blame(
         "prompts": _worst(of_prompts, number),
         "responses": [blamed for blamed, _ in of_responses[:number]],
     }
-    if _by_token(loop):
+    objective = loop.loss.objective
+    if objective.loss != "gspo" and not objective.kl_discount_factor:
         apart = of_responses[:_TAKEN_APART]
         tokens = [each for blamed, rows in apart for each in shares.of_tokens(blamed, rows, decode)]
         found[f"tokens of the first {len(apart)} responses"] = _worst(tokens, number)
@@ -121,11 +122,6 @@ def _trained(loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup]) -> KeptRollo
     for part in chain.from_iterable(plan.updates):
         rollouts.before_update(part)
     return rollouts.kept(plan, [group.group_id for group in plan.groups_P])
-
-
-def _by_token(loop: PolicyLoop) -> bool:
-    objective = loop.loss.objective
-    return objective.loss != "gspo" and not objective.kl_discount_factor
 
 
 def _worst(blamed: Sequence[Blamed], number: int) -> list[Blamed]:

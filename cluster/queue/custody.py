@@ -13,46 +13,36 @@ leased may have rewarded it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 
 class Custody:
-    """Tracks the groups whose scores are not proven yet, in the queue and in weights."""
+    """Tracks the groups whose scores are not proven yet, in the queue and in weights.
+
+    Attributes:
+        versions: first version with each of those that are in weights, by group id.
+        in_learner: replicas in the current learner, which score all groups that it trains.
+        rewarding: lifetimes of the reward model, the current one last.
+        moved: replicas with a bad canary.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, set[int]] = {}  # by group: replicas whose scores of it are not proven
         self._asked: dict[int, set[int]] = {}  # by replica: groups that its pending canary covers
-        self._versions: dict[int, int] = {}  # by open group in weights: the first version with it
-        self._in_learner: set[int] = set()  # replicas in the current learner
-        self._rewarding: list[int] = []  # lifetimes of the reward model, the current one last
-        # By leased group: index in `_rewarding` of the reward model at its first lease.
+        self.versions: dict[int, int] = {}
+        self.in_learner: set[int] = set()
+        self.rewarding: list[int] = []
+        # By leased group: index in `rewarding` of the reward model at its first lease.
         self._begun: dict[int, int] = {}
         self.moved: set[int] = set()
-
-    @property
-    def in_learner(self) -> frozenset[int]:
-        """Replicas that the current learner holds."""
-        return frozenset(self._in_learner)
-
-    def joined_learner(self, replica: int) -> None:
-        """Record that the learner holds a replica, which scores all groups trained from now on."""
-        self._in_learner.add(replica)
-
-    def rewards_from_now(self, replica: int) -> None:
-        """Record the start of a lifetime of the reward model."""
-        self._rewarding.append(replica)
-
-    def rewards(self, replica: int) -> bool:
-        """True if the replica is a lifetime of the reward model."""
-        return replica in self._rewarding
 
     def begun(self, group_id: int) -> None:
         """Record the lease of a group.
 
         A group that is leased again without `anew` may keep rewards from its earlier lease.
         """
-        if self._rewarding:
-            self._begun.setdefault(group_id, len(self._rewarding) - 1)
+        if self.rewarding:
+            self._begun.setdefault(group_id, len(self.rewarding) - 1)
 
     def anew(self, group_ids: Iterable[int]) -> None:
         """Record that groups are sampled again and discard their earlier rewards."""
@@ -61,7 +51,7 @@ class Custody:
 
     def rewarded_by(self, group_id: int) -> set[int]:
         """Lifetimes of the reward model that may have rewarded a leased group."""
-        return set(self._rewarding[self._begun.get(group_id, 0) :])
+        return set(self.rewarding[self._begun.get(group_id, 0) :])
 
     def arrived(self, group_id: int, replicas: Iterable[int]) -> bool:
         """Record a delivered group and the replicas that scored it.
@@ -105,21 +95,21 @@ class Custody:
     def published(self, version: int, group_ids: Iterable[int]) -> None:
         """Record that weights of this version contain these groups."""
         for group_id in group_ids:
-            if self._in_learner:
-                self._open.setdefault(group_id, set()).update(self._in_learner)
+            if self.in_learner:
+                self._open.setdefault(group_id, set()).update(self.in_learner)
             if group_id in self._open:
-                self._versions[group_id] = version
+                self.versions[group_id] = version
             self._begun.pop(group_id, None)
 
     def has_open_rewards(self, group_id: int) -> bool:
         """True if a reward model may have rewarded the group, and that is not proven."""
-        return not self._open.get(group_id, set()).isdisjoint(self._rewarding)
+        return not self._open.get(group_id, set()).isdisjoint(self.rewarding)
 
     def drop(self, group_ids: Iterable[int]) -> None:
         """Stop tracking groups, because they are proven or no longer exist."""
         for group_id in group_ids:
             self._open.pop(group_id, None)
-            self._versions.pop(group_id, None)
+            self.versions.pop(group_id, None)
             for covered in self._asked.values():
                 covered.discard(group_id)
 
@@ -129,11 +119,6 @@ class Custody:
         Args:
             trained: True for group ids that these weights contain; only those stay tracked.
         """
-        self._in_learner.clear()
+        self.in_learner.clear()
         self._begun.clear()
-        self.drop([i for i in self._open if i not in self._versions or not trained(i)])
-
-    @property
-    def versions(self) -> Mapping[int, int]:
-        """First version that contains each unproven group in weights, by group id."""
-        return self._versions
+        self.drop([i for i in self._open if i not in self.versions or not trained(i)])

@@ -252,8 +252,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
         case "forfeit":
-            inside = {int(group_id): problem for group_id, problem in event["inside"].items()}
-            ledger.inside(event["worker"], inside)
+            ledger.inside(event["worker"], by_id(event["inside"]))
             ledger.forfeit(event["worker"], event["reason"])
         case "expire":
             ledger.release(event["ids"], event["reason"])
@@ -294,8 +293,12 @@ def adopted_of(event: Mapping[str, Any]) -> dict[int, Kept]:
 
 def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:
     """Ids of a `take` or `train` event, and the reasons of those that it skips."""
-    skipped = {int(group_id): reason for group_id, reason in event["skipped"].items()}
-    return event["ids"], skipped
+    return event["ids"], by_id(event["skipped"])
+
+
+def by_id(reasons: Mapping[str, str]) -> dict[int, str]:
+    """Reasons in an event, by group id."""
+    return {int(group_id): reason for group_id, reason in reasons.items()}
 
 
 def _lease(event: Mapping[str, Any], epoch: int) -> Lease:

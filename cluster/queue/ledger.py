@@ -41,7 +41,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from cluster.queue.adoption import Kept
@@ -66,15 +65,18 @@ class _Held:
     began: float
 
 
-def _unrecorded(event: str, **fields: Any) -> None:
-    pass
-
-
 class Ledger:
     """The groups of one run.
 
     Every change is passed to `record` as an event before the call returns. Calls are idempotent: a
     call that Ray repeats after the queue's death has no further effect.
+
+    Attributes:
+        trained, published: groups that the learner's weights, and those on the engines, account
+            for. They differ only during a push that overlaps the next step.
+        faults: suspects are reserved for a worker without leases.
+        kept: groups whose deliveries are on disk, until a checkpoint includes them.
+        sampled_anew: groups that are leased again, with their earlier data discarded.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Ledger:
         *,
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
-        record: Callable[..., None] = _unrecorded,
+        record: Callable[..., None] = lambda _event, **_fields: None,
         adopted: Mapping[int, Kept] | None = None,
     ) -> None:
         """
@@ -98,27 +100,25 @@ class Ledger:
         self.epoch = epoch
         self._clock = clock
         self._settings, self._rule = settings, settings.rule()
-        self._faults = Faults(settings.max_failures, settings.max_deaths)
+        self.faults = Faults(settings.max_failures, settings.max_deaths)
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
         self.custody = Custody()
-        self.sampled_anew: set[int] = set()  # leased again, with their earlier data discarded
+        self.sampled_anew: set[int] = set()
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
         # Seconds between lease and delivery of the newest delivered groups.
         self._seconds: deque[float] = deque(maxlen=max(_KNOWN, settings.groups_per_step))
         self._start_from(trained)
         for group_id, kept in (adopted or {}).items():
-            self._kept[group_id] = kept
+            self.kept[group_id] = kept
             self._rescored.add(group_id)
             self._started[group_id] = kept.started - self._base
             self._pending.add(group_id)
 
     def _start_from(self, trained: TrainedGroups) -> None:
-        # Groups that the learner's weights, and those on the engines, account for. They differ only
-        # during a push that overlaps the next step.
-        self._trained = self._published = trained
+        self.trained = self.published = trained
         self._next = trained.watermark
         self._steps = 0  # published since
         self._base = len(trained) // self._settings.groups_per_step  # version at step 0
@@ -146,7 +146,7 @@ class Ledger:
         self._taken: StepGroups | None = None
         # Groups whose deliveries are on disk, until a checkpoint includes them; and those among
         # them that were delivered again since, or are to be: their kept scores are not valid.
-        self._kept: dict[int, Kept] = {}
+        self.kept: dict[int, Kept] = {}
         self._rescored: set[int] = set()
 
     # the workers' end
@@ -168,7 +168,7 @@ class Ledger:
         ]
         if leases:
             self._answers[worker] = (request, leases)
-            self._faults.given(worker, leases)
+            self.faults.given(worker, leases)
             self.record(
                 "lease",
                 ids=[lease.group_id for lease in leases],
@@ -181,7 +181,7 @@ class Ledger:
         return leases
 
     def _startable(self, worker: str, max_groups: int) -> list[int]:
-        if suspects := self._faults.suspects:
+        if suspects := self.faults.suspects:
             held = {i for i, held in self._leased.items() if held.worker == worker}
             if held & suspects:
                 return []
@@ -199,11 +199,6 @@ class Ledger:
         """Number of groups that the worker holds leases of."""
         return sum(held.worker == worker for held in self._leased.values())
 
-    @property
-    def has_suspects(self) -> bool:
-        """True if groups may be reserved for a worker without leases."""
-        return self._faults.any_suspected
-
     def _lease_one(self, group_id: int, worker: str) -> Lease:
         self._pending.discard(group_id)
         self._attempts[group_id] += 1
@@ -219,7 +214,7 @@ class Ledger:
 
     def _is_over(self, group_id: int) -> bool:
         """True if the group is in the learner's weights or was set aside."""
-        return group_id in self._trained or group_id in self._set_aside
+        return group_id in self.trained or group_id in self._set_aside
 
     def _is_new(self, group_id: int) -> bool:
         """True if the group may start; it may be over after a rewind, or started by another job."""
@@ -248,13 +243,13 @@ class Ledger:
             True for the group's first delivery in this epoch; False if the caller must drop it.
         """
         group_id = lease.group_id
-        self._faults.returned(worker, lease)
+        self.faults.returned(worker, lease)
         fields = {"id": group_id, "attempt": lease.attempt, "worker": worker, "epoch": lease.epoch}
         if why := self._why_late(lease):
             self._duplicates += 1
             self.record("late", **fields, reason=why)
             return False
-        if group_id in self._trained or group_id in self._delivered:
+        if group_id in self.trained or group_id in self._delivered:
             self._duplicates += 1
             self.record("dup", **fields)
             return False
@@ -262,9 +257,9 @@ class Ledger:
         if (held := self._leased.pop(group_id, None)) is not None:
             self._seconds.append(self._clock() - held.began)
         self._delivered.add(group_id)
-        if group_id in self._kept:
+        if group_id in self.kept:
             self._rescored.add(group_id)
-        self._faults.arrived(group_id)
+        self.faults.arrived(group_id)
         self._arrived += 1
         self._consecutive_set_aside = 0
         if constant_reward is not None and self._settings.most_replaced:
@@ -276,7 +271,7 @@ class Ledger:
         self.record("put", **fields)
         if not self.custody.arrived(group_id, replicas):
             moved = replicas & self.custody.moved
-            self._score_again([group_id], anew=any(map(self.custody.rewards, moved)))
+            self._score_again([group_id], anew=not moved.isdisjoint(self.custody.rewarding))
         self._meter()
         return True
 
@@ -287,7 +282,7 @@ class Ledger:
             return f"it was set aside: {self._set_aside[lease.group_id]}"
         if lease.attempt <= self._over.get(lease.group_id, 0):
             return "it was overdue, and has begun again"
-        known = lease.group_id in self._trained or lease.attempt <= self._attempts[lease.group_id]
+        known = lease.group_id in self.trained or lease.attempt <= self._attempts[lease.group_id]
         if not known:
             # The journal lacks its lease: the disk was full then, and later the queue died.
             return "no such lease is known"
@@ -298,7 +293,7 @@ class Ledger:
         if not self._is_held(lease):
             return
         group_id = lease.group_id
-        self._faults.returned(worker, lease)
+        self.faults.returned(worker, lease)
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
         self._blame(group_id, reason)
@@ -307,7 +302,7 @@ class Ledger:
     def _blame(self, group_id: int, reason: str) -> None:
         """Count a failure of the group itself."""
         del self._leased[group_id]
-        self._put_back(group_id, self._faults.failed(group_id, reason))
+        self._put_back(group_id, self.faults.failed(group_id, reason))
 
     def _put_back(self, group_id: int, verdict: str | None) -> None:
         """Make a group pending again, or set it aside if `verdict` gives a reason."""
@@ -322,7 +317,7 @@ class Ledger:
         Valid until the worker's next report. Not journalled: a restarted queue suspects all groups
         of a dead worker that has not reported since.
         """
-        self._faults.inside(worker, problems)
+        self.faults.inside(worker, problems)
 
     # scorers and their canaries
 
@@ -340,9 +335,9 @@ class Ledger:
         kind = {"in_learner": True} if in_learner else {"rewards": True} if rewards else {}
         self.record("scorer", replica=replica, **kind, **said)
         if in_learner:
-            self.custody.joined_learner(replica)
+            self.custody.in_learner.add(replica)
         if rewards:
-            self.custody.rewards_from_now(replica)
+            self.custody.rewarding.append(replica)
 
     def ask(self, replicas: Collection[int]) -> None:
         """Record that canaries are about to be sent: delivered groups were scored before them."""
@@ -369,7 +364,7 @@ class Ledger:
         bad = [v for i, v in self.custody.versions.items() if i in scored]
         bad += [self._version + 1] if taken else []
         again = sorted(scored & self._delivered - taken)
-        self._score_again(again, anew=self.custody.rewards(replica))
+        self._score_again(again, anew=replica in self.custody.rewarding)
         self._meter()
         return CanaryAnswer(
             again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
@@ -392,7 +387,7 @@ class Ledger:
             self.sampled_anew |= set(ids)
             self.custody.anew(ids)
             self._forget_kept(ids)
-        self._rescored |= self._kept.keys() & set(ids)
+        self._rescored |= self.kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=list(ids), reason=self._last_reason)
         self.custody.drop(ids)
@@ -407,7 +402,7 @@ class Ledger:
         """Record a worker's death and make its leased groups pending again. Returns their ids."""
         ids = sorted(i for i, held in self._leased.items() if held.worker == worker)
         self._answers.pop(worker, None)
-        death = self._faults.died(worker, ids)
+        death = self.faults.died(worker, ids)
         if death.had_groups:
             self._last_reason = reason
             inside = _by_text(death.inside)
@@ -449,7 +444,7 @@ class Ledger:
     def _lose(self, ids: list[int], reason: str) -> None:
         for group_id in ids:
             self._leased.pop(group_id, None)
-            self._put_back(group_id, self._faults.lost(group_id, reason))
+            self._put_back(group_id, self.faults.lost(group_id, reason))
         self._meter()
 
     def _put_aside(self, group_id: int, reason: str) -> None:
@@ -473,14 +468,9 @@ class Ledger:
 
     def commit(self, step: int, watermark: int) -> None:
         """Record that the checkpoint of `step` is on disk: groups below `watermark` are final."""
-        self._faults.forget_below(watermark)
-        self._forget_kept([i for i in self._kept if i < watermark])
+        self.faults.forget_below(watermark)
+        self._forget_kept([i for i in self.kept if i < watermark])
         self.record("commit", step=step, watermark=watermark)
-
-    @property
-    def kept(self) -> Mapping[int, Kept]:
-        """Groups on disk that no checkpoint includes, by id."""
-        return MappingProxyType(self._kept)
 
     def keep(self, attempts: Mapping[int, int]) -> None:
         """Record that deliveries are on disk.
@@ -495,12 +485,12 @@ class Ledger:
         self.record("keep", epoch=self.epoch, ids=ids, attempts=list(attempts.values()))
         for group_id, attempt in attempts.items():
             started = self._base + self._started[group_id]
-            self._kept[group_id] = Kept(self.epoch, attempt, started)
+            self.kept[group_id] = Kept(self.epoch, attempt, started)
         self._rescored.difference_update(ids)
 
     def _forget_kept(self, ids: Iterable[int]) -> None:
         for group_id in ids:
-            self._kept.pop(group_id, None)
+            self.kept.pop(group_id, None)
             self._rescored.discard(group_id)
 
     def overdue(self) -> list[int]:
@@ -550,8 +540,8 @@ class Ledger:
         if (choice := self._rule.choose(self._view())) is None:
             return None
         replaced = dict.fromkeys(choice.replaced, CONSTANT_REWARD)
-        after = self._trained.after(choice.ids, self._set_aside | replaced)
-        skipped = after.set_aside.items() - self._trained.set_aside.items()
+        after = self.trained.after(choice.ids, self._set_aside | replaced)
+        skipped = after.set_aside.items() - self.trained.set_aside.items()
         now = self._steps + self.pushing
         ages = [now - self._started[group_id] for group_id in choice.ids]
         return StepGroups(
@@ -584,7 +574,7 @@ class Ledger:
         Returns:
             None if that is neither the next step nor the one after the taken step.
         """
-        behind, taken = len(trained) - len(self._trained), self._promised
+        behind, taken = len(trained) - len(self.trained), self._promised
         gone: set[int] = set()
         if behind == 0 and taken is not None:
             ids = [i for i in taken.group_ids if i in self._delivered]
@@ -608,13 +598,13 @@ class Ledger:
         Raises:
             AssertionError: `trained` differs from the ledger's record of the learner's weights.
         """
-        if trained is not None and len(trained) > len(self._trained):
+        if trained is not None and len(trained) > len(self.trained):
             # The journal lacks the last step's event: the disk was full, and then the queue died.
             arrived = self.push if pushing else self.publish
             arrived(len(trained) // self._settings.groups_per_step, trained)
-        assert trained is None or trained == self._trained, (
+        assert trained is None or trained == self.trained, (
             f"the learner asks for groups after {trained}, and its weights account for "
-            f"{self._trained}: some would be trained twice, or never"
+            f"{self.trained}: some would be trained twice, or never"
         )
         step = self.ready()
         if step is not None and step != self._taken:
@@ -645,7 +635,7 @@ class Ledger:
         """Ids that the next step waits for: started ones, then new ids if those are too few."""
         if (taken := self._promised) is not None:
             return [i for i in taken.group_ids if i not in self._delivered]
-        left = self._settings.total_groups - len(self._trained)
+        left = self._settings.total_groups - len(self.trained)
         view, group_id = self._view(), self._next
         lacking = min(self._settings.groups_per_step, left) - view.under_way
         missing = self._rule.waited_for(view) if left else []
@@ -662,7 +652,7 @@ class Ledger:
         The next step can be taken; slots are not freed yet. As for `publish`, repeated calls and
         calls from a past `epoch` have no effect.
         """
-        if self._is_over_in(epoch) or len(trained) <= len(self._trained):
+        if self._is_over_in(epoch) or len(trained) <= len(self.trained):
             return
         self._arrive()  # pushes do not overlap: the previous one has ended
         self._account_for("push", version, trained)
@@ -675,10 +665,10 @@ class Ledger:
         `trained` takes precedence over the ledger's state: since the step was taken, the queue may
         have died, leased its groups again, and set aside one that the weights contain.
         """
-        if self._is_over_in(epoch) or len(trained) <= len(self._published):
+        if self._is_over_in(epoch) or len(trained) <= len(self.published):
             return
-        if self.pushing and len(trained) == len(self._trained):
-            self._record_step("train", version, self._published, trained)
+        if self.pushing and len(trained) == len(self.trained):
+            self._record_step("train", version, self.published, trained)
         else:
             self._arrive()
             self._account_for("train", version, trained)
@@ -688,16 +678,16 @@ class Ledger:
     @property
     def pushing(self) -> bool:
         """True while the learner's weights are being pushed to the engines."""
-        return len(self._published) < len(self._trained)
+        return len(self.published) < len(self.trained)
 
     def _arrive(self) -> None:
         """Mark the push in progress, if there is one, as complete."""
         if self.pushing:
-            self._published = self._trained
+            self.published = self.trained
             self._steps += 1
 
     def _account_for(self, event: str, version: int, trained: TrainedGroups) -> None:
-        before = self._trained
+        before = self.trained
         ids, skipped = trained.since(before), _newly_aside(before, trained)
         taken = self._taken
         passed = taken.replaced if taken is not None and taken.group_ids == ids else {}
@@ -711,7 +701,7 @@ class Ledger:
             for of_it in (self._attempts, self._over, self._begun_again):
                 of_it.pop(group_id, None)
         self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
-        self._trained, self._taken = trained, None
+        self.trained, self._taken = trained, None
         self.custody.drop(aside)
         self.custody.published(version, ids)
         self._version = version
@@ -748,8 +738,8 @@ class Ledger:
             readable: ids among `kept` of groups that can be read.
         """
         now = self._clock()
-        here = self._started.keys() & self._kept.keys() & set(readable)
-        self._forget_kept([i for i in self._kept if i in self._started and i not in here])
+        here = self._started.keys() & self.kept.keys() & set(readable)
+        self._forget_kept([i for i in self.kept if i in self._started and i not in here])
         stay = (self._delivered & here) - self._rescored
         constant = {i: reward for i, reward in self._constant.items() if i in stay}
         most = self._settings.most_replaced
@@ -767,7 +757,7 @@ class Ledger:
         taken = set(self._taken.group_ids if self._taken else ())
         self.custody.drop(lost - taken)  # taken groups may still be trained
         self._delivered, self._constant = stay, constant
-        above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
+        above = {i: r for i, r in self._set_aside.items() if i >= self.trained.watermark}
         again = {"kept": sorted(here)} if here else {}
         self.record(
             "recover", epoch=self.epoch, ids=sorted(lost), set_aside=_by_text(above), **again
@@ -812,7 +802,7 @@ class Ledger:
     @property
     def credit(self) -> int:
         """Number of new groups that may start."""
-        pushed = len(self._trained) - len(self._published)  # these still hold their slots
+        pushed = len(self.trained) - len(self.published)  # these still hold their slots
         return max(0, min(self._rule.room(self._view()) - pushed, self._to_start))
 
     @property
@@ -822,17 +812,7 @@ class Ledger:
 
     @property
     def _to_start(self) -> int:
-        return self._settings.total_groups - len(self._trained) - self._view().under_way
-
-    @property
-    def trained(self) -> TrainedGroups:
-        """Groups that the learner's weights account for."""
-        return self._trained
-
-    @property
-    def published(self) -> TrainedGroups:
-        """Groups that the weights on the engines account for."""
-        return self._published
+        return self._settings.total_groups - len(self.trained) - self._view().under_way
 
     def is_under_way(self, group_id: int) -> bool:
         """True if the group was started and is not in the learner's weights."""
@@ -863,7 +843,7 @@ class Ledger:
             duplicates=self._duplicates,
             consecutive_set_aside=self._consecutive_set_aside,
             last_reason=self._last_reason,
-            published=self._published.watermark,
+            published=self.published.watermark,
             exhausted=self.all_started and not self._pending,
             epoch=self.epoch,
             starved_s=self._starved_s,

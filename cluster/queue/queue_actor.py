@@ -185,7 +185,7 @@ class GroupQueueActor:
     async def deliver(self, worker: str, *batches: Sequence[Delivery]) -> None:
         # Batches are separate arguments: Ray passes each of at most 100 kB in the call itself.
         deliveries = await taken_over(list(chain(*batches)))  # before the journal records them
-        suspects = self._ledger.has_suspects
+        suspects = self._ledger.faults.any_suspected
         with self._journal.together():
             for delivery in deliveries:
                 lease, meta = delivery.lease, delivery.meta

@@ -124,7 +124,8 @@ class ScoringRecord:
         if event["event"] == "start" and played.ledger is not None:
             self._job = _Job(played.ledger.custody)
             self._jobs.append(self._job)
-        getattr(self, f"_read_{event['event']}", _nothing)(event)
+        if (read := getattr(self, f"_read_{event['event']}", None)) is not None:
+            read(event)
 
     def _read_start(self, event: Mapping[str, Any]) -> None:
         trained = TrainedGroups.from_json(event)
@@ -209,10 +210,6 @@ class ScoringRecord:
             again=self._again,
             problems=[*contradictions, *self._problems],
         )
-
-
-def _nothing(_event: Mapping[str, Any]) -> None:
-    """Ignore an event that does not concern scorers."""
 
 
 def read_scoring(path: str | Path) -> Scoring | None:

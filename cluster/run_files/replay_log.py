@@ -61,7 +61,8 @@ class ReplayLog:
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
         """Write the data that `step` is about to train on; `groups_P` are its whole groups."""
         with self._going_on(step):
-            self._path(step, "json").unlink(missing_ok=True)  # from an earlier attempt at this step
+            # From an earlier attempt at this step.
+            _path(self._root, step, "json").unlink(missing_ok=True)
             write_step(self._root, step, taken, groups_P)
 
     def trained(
@@ -70,7 +71,7 @@ class ReplayLog:
         """Write the results of `step`, which ran on `workers` learner workers."""
         outcome = {"step": step, "metrics": dict(metrics), "workers": workers, **prints}
         with self._going_on(step):
-            write_whole(self._path(step, "json"), json.dumps(outcome).encode())
+            write_whole(_path(self._root, step, "json"), json.dumps(outcome).encode())
             self._drop(step)
 
     @contextmanager
@@ -86,12 +87,9 @@ class ReplayLog:
     def _drop(self, newest: int) -> None:
         """Drop steps that have left the window, except those that never ended."""
         for step in steps_in(self._root):
-            if step <= newest - self._keep and self._path(step, "json").exists():
+            if step <= newest - self._keep and _path(self._root, step, "json").exists():
                 for kind in ("arrow", "json"):
-                    self._path(step, kind).unlink()
-
-    def _path(self, step: int, kind: str) -> Path:
-        return _path(self._root, step, kind)
+                    _path(self._root, step, kind).unlink()
 
 
 class KeptSteps:

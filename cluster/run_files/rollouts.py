@@ -26,7 +26,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -407,13 +407,13 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
 def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
     teacher, bonuses, top = row["teacher_logprobs"], row["bonuses"], row["teacher_top"]
     return KeptSegment(
-        tokens_T=_integers(row["tokens"]),
+        tokens_T=list(map(int, row["tokens"])),
         actions=[(int(start), int(stop)) for start, stop in row["actions"]],
-        behaviour_logprobs_N=_floats(row["behaviour_logprobs"]),
-        teacher_logprobs_N=None if teacher is None else _floats(teacher),
-        versions_N=_integers(row["versions"]),
-        advantages_N=_floats(row["advantages"]),
-        bonuses_N=None if bonuses is None else _floats(bonuses),
+        behaviour_logprobs_N=list(map(_finite, row["behaviour_logprobs"])),
+        teacher_logprobs_N=None if teacher is None else list(map(_finite, teacher)),
+        versions_N=list(map(int, row["versions"])),
+        advantages_N=list(map(_finite, row["advantages"])),
+        bonuses_N=None if bonuses is None else list(map(_finite, bonuses)),
         teacher_top_NK=None
         if top is None
         else [[(int(id_), float(logprob)) for id_, logprob in top_K] for top_K in top],
@@ -424,14 +424,6 @@ def _some(values: Any, what: str) -> Sequence[Any]:
     if not isinstance(values, list) or not values:
         raise ValueError(f"it has no {what}")
     return values
-
-
-def _integers(values: Iterable[Any]) -> list[int]:
-    return [int(value) for value in values]
-
-
-def _floats(values: Iterable[Any]) -> list[float]:
-    return [_finite(value) for value in values]
 
 
 def _finite(value: Any) -> float:

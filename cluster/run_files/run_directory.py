@@ -71,6 +71,9 @@ class RunDirectory:
     ) -> None:
         self._stops = stops
         self.path = Path(config.out).resolve()
+        self.final, self.groups = self.path / "final", self.path / GROUPS
+        self.ledger, self.rollouts = self.path / "ledger.jsonl", self.path / "rollouts.jsonl"
+        self.trace = self.path / "trace.json"
         self._recipe = recipe
         self._attempt = secrets.token_hex(3)
         self._config = config
@@ -118,29 +121,9 @@ class RunDirectory:
         """Settings of the run that differ from their defaults, for `config=FILE`."""
         return as_yaml(self._recipe, self._config, leave=("dry_run",))
 
-    @property
-    def final(self) -> Path:
-        return self.path / "final"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def groups(self) -> Path:
-        return self.path / GROUPS
-
     def reference_scores(self, rows: str) -> Path:
         """File of a reference's log-probs of these rows, for a run that resumes."""
         return self.path / f"{rows}_logprobs.npz"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
 
     def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
         """The checkpoint to resume from, or None for a fresh start. Leaves nothing behind.

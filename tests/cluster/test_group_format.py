@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,29 +23,12 @@ from cluster.store.group_format import (
 )
 from distill.columns import checked
 from distill.types import Segment, StopReason, TopLogprobs, TrajectoryGroup
+from tests.distill.test_group_columns import assert_same
 from tests.samples import group, segment, top_logprobs, trajectory
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates too, as rows of users may have
 METRICS = st.dictionaries(TEXT, FINITE, max_size=3)
-
-
-def assert_same(made: Any, expected: Any) -> None:
-    """Deeply, to the bit, with types, shapes and dtypes."""
-    if is_dataclass(expected):
-        assert type(made) is type(expected)
-        for field in fields(expected):
-            assert_same(getattr(made, field.name), getattr(expected, field.name))
-    elif isinstance(expected, np.ndarray):
-        assert made.dtype == expected.dtype and made.shape == expected.shape
-        assert made.tobytes() == expected.tobytes()
-    elif isinstance(expected, tuple):
-        for one, other in zip(made, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, Mapping):
-        assert made == dict(expected)
-    else:
-        assert type(made) is type(expected) and made == expected
 
 
 @st.composite

@@ -19,9 +19,9 @@ from distill.columns import pack
 from distill.objective.whole_groups import opened
 from distill.records import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
-from tests.cluster.test_group_format import assert_same
 from tests.cluster.test_queue import kill_queue, long_group
 from tests.conftest import TinyPair
+from tests.distill.test_group_columns import assert_same
 from tests.queues import NewQueue
 from tests.samples import group, packed
 from tests.simulated_run import SimulatedRun
