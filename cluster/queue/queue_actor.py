@@ -336,6 +336,8 @@ class GroupQueueActor:
         await self._after_step()
 
     async def _after_step(self) -> None:
+        # Before a checkpoint has these groups, or a crash of the machine could leave it alone.
+        self._journal.sync()
         self._delivered = {i: each for i, each in self._delivered.items() if self._ledger.holds(i)}
         self._to_score = {
             i: each for i, each in self._to_score.items() if self._ledger.is_under_way(i)
@@ -398,7 +400,6 @@ class GroupQueueActor:
     async def commit(self, step: int, watermark: int) -> None:
         """A checkpoint that accounts for everything below `watermark` is on disk."""
         self._ledger.commit(step, watermark)
-        self._journal.sync()
         self._dropping = asyncio.create_task(self._drop_committed())
 
     async def _drop_committed(self) -> None:

@@ -129,6 +129,24 @@ def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -
     )
 
 
+@pytest.mark.parametrize("tell", [GroupQueue.push, GroupQueue.publish])
+def test_a_step_is_in_the_journal_on_disk_before_a_checkpoint_can_have_it(
+    new_queue: NewQueue, journal: str, monkeypatch: pytest.MonkeyPatch, tell: Any
+) -> None:
+    synced, fsync = dict[str, int](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    queue = new_queue()
+    put(queue, *lease(queue, 9))
+    trained = queue.take(TrainedGroups()).after(TrainedGroups())
+    monkeypatch.setattr(os, "fsync", noted)
+    tell(queue, 1, trained)
+    assert b'"version":1' in Path(journal).read_bytes()[: synced[journal]]
+
+
 def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue) -> None:
     queue = new_queue(max_staleness=2)
     leases = lease(queue, 6)
