@@ -104,9 +104,11 @@ class Witnesses:
                 yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
         if scoring is not None and isinstance(told := self.certified.get("groups"), dict):
             known = counted(scoring)
-            said = self.certified.get("proven"), {name: told.get(name) for name in known}
-            if said != (scoring.holds, known):
-                yield f"certificate.json says {said}, and the ledger {(scoring.holds, known)}"
+            ledgers = {"proven": scoring.holds, "groups": known}
+            groups = {name: told.get(name) for name in known}
+            said = {"proven": self.certified.get("proven"), "groups": groups}
+            if said != ledgers:
+                yield f"certificate.json says {said}, and the ledger {ledgers}"
 
 
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:

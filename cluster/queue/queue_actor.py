@@ -336,7 +336,8 @@ class GroupQueueActor:
         await self._after_step()
 
     async def _after_step(self) -> None:
-        # Before a checkpoint has these groups, or a crash of the machine could leave it alone.
+        # Before a checkpoint has these groups: after a crash of the machine the journal would lack
+        # groups that the checkpoint has.
         self._journal.sync()
         self._delivered = {i: each for i, each in self._delivered.items() if self._ledger.holds(i)}
         self._to_score = {

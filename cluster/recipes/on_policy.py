@@ -356,13 +356,13 @@ def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSte
             field="steps",
         )
     done, trained = resume_from.step if resume_from else 0, trained_in(resume_from)
-    for last in kept.steps[:done][-1:]:
-        if not all(group.group_id in trained for group in kept.groups(last)):
-            raise ConfigError(
-                f"train_from={config.train_from} keeps other steps than the {done} that this run "
-                f"has trained on: the run there has gone on since. Choose another out=",
-                field="train_from",
-            )
+    before = kept.steps[:done]
+    if before and not all(group.group_id in trained for group in kept.groups(before[-1])):
+        raise ConfigError(
+            f"train_from={config.train_from} keeps other steps than the {done} that this run "
+            f"has trained on: the run there has gone on since. Choose another out=",
+            field="train_from",
+        )
     size = vocab_size(load_config(config.model.path))
     for step in kept.steps[done : config.steps]:
         _check_kept(config, kept.groups(step), size)

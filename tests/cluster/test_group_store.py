@@ -65,7 +65,8 @@ def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_p
     assert list(after.read([lease(7, epoch=2)])) == [7]
 
 
-def test_what_a_disk_has_damaged_is_not_read(tmp_path: Path) -> None:
+def test_no_damage_by_a_disk_ends_the_start_or_makes_other_groups(tmp_path: Path) -> None:
+    """Of flipped bits within a group's arrays the file cannot tell."""
     GroupStore(tmp_path).append(1, rows(group(0)))
     [path] = tmp_path.iterdir()
     written = path.read_bytes()
