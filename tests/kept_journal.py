@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.queue.journal import read_journal
+from cluster.queue.journal import by_id, read_journal
+from distill.records import TrainedGroups
 
 
 class KeptInJournal:
@@ -21,7 +22,7 @@ class KeptInJournal:
         self.waiting: set[int] = set()
         self.sampled_again: list[str] = []
         self._to_score: set[int] = set()  # on disk, with scores that are to be made again
-        self._watermark = 0
+        self._trained = TrainedGroups()
         for event in read_journal(journal):
             self._read(event)
 
@@ -37,20 +38,23 @@ class KeptInJournal:
             case "begin_again" | "lost":
                 self.waiting -= set(event["ids"])
             case "push" | "train":
-                self._watermark = event["watermark"]
+                # A `train` may repeat the ids of its `push`.
+                if not all(group_id in self._trained for group_id in event["ids"]):
+                    self._trained = self._trained.after(event["ids"], by_id(event["skipped"]))
                 self.waiting -= {*event["ids"], *map(int, event["skipped"])}
             case "set_aside":
                 self.waiting -= {event["id"]}
             case "rewind":
-                self._watermark = event["watermark"]
+                self._trained = TrainedGroups.from_json(event)
                 self.waiting.clear()
             case "recover":
                 self._complain((self.waiting - self._to_score) & set(event["ids"]), "the queue")
             case "start":
                 back = set(map(int, event.get("adopted", ())))
-                if event["watermark"] == self._watermark:
+                trained = TrainedGroups.from_json(event)
+                if trained == self._trained:
                     self._complain(self.waiting - back, "a new job")
-                self._watermark = event["watermark"]
+                self._trained = trained
                 self.waiting, self._to_score = back, set(back)
 
     def _complain(self, lost: set[int], who: str) -> None:
