@@ -28,8 +28,11 @@ class HeldOut:
 
 
 def unit_keys(units: Sequence[ExampleRows]) -> list[Hashable]:
-    """Key of each unit's prompt: the tokens before the first that is trained."""
-    return [prompt_key(unit[0].tokens_T[: unit[0].first_trained].tobytes()) for unit in units]
+    """Key of each unit's prompt: the tokens before the first that is trained in any of its rows.
+
+    The rows of a conversation do not come in the order of its turns (`conversation_chains`).
+    """
+    return [prompt_key(min((row.context_key for row in unit), key=len)) for unit in units]
 
 
 def choose_held_out(

@@ -31,3 +31,10 @@ def test_rows_of_one_prompt_in_two_sources_are_trained() -> None:
     split = hold_out([[shared, first], [shared, second]], 0.5, seed=0)
     assert split == [([shared], [first]), ([shared], [second])]
     assert hold_out([[shared, first], [shared, second]], 2, seed=0) == split
+
+
+def test_rows_of_a_conversation_are_known_by_its_first_prompt_in_any_order() -> None:
+    first, second = training_row(3, 2), training_row(9, 2)
+    other = training_row(4, 2, seed=1)
+    split = hold_out([[[second, first], [first], [other]]], 1, seed=0)
+    assert split == [([[second, first], [first]], [[other]])]
