@@ -15,7 +15,8 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from distill.durable_files import is_full
+
 _LOST = {
     errno.EPIPE: "the pipe of standard output was closed",
     errno.EIO: "the terminal was closed",
@@ -86,7 +87,7 @@ class _Output:
         if error.errno in _LOST:
             self.lost = self.lost or _LOST[error.errno]
             discard_lost_outputs()
-        elif error.errno not in _FULL:
+        elif not is_full(error):
             raise error
 
     def __getattr__(self, name: str) -> Any:

@@ -15,18 +15,19 @@ from rich.table import Table
 from cluster.console import make_console
 from cluster.demos.display import StageDisplay
 from cluster.run_files.tracking import Progression
+from tests.full_disk import files_of_at_most
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_disk_under_the_output_ends_no_run() -> None:
+@pytest.mark.parametrize("longest", [0, 4096], ids=["full", "full from here"])
+def test_a_full_disk_under_the_output_ends_no_run(longest: int, tmp_path: Path) -> None:
     program = (
         "import os\nfrom cluster.console import make_console\nconsole = make_console()\n"
         "for i in range(10_000): console.print(f'step {i}')\nos._exit(7)"
     )
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stdout=full, cwd=ROOT, check=False)
+    with (tmp_path / "log").open("w") as log, files_of_at_most(longest):
+        done = subprocess.run([sys.executable, "-c", program], stdout=log, cwd=ROOT, check=False)
     assert done.returncode == 7
 
 
