@@ -238,8 +238,7 @@ class CheckpointStore:
             if before is not None and _step(path) >= before:
                 continue
             try:
-                found = _read(path)
-                _verify(path)
+                found = _read_whole(path)
             except _Damaged as error:
                 damaged[path.name] = str(error)
                 continue
@@ -268,11 +267,9 @@ class CheckpointStore:
         if not path.is_dir():
             return None
         try:
-            found = _read(path)
-            _verify(path)
+            return _read_whole(path)
         except _Damaged as error:
             raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
-        return found
 
     def set_aside_after(self, step: int) -> None:
         """Renames later checkpoints, which `latest` passed over, to `*.damaged`.
@@ -387,6 +384,13 @@ def _verify(path: Path) -> None:
     for name, expected in written.items():
         if there[name] != expected:
             raise _Damaged(f"{name} has sha256 {there[name]}, and the manifest says {expected}")
+
+
+def _read_whole(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, all of whose files are read; raises _Damaged."""
+    found = _read(path)
+    _verify(path)
+    return found
 
 
 def link_or_copy(source: str, target: str) -> None:
