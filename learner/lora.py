@@ -119,16 +119,13 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
                 f"{setting}={there:g}",
                 field=setting,
             )
-    shapes = tensor_shapes(adapter)
-    made = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
-    for name in sorted(shapes.keys() | made.keys()):
-        if shapes.get(name) != made.get(name):
-            raise ConfigError(
-                f"lora.targets={settings.targets}: {name} has shape {made.get(name, 'none')} "
-                f"in {of}, and {shapes.get(name, 'none')} in the adapter of {adapter}; give the "
-                f"lora.targets= it was made with ({', '.join(sorted(saved['target_modules']))})",
-                field="lora.targets",
-            )
+    if differs := _other_shape(lora, adapter):
+        raise ConfigError(
+            f"lora.targets={settings.targets} in {of} is not what the adapter of {adapter} has: "
+            f"{differs}; give the lora.targets= it was made with "
+            f"({', '.join(sorted(saved['target_modules']))})",
+            field="lora.targets",
+        )
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
@@ -398,14 +395,22 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
             "Load it with peft and save it again (safe_serialization=True)",
             field="lora.adapter",
         )
+    if differs := _other_shape(lora, path):
+        raise ConfigError(
+            f"lora.adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {differs}. "
+            f"It was made for {made_for!r}; train it on that, or start afresh",
+            field="lora.adapter",
+        )
+
+
+def _other_shape(lora: PeftModel, path: str) -> str:
+    """The first tensor whose shape in the saved adapter is another; "" if all are alike."""
     saved = tensor_shapes(path)
-    taken = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
-    for name in [*taken, *saved]:
-        if saved.get(name) != taken.get(name):
-            raise ConfigError(
-                f"lora.adapter={path} does not fit {lora.get_base_model().name_or_path!r}: "
-                f"{name} has shape {saved.get(name, 'none')} in the adapter and "
-                f"{taken.get(name, 'none')} in the model. It was made for {made_for!r}; train it "
-                "on that, or start afresh",
-                field="lora.adapter",
+    made = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
+    for name in [*made, *saved]:
+        if saved.get(name) != made.get(name):
+            return (
+                f"{name} has shape {saved.get(name, 'none')} in the saved adapter and "
+                f"{made.get(name, 'none')} in the model"
             )
+    return ""
