@@ -515,11 +515,13 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
     def gather(values: list[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(values)).to(device=device, dtype=dtype)
 
-    def gather_optional(name: str) -> Tensor | None:
+    def gather_floats(name: str) -> Tensor | None:
         given = [(getattr(row, name), mask) for row, mask in trained]
         if any(values_T is None for values_T, _ in given):
             return None
         return gather([values_T[mask] for values_T, mask in given], torch.float32)
+
+    optional = {f"{name.removesuffix('T')}N": gather_floats(name) for name in _OPTIONAL_FLOATS}
 
     tops = [row.teacher_top for row in rows if row.teacher_top is not None]
     have_tops = len(tops) == len(rows) and len({top.k for top in tops}) == 1
@@ -536,8 +538,6 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
             [np.full(row.num_trained, row.temperature) for row in rows], torch.float32
         ),
         row_N=gather([np.full(row.num_trained, b) for b, row in enumerate(rows)], torch.long),
-        proximal_logprobs_N=gather_optional("proximal_logprobs_T"),
-        reference_logprobs_N=gather_optional("reference_logprobs_T"),
         teacher_coef_N=gather(
             [np.full(row.num_trained, row.teacher_coef) for row in rows], torch.float32
         ),
@@ -547,8 +547,6 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
         teacher_top_logprobs_NK=(
             gather([top.logprobs_NK for top in tops], torch.float32) if have_tops else None
         ),
-        sampled_kl_coef_N=gather_optional("sampled_kl_coef_T"),
-        clipped_kl_coef_N=gather_optional("clipped_kl_coef_T"),
-        teacher_gaps_N=gather_optional("teacher_gaps_T"),
         rows=tuple(rows),
+        **optional,
     )
