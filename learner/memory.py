@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from distill.errors import CheckpointError, ConfigError
-from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes, headroom, part_bytes, readable
+from distill.gpu import CONTEXT_BYTES, gpu_bytes, headroom, part_bytes, readable
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import (
     load_config,
@@ -171,69 +171,6 @@ def check_offload_fits(model: str, holding: Holding, workers: int, workers_here:
     if (estimate := estimate_memory(model)) is not None:
         moments = holding.moments * estimate.parameters * workers_here // workers
         require_main_memory(moments, f"offload_optimizer=True with {workers_here} workers here")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerMemory:
-    """GPU memory of one learner worker in bytes, without passes (`PassMemory`).
-
-    Attributes:
-        weights, gradients, moments: bytes of the worker's shards.
-        frozen: bytes of its shards of frozen models.
-        offloads: the moments are on the GPU only during the optimizer's step, when no pass runs.
-    """
-
-    weights: int
-    gradients: int
-    moments: int
-    frozen: int
-    offloads: bool
-
-    @classmethod
-    def of(
-        cls, parameters: int, holding: Holding, *, workers: int, offloads: bool, frozen: int = 0
-    ) -> WorkerMemory:
-        """`workers`: those that share a replica, with frozen models of `frozen` bytes."""
-        share = -(-parameters // workers)
-        return cls(
-            weights=share * holding.weights,
-            gradients=share * holding.gradients,
-            moments=share * holding.moments,
-            frozen=-(-frozen // workers),
-            offloads=offloads,
-        )
-
-    @property
-    def held(self) -> int:
-        """Bytes of all tensors of the worker, on the GPU and in main memory."""
-        return self.weights + self.frozen + self.gradients + self.moments
-
-    @property
-    def resting(self) -> int:
-        """Bytes between two steps: weights, and moments that are not in main memory."""
-        return self.beside_passes - self.gradients
-
-    @property
-    def beside_passes(self) -> int:
-        """Bytes while a pass runs, without the pass itself."""
-        return self.updating - (self.moments if self.offloads else 0)
-
-    @property
-    def updating(self) -> int:
-        """Bytes during the optimizer's step."""
-        return CONTEXT_BYTES + self.held
-
-    def require_room(self, room: int, what: str) -> None:
-        """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
-        if self.updating > room:
-            raise ConfigError(
-                f"{what} in the learner does not fit: weights, gradients and moments"
-                f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
-                f"of a GPU in an update, and {gib(room)} are there for them. Use more "
-                "learner.workers, fewer learner.replicas, an adapter (lora.rank), or a smaller "
-                "model",
-                field="learner.workers",
-            )
 
 
 def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distill.errors import ConfigError
-from distill.gpu import CONTEXT_BYTES, readable
+from distill.gpu import CONTEXT_BYTES, gib, readable
 from distill.models.loading import load_config
 from learner.config import TOKEN_BUDGET, LearnerConfig, Precision
 from learner.memory import (
     TRAINED,
     Holding,
-    WorkerMemory,
     check_fits,
     check_offload_fits,
     estimate_memory,
@@ -62,14 +61,14 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of a model's learner.
+    """Memory of a model's learner. Its properties are bytes of one worker, without passes.
 
     Attributes:
         holding: bytes per parameter, without passes.
         frozen: bytes of the frozen models that the workers share.
         workers: number of workers.
         replicas: number of replicas, each of which is shared by as many of the workers.
-        offloads: the moments are in main memory while passes run.
+        offloads: the moments are on the GPU only during the optimizer's step, when no pass runs.
     """
 
     model: ModelSize
@@ -82,20 +81,66 @@ class LearnerMemory:
     offloads: bool = False
 
     @property
+    def weights(self) -> int:
+        return self._own_parameters * self.holding.weights
+
+    @property
+    def gradients(self) -> int:
+        return self._own_parameters * self.holding.gradients
+
+    @property
+    def moments(self) -> int:
+        return self._own_parameters * self.holding.moments
+
+    @property
+    def own_frozen(self) -> int:
+        """Bytes of a worker's shards of the frozen models."""
+        return -(-self.frozen // self._shards)
+
+    @property
+    def _shards(self) -> int:
+        return self.workers // self.replicas
+
+    @property
+    def _own_parameters(self) -> int:
+        return -(-self.model.parameters // self._shards)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all tensors of the worker, on the GPU and in main memory."""
+        return self.weights + self.own_frozen + self.gradients + self.moments
+
+    @property
+    def resting(self) -> int:
+        """Bytes between two steps: weights, and moments that are not in main memory."""
+        return self.beside_passes - self.gradients
+
+    @property
+    def beside_passes(self) -> int:
+        """Bytes while a pass runs, without the pass itself."""
+        return self.updating - (self.moments if self.offloads else 0)
+
+    @property
+    def updating(self) -> int:
+        """Bytes during the optimizer's step."""
+        return CONTEXT_BYTES + self.held
+
+    @property
     def whole_gradients(self) -> int:
         """Bytes of a worker's gradients before they are summed over the workers."""
         return self.model.parameters * self.holding.gradients
 
-    @property
-    def states(self) -> WorkerMemory:
-        """Memory of a worker besides passes."""
-        return WorkerMemory.of(
-            self.model.parameters,
-            self.holding,
-            workers=self.workers // self.replicas,
-            offloads=self.offloads,
-            frozen=self.frozen,
-        )
+    def require_room(self, room: int, what: str) -> None:
+        """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
+        if self.updating > room:
+            raise ConfigError(
+                f"{what} in the learner does not fit: weights, gradients and moments"
+                f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
+                f"of a GPU in an update, and {gib(room)} are there for them. Use more "
+                "learner.workers, fewer learner.replicas, an adapter (lora.rank), or a smaller "
+                "model",
+                field="learner.workers",
+            )
 
     @property
     def passes(self) -> PassMemory | None:
@@ -124,7 +169,7 @@ class LearnerMemory:
         passes = self.passes
         if passes is None:
             return None
-        left = room - self.states.beside_passes
+        left = room - self.beside_passes
         plan = fit_pass(passes, left, asked, device=self.device)
         if plan is None:
             remedies = list(self._remedies(room, asked))
@@ -133,12 +178,11 @@ class LearnerMemory:
         return plan._replace(reduces_once=self.workers > 1 and fits)
 
     def _fits(self, room: int, asked: PassRequest) -> bool:
-        states, passes = self.states, self.passes
+        passes = self.passes
         assert passes is not None
-        left = room - states.beside_passes
+        left = room - self.beside_passes
         return (
-            states.updating <= room
-            and fit_pass(passes, left, asked, device=self.device) is not None
+            self.updating <= room and fit_pass(passes, left, asked, device=self.device) is not None
         )
 
     def _remedies(self, room: int, asked: PassRequest) -> Iterator[str]:

@@ -111,7 +111,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     if student is None or passes is None or copied is None:
         return "the size of a model is not known before it is loaded"
     budget = config.learner.token_budget or TOKEN_BUDGET[device]
-    needed = replace(student, frozen=copied).states.held
+    needed = replace(student, frozen=copied).held
     needed += passes.bytes(budget, checkpointing=config.learner.gradient_checkpointing is not False)
     if device == "cpu":  # workers and engines share the machine
         teacher_engines = config.teacher.size.smallest

@@ -163,4 +163,4 @@ def learner_resting(config: RolloutConfig) -> int:
             "directory",
             field="teacher.model" if unknown else "model.path",
         )
-    return replace(memory, offloads=True).states.resting
+    return replace(memory, offloads=True).resting

@@ -103,17 +103,16 @@ class GpuPlan:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
         memory = replace(memory, offloads=memory.offloads or sleeps)
-        states = memory.states
         line = (
-            f"weights {gib(states.weights)} + "
-            f"{f'copies of teachers {gib(states.frozen)} + ' if states.frozen else ''}"
-            f"gradients {gib(states.gradients)} + moments "
-            f"{gib(states.moments)}{' (in main memory but for their step)' * memory.offloads}"
+            f"weights {gib(memory.weights)} + "
+            f"{f'copies of teachers {gib(memory.own_frozen)} + ' if memory.frozen else ''}"
+            f"gradients {gib(memory.gradients)} + moments "
+            f"{gib(memory.moments)}{' (in main memory but for their step)' * memory.offloads}"
         )
         if self._total is None:
             return f"{line} + passes"
         room = part_bytes(self._total, *learner_part(config))
-        states.require_room(room, config.model.path)
+        memory.require_room(room, config.model.path)
         plan = memory.plan(room, PassRequest.of(config.learner, self._longest_rows))
         passes = memory.passes
         if plan is not None and passes is not None:

@@ -92,7 +92,7 @@ def _memory(config: CommonConfig, role: str) -> tuple[int | None, str]:
         budget = config.learner.token_budget or TOKEN_BUDGET[device]
         note = passes and passes.describe(budget, config.learner.gradient_checkpointing)
         copies = "with copies of teachers, " if config.frozen_in_learner() != 0 else ""
-        held = learner and learner.states.held
+        held = learner and learner.held
         return held, f"{copies}and {note or 'activations'}"
     if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
         dtype = config.engine.dtype_on(device)

@@ -28,7 +28,7 @@ from distill.settings import changed
 from learner.config import LearnerConfig, Precision
 from learner.frozen import FrozenModel
 from learner.learner import Learner
-from learner.memory import FROZEN, TRAINED, WorkerMemory, room_bytes
+from learner.memory import FROZEN, room_bytes
 from learner.memory_plan import LearnerMemory, ModelSize
 from learner.pass_memory import PassMemory, PassPlan, PassRequest
 from learner.plan import Part
@@ -125,12 +125,18 @@ def parameters() -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def on_gpus(
+    config: PreTrainedConfig, parameters: int, workers: int, **changes: Any
+) -> LearnerMemory:
+    """Memory of a learner in bfloat16, on so many GPUs."""
+    query_norm = isinstance(config, Qwen3Config)
+    size = ModelSize(config=config, parameters=parameters, query_norm=query_norm)
+    return LearnerMemory(model=size, dtype="bfloat16", device="cuda", workers=workers, **changes)
+
+
 def plan(workers: int, free: int, **asked: Any) -> PassPlan | None:
     """Qwen3-8B on so many GPUs with so much memory each."""
-    memory = LearnerMemory(
-        model=ModelSize(config=QWEN3_8B, parameters=parameters(), query_norm=True),
-        dtype="bfloat16", device="cuda:0", workers=workers,
-    )  # fmt: skip
+    memory = on_gpus(QWEN3_8B, parameters(), workers)
     return memory.plan(free, PassRequest(**asked))
 
 
@@ -207,16 +213,7 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
     needed_gib: float,
     remedies: set[str],
 ) -> None:
-    memory = LearnerMemory(
-        model=ModelSize(
-            config=config,
-            parameters=int(billions * 1e9),
-            query_norm=isinstance(config, Qwen3Config),
-        ),
-        dtype="bfloat16",
-        device="cuda",
-        workers=workers,
-    )
+    memory = on_gpus(config, int(billions * 1e9), workers)
     asked = PassRequest(longest_rows=rows)
     passes = memory.passes
     assert passes is not None
@@ -235,12 +232,9 @@ def test_the_longest_row_has_to_fit_whatever_the_budget(
 
 
 def test_one_replica_may_have_room_where_two_have_none() -> None:
-    one = LearnerMemory(
-        model=ModelSize(config=QWEN3_32B, parameters=int(32.76e9), query_norm=True),
-        dtype="bfloat16", device="cuda", workers=16,
-    )  # fmt: skip
+    one = on_gpus(QWEN3_32B, int(32.76e9), 16)
     two, asked = replace(one, replicas=2), PassRequest(longest_rows=17_408)
-    assert two.states == replace(one, workers=8).states
+    assert two.updating == replace(one, workers=8).updating
     with refuses(ConfigError, "sampling.max_new_tokens", names="learner.replicas=1"):
         two.plan(ROOM, asked)
     assert one.plan(ROOM, asked)
@@ -273,10 +267,7 @@ def test_embedding_and_head_are_reduced_over_workers_whatever_the_tokens() -> No
 def test_an_update_leaves_some_of_a_gpu_free() -> None:
     """30B-A3B: six workers would fill 76.9 of 78.06 GiB."""
     assert [headroom(size * GIB) / GIB for size in (12, 24, 80, 140)] == [0.75, 1.5, 4, 4]
-    eight, six = (
-        WorkerMemory.of(30_532_122_624, TRAINED, workers=workers, offloads=True)
-        for workers in (8, 6)
-    )
+    eight, six = (on_gpus(QWEN3_8B, 30_532_122_624, workers, offloads=True) for workers in (8, 6))
     assert six.updating / GIB == pytest.approx(76.8, abs=0.2)
     eight.require_room(ROOM, "30B-A3B")
     with pytest.raises(ConfigError):
@@ -287,10 +278,7 @@ GPT_OSS_20B = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
 
 
 def test_eager_attention_holds_the_scores_of_all_pairs() -> None:
-    memory = LearnerMemory(
-        model=ModelSize(config=GPT_OSS_20B, parameters=20_914_757_184, query_norm=False),
-        dtype="bfloat16", device="cuda", workers=8,
-    )  # fmt: skip
+    memory = on_gpus(GPT_OSS_20B, 20_914_757_184, 8)
     passes = memory.passes
     assert passes is not None
     assert passes.scores * 8192**2 == 8 * GIB  # 64 heads, 2 bytes
@@ -320,7 +308,7 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     memory = LearnerMemory(model=size, dtype="float32", device="cpu")
     one_pass = memory.passes
     assert one_pass is not None
-    room = memory.states.held + one_pass.bytes(2048, checkpointing=True)
+    room = memory.held + one_pass.bytes(2048, checkpointing=True)
     monkeypatch.setattr("learner.memory.free_bytes", lambda device: room)
     short = Learner(config, str(tmp_path))
     assert short.worker.passes == PassPlan(2048, gradient_checkpointing=True)
@@ -334,11 +322,11 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
 
 
 def test_workers_share_what_a_model_and_copies_of_teachers_take() -> None:
-    quarter = WorkerMemory.of(8 << 30, TRAINED, workers=4, offloads=True)
+    quarter = on_gpus(QWEN3_8B, 8 << 30, 4, offloads=True)
     assert quarter.held == 32 * GIB, "16 bytes a parameter, a quarter of them"
     assert quarter.updating == 33 * GIB and quarter.beside_passes == 17 * GIB
     assert quarter.resting == 9 * GIB
-    third = WorkerMemory.of(9, FROZEN, workers=3, offloads=False, frozen=5)
+    third = on_gpus(QWEN3_8B, 9, 3, holding=FROZEN, frozen=5)
     assert third.held == 12 + 2, "rounded up"
 
 

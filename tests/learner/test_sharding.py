@@ -385,10 +385,10 @@ def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[Loss
     size = ModelSize.of(config.model)
     assert size is not None
     memory = LearnerMemory(model=size, dtype=config.dtype, device="cpu", workers=group.size)
-    passes, states = memory.passes, memory.states
+    passes = memory.passes
     assert passes is not None and config.learner.token_budget is not None
     of_pass = passes.bytes(config.learner.token_budget, checkpointing=False)
-    each = states.beside_passes - CONTEXT_BYTES + of_pass + memory.whole_gradients // 2
+    each = memory.beside_passes - CONTEXT_BYTES + of_pass + memory.whole_gradients // 2
     learner_memory.free_bytes = lambda _device: group.size * each
     return LOSSES
 
