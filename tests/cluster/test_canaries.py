@@ -1,8 +1,7 @@
 """Scorers that change in the middle of a run are found, ended, and kept out; good ones are not."""
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.base.background import Background
 from cluster.config.on_policy import OpdConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls
@@ -107,6 +107,18 @@ class Holder:
             next(model.parameters())[0, 0] += 0.01
 
 
+class Noted(Background):
+    """Notes what is started in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[asyncio.Task[None]] = []
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.started.append(task := super().start(coroutine))
+        return task
+
+
 class House:
     """Scorers of one role under the real supervisor, driver and queue; `model` is what a learner
     has copies of."""
@@ -120,6 +132,8 @@ class House:
             hang_after_s=60, max_restarts=9,
         )  # fmt: skip
         self.supervisor.under_way = True
+        self.supervisor.background = self.background = Noted()
+        self._canaries: list[asyncio.Task[None]] = []
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
         self.path = path / "ledger.jsonl"
         self.queue: GroupQueue = queue_here(SETTINGS, str(self.path), timeout_s=DEADLINE_S)
@@ -172,26 +186,18 @@ class House:
         plain.publish(self.version, self.trained)
 
     def round(self) -> None:
-        """One canary of all that serve, answered."""
-        self._wait_for_answers()  # a scorer that has not answered yet is not asked again
-        self.canaries.after_step(self.version)
-        self._wait_for_answers()
+        """One canary of all that serve, answered and judged."""
+        self._settle()  # a scorer that has not answered yet is not asked again
+        before = len(self.background.started)
+        try:
+            self.canaries.after_step(self.version)
+        finally:
+            self._canaries = self.background.started[before:]
+        self._settle()
 
-    def _wait_for_answers(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self._asked() != self._answered():
-            self.driver.pause(0.005)
-            assert time.monotonic() < deadline
-        calls.get(self.queue.actor.status.remote(), DEADLINE_S)  # it has noted all answers
-        self.driver.pause(0.05)
-
-    def _asked(self) -> Counter[int]:
-        return Counter(
-            i for e in read_journal(self.path) if e["event"] == "ask" for i in e["replicas"]
-        )
-
-    def _answered(self) -> Counter[int]:
-        return Counter(e["replica"] for e in read_journal(self.path) if e["event"] == "canary")
+    def _settle(self) -> None:
+        for canary in self._canaries:
+            self.driver.wait_for(canary)
 
     def plant(self, index: int, *salts: int | None, **how: float) -> None:
         [member] = [m for m in self.supervisor.members(REFERENCE) if m.index == index]
