@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from actors.embedded.reward_model import EmbeddedRewardModel
 from distill.data.prompts import Prompt
-from distill.errors import CheckpointError, DataError, EngineError
+from distill.errors import DataError, EngineError
 from distill.models.reward import start_reward_model
 from distill.rewards.conversations import ConversationEncoder, check_prompts
 from distill.rewards.model_reward import RewardInput
@@ -152,8 +152,3 @@ def test_prompts_are_checked_before_a_run(checkpoint: str, tmp_path: Path) -> No
     check(chat)
     with refuses(DataError, None, names="prompts.jsonl:2:"):
         check(chat, path=templateless)
-
-
-def test_a_language_model_rewards_nothing(tiny_pair: TinyPair) -> None:
-    with pytest.raises(CheckpointError):
-        ConversationEncoder(tiny_pair.student)

@@ -1,10 +1,7 @@
 """Every bad input is found before anything starts, and the message says which and where."""
 
 import json
-import pickle
-import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.config.supervised_checks import check_dpo, check_reward_model, check_sft
 from distill.data.prompts import Prompt
-from distill.envs.base import EnvDataset, EnvStream, Mixture
+from distill.envs.base import EnvDataset, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
@@ -503,19 +500,6 @@ def test_each_source_gives_its_part_of_the_held_out_prompts(opd: NewOpd, sums) -
     assert train.label(36) == f"{b}:{train.line(36)}"
     alone = check_rollout(opd(prompts=a)).held_out
     assert len(alone) == 4 and not isinstance(alone, Mixture)
-
-
-def test_the_groups_of_a_run_follow_the_weights(opd: NewOpd, sums) -> None:
-    """The problem of each group, over many of them, and as a worker that comes late sees them."""
-    train = check_rollout(opd(prompts=f"{sums('a', 40)}:3,{sums('b', 20)}:1")).train
-    stream = EnvStream(train, group_size=2, seed=3)
-    names = Counter(stream.source(group_id) for group_id in range(4000))
-    assert names == {"a": 3000, "b": 1000}
-    late = pickle.loads(pickle.dumps(EnvStream(train, group_size=2, seed=3)))
-    for group_id in (3999, 5, 1234, 5):
-        assert late.describe(group_id) == stream.describe(group_id)
-        told = f"problem .*{stream.source(group_id)}.jsonl:"
-        assert re.match(told, late.describe(group_id))
 
 
 def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:

@@ -60,24 +60,19 @@ class Spoilt:
     """A real engine that answers at another temperature than asked, or says it is another.
 
     `prefill` and `decode` give the temperature that is used in place of the one asked for; both
-    leave 1 alone. `nan` poisons what `score` returns.
+    leave 1 alone.
     """
 
     engine: Engine
     prefill: Callable[[float], float] = right
     decode: Callable[[float], float] = right
     says: Mapping[str, Any] = field(default_factory=dict)
-    nan: bool = False
 
     async def info(self) -> EngineInfo:
         return replace(await self.engine.info(), **self.says)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        scores = await self.engine.score([at(self.prefill, r) for r in requests])
-        if self.nan:
-            for score in scores:
-                score.logprobs_by_temperature[0][-1] = np.nan
-        return scores
+        return await self.engine.score([at(self.prefill, r) for r in requests])
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self.engine.decode_score([at(self.decode, r) for r in requests])
@@ -359,35 +354,12 @@ def test_a_learner_at_another_temperature_or_of_other_weights(
         assert failed(report) == {("policy decode", "learner"), ("policy prefill", "learner")}
 
 
-def test_nan_is_a_disagreement_and_the_report_is_valid_json(parties: Parties) -> None:
-    report = parties.shake(teachers={"teacher": Spoilt(parties.teacher, nan=True)})
-    assert re.search("^teacher prefill disagrees .* are not finite", complaint(report))
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    came = json.loads(json.dumps(report.to_json()), parse_constant=refuse)
-    assert "nan" in {row["max_gap"] for row in came["comparisons"]}
-
-
-OTHER_IDS = TokenizerProbe(texts=((5, 6), (7,)), chat=None)
-
-
-@pytest.mark.parametrize(
-    ("says", "difference"),
-    [
-        ({"tokenizer": OTHER_IDS}, r"teacher has another tokenizer: it encodes 'Hello.*\[5, 6\]"),
-        ({"eos_token_ids": (2,)}, r"teacher ends at token ids \[2\] and policy at \[1\]"),
-        ({"vocab_size": 159}, "teacher has a vocabulary of 159, smaller than policy's 160"),
-    ],
-)
-def test_facts_that_differ_end_the_handshake_before_any_token_is_scored(
-    parties: Parties, says: Mapping[str, Any], difference: str
-) -> None:
-    report = parties.shake(teachers={"teacher": Spoilt(parties.teacher, says=says)})
+def test_facts_that_differ_end_the_handshake_before_any_token_is_scored(parties: Parties) -> None:
+    other = TokenizerProbe(texts=((5, 6), (7,)), chat=None)
+    report = parties.shake(teachers={"teacher": Spoilt(parties.teacher, says={"tokenizer": other})})
     assert report.comparisons == ()
-    assert re.search(difference, complaint(report))
-    assert re.search(difference, report.to_json()["differences"][0])
+    assert "another tokenizer" in complaint(report)
+    assert "another tokenizer" in report.to_json()["differences"][0]
 
 
 @pytest.mark.parametrize("context_length", [2, 5])

@@ -192,13 +192,6 @@ def test_the_learner_s_next_step_does_not_change_what_is_compared(run: Run) -> N
     assert run.check.settle()["push/probe_gap"] < 1e-5
 
 
-def test_asking_twice_is_a_mistake(run: Run) -> None:
-    run.ask(0)
-    with pytest.raises(AssertionError):
-        run.ask(1)
-    run.check.settle()
-
-
 def test_nan_is_a_disagreement(run: Run) -> None:
     run.on_both(lambda engine: setattr(engine, "broken", True))
     run.ask(4)

@@ -381,14 +381,6 @@ def test_an_unreadable_record_is_refused(opd: NewOpd, text: str) -> None:
         directory.check()
 
 
-def test_only_broken_checkpoints_are_no_fresh_start(opd: NewOpd) -> None:
-    config = opd()
-    directory = started(config)
-    (save(directory, config.model.path, 2).path / "trainer.json").unlink()
-    with pytest.raises(CheckpointError):
-        directory.check()
-
-
 def test_metrics_after_the_checkpoint_are_dropped_on_resuming(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)

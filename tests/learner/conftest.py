@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.held_out import HeldOut
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import RowMeta
 from distill.objective.settings import ObjectiveConfig
@@ -21,16 +22,19 @@ from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, Precision
+from learner.forward import LossFunction
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.loop import PolicyLoop
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
+from learner.supervised import RowStream, SupervisedLoop
 from tests.conftest import TinyPair
 from tests.weights import gather_all
 
 NewLearner = Callable[..., Learner]
 NewLoop = Callable[..., PolicyLoop]
+NewSupervisedLoop = Callable[..., SupervisedLoop]
 
 IMPORTANCE_SAMPLING = PolicyObjectiveLoss(objective=ObjectiveConfig())
 
@@ -130,6 +134,29 @@ def new_loop(
             tokenizer=tokenizer, source=world, publish=world.publish, store=store,
             loss=PolicyObjectiveLoss(objective=objective, teachers=teachers),
             resume_from=resume_from, **settings,
+        )  # fmt: skip
+
+    return new
+
+
+@pytest.fixture
+def new_supervised_loop(
+    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore
+) -> NewSupervisedLoop:
+    """new_supervised_loop(stream, loss, held_out=, resume_from=, **learner)."""
+
+    def new(
+        stream: RowStream,
+        loss: LossFunction,
+        *,
+        held_out: Sequence[HeldOut] = (),
+        resume_from: Checkpoint | None = None,
+        **learner: object,
+    ) -> SupervisedLoop:
+        start = {"model": resume_from.model_dir} if resume_from else {}
+        return SupervisedLoop(
+            learner=new_learner(**start, **learner), tokenizer=tokenizer, stream=stream, loss=loss,
+            store=store, held_out=held_out, resume_from=resume_from,
         )  # fmt: skip
 
     return new

@@ -1,21 +1,20 @@
 """Training on data that is there already: in a seeded order that a resumed run continues."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.held_out import HeldOut
 from distill.data.order import MixedPart
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
-from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
-from tests.learner.conftest import NewLearner, naive_logprobs, weights
+from tests.learner.conftest import NewLearner, NewSupervisedLoop, naive_logprobs, weights
 from tests.samples import demonstration
 
 # A row is known by how many tokens it trains, and a batch by their sum.
@@ -26,24 +25,12 @@ NewLoop = Callable[..., SupervisedLoop]
 
 
 @pytest.fixture
-def new_loop(
-    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore
-) -> NewLoop:
-    def new(
-        rows: list[TrainingRow] = ROWS,
-        *,
-        batch_size: int = 2,
-        seed: int = 0,
-        held_out: Sequence[HeldOut] = (),
-        resume_from: Checkpoint | None = None,
-        **optimizer: object,
-    ) -> SupervisedLoop:
-        start = {"model": resume_from.model_dir} if resume_from else {}
-        return SupervisedLoop(
-            learner=new_learner(**start, **optimizer), tokenizer=tokenizer,
-            stream=RowStream(rows, batch_size=batch_size, seed=seed), loss=cross_entropy_loss,
-            store=store, held_out=held_out, resume_from=resume_from,
-        )  # fmt: skip
+def new_loop(new_supervised_loop: NewSupervisedLoop) -> NewLoop:
+    """new_loop(rows, batch_size=, and `new_supervised_loop`'s)."""
+
+    def new(rows: list[TrainingRow] = ROWS, *, batch_size: int = 2, **given: Any) -> SupervisedLoop:
+        stream = RowStream(rows, batch_size=batch_size, seed=0)
+        return new_supervised_loop(stream, cross_entropy_loss, **given)
 
     return new
 
@@ -70,7 +57,9 @@ def test_held_out_rows_have_a_likelihood_per_token(
         logprobs_N = torch.cat([naive_logprobs(plain_model, row) for row in ROWS[3:]])
     assert evaluated["validation/nll"] == pytest.approx(-logprobs_N.mean().item(), rel=1e-4)
     assert evaluated["validation/loss"] == pytest.approx(evaluated["validation/nll"])
-    assert loop.step()["train/loss"] == new_loop(ROWS[:3]).step()["train/loss"]
+    plain = new_loop(ROWS[:3])
+    assert loop.step()["train/loss"] == plain.step()["train/loss"]
+    assert weights(loop.learner) == weights(plain.learner)
     assert loop.evaluate()["validation/nll"] != evaluated["validation/nll"]
 
 
