@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.leftovers import MARK, abandoned, gone, marked, shared_memory
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 ORPHAN = """
 import subprocess, sys
@@ -24,7 +24,7 @@ def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
     reading, writing = os.pipe()
     made = subprocess.run(
         [sys.executable, "-c", ORPHAN], env={**os.environ, MARK: mark}, stdin=reading,
-        stdout=subprocess.PIPE, check=True, timeout=60,
+        stdout=subprocess.PIPE, check=True, timeout=DEADLINE_S,
     )  # fmt: skip
     os.close(reading)
     until(lambda: marked(mark), failing="it is not found")  # its start may not have ended yet
@@ -37,7 +37,7 @@ def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
 def test_memory_of_a_process_that_has_ended_is_found() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(timeout=60)
+    ended.wait(timeout=DEADLINE_S)
     there = [Path(f"/dev/shm/torch_{pid}_planted") for pid in (ended.pid, os.getpid())]
     try:
         for path in there:

@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.waiting import DEADLINE_S
+
 API_KEY = "the-judge's-key"
 MODEL = "tiny-judge"
 
@@ -114,5 +116,5 @@ def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> I
     finally:
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(DEADLINE_S)
         loop.close()

@@ -35,6 +35,7 @@ from learner.lora import adapter_tensors, save_adapter
 from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
 from tests.families import SIZES
 from tests.tiny import save_tokenizer
+from tests.waiting import DEADLINE_S
 
 FORM = AdapterForm(rank=2, alpha=4.0, targets=("q_proj", "v_proj"), parameters=8)
 TENSORS = {
@@ -111,7 +112,7 @@ class AdapterServer(MisbehavingServer):
 @asynccontextmanager
 async def engine_of(server: AdapterServer) -> AsyncIterator[SglangEngine]:
     """An engine of the server, which runs as long as the context."""
-    async with asyncio.timeout(60), server.running():
+    async with asyncio.timeout(DEADLINE_S), server.running():
         client = SglangClient(
             lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=30
         )

@@ -15,6 +15,7 @@ from distill.errors import EngineError, EngineLost
 from distill.models.loading import tensor_shapes
 from distill.types import StopReason
 from tests.tiny import tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 ALL = {"weights", "kv_cache", "cuda_graph"}
 
@@ -144,7 +145,7 @@ async def test_no_request_is_served_by_released_weights(
             assert not session.asleep and not server.paused
             await asyncio.sleep(0.002)
 
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         clients = [tasks.create_task(client(i)) for i in range(40)]
         tasks.create_task(learner())
     for versions in (each.result() for each in clients):
@@ -172,7 +173,7 @@ async def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
     server = Server("continue", fails)
     session = session_of(server, "continue", directory)
     source = CheckpointDirectory(path=directory)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         waiting: asyncio.Task[list[Sample]] | None = None
         with pytest.raises(EngineError):
             await session.sleep()
@@ -192,7 +193,7 @@ async def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
 async def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) -> None:
     server = Server("continue")
     session = session_of(server, "continue", directory)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         await session.sleep()
         waiting = asyncio.create_task(session.generate(server.generate))
         with pytest.raises(EngineError):
@@ -218,7 +219,7 @@ async def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven
         if not good:
             raise EngineLost("other weights")
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         await session.sleep()
         wanted = asyncio.create_task(session.waiters.begun())
         await asyncio.sleep(0.01)
@@ -247,7 +248,7 @@ async def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> 
     async def prove() -> None:
         pass
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         load = asyncio.create_task(session.load(CheckpointDirectory(path=directory), 1))
         while not server.paused:
             await asyncio.sleep(0)
@@ -273,7 +274,7 @@ async def test_a_server_that_cannot_take_its_memory_back_serves_nothing(director
     async def prove() -> None:
         raise AssertionError("there is nothing to prove")
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         await session.sleep()
         waiting = asyncio.create_task(session.score(server.score))
         await session.waiters.begun()

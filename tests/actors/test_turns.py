@@ -57,7 +57,7 @@ async def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) 
             assert len(order) == taken
             turns[number].give()
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*map(server, range(3)))
     assert sorted(order) == sorted([0, 1, 2] * 5)
     assert all(len({*order[i : i + 3]}) == 3 for i in range(0, 12, 3)), "one was passed over"
@@ -87,7 +87,7 @@ async def test_the_turn_of_a_dead_process_ends_when_its_server_has_ended(tmp_pat
     owner.kill()
     owner.wait()
     waits = GpuTurn(path)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         waiting = asyncio.create_task(waits.taken())
         await asyncio.sleep(0.3)
         assert not waiting.done(), "its server still has the GPUs"

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
+from tests.waiting import DEADLINE_S
 
 _HANG_S = 3.0
 _KINDS = ("truncated", "nan", "null", "too few tokens", "too few rows", "status 500", "hangs")
@@ -35,11 +36,11 @@ class SpoilingProxy:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._up.wait(30), "the proxy does not start"
+        assert self._up.wait(DEADLINE_S), "the proxy does not start"
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(DEADLINE_S)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -16,6 +16,7 @@ from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, ready_call
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport, Comparison
+from tests.waiting import DEADLINE_S
 
 AGREES = Comparison(
     party="engine", reference="learner", temperature=0.7, num_tokens=8, max_gap=1e-6, mean_gap=1e-7,
@@ -48,7 +49,7 @@ class Learner:
 
     def step(self) -> str:
         """Ends when somebody says that it may."""
-        assert self._served.wait(60)
+        assert self._served.wait(DEADLINE_S)
         return "trained"
 
     def end_step(self) -> None:

@@ -15,7 +15,7 @@ import ray
 
 from cluster.placement import fork_server
 from cluster.placement.forked_workers import SETTING
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 TELL = """
 import json, os, random, signal, sys, tempfile
@@ -93,7 +93,7 @@ def test_a_fork_is_as_a_process_that_python_starts(worker: Path, address: str) -
     assert own["loaded"] and not plain_own["loaded"]
     assert own["random"] != other["random"]
     assert plain_own["pid"] == plain.pid  # it took the stand-in's place
-    assert [each.wait(60) for each in (*forks, plain)] == [0, 0, 0]
+    assert [each.wait(DEADLINE_S) for each in (*forks, plain)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_fork_is_as_a_process_that_python_starts(worker: Path, address: str) -
     [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("1 / 0", 1)],
 )
 def test_a_stand_in_ends_as_its_fork(worker: Path, address: str, code: str, status: int) -> None:
-    assert begin(worker, address, code).wait(60) == status
+    assert begin(worker, address, code).wait(DEADLINE_S) == status
 
 
 def test_a_fork_that_is_stopped_ends_with_its_stand_in(worker: Path, address: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 HEAD = """
 import sys
@@ -38,7 +38,7 @@ def raylets(head: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def test_a_ray_that_does_not_start_ends_with_its_head_and_says_nothing() -> None:
     with head(1, 30) as process:
-        assert process.wait(60) == -signal.SIGALRM
+        assert process.wait(DEADLINE_S) == -signal.SIGALRM
         assert process.stdout is not None and process.stdout.read() == b""
 
 
@@ -51,8 +51,8 @@ def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
         raylet.suspend()
         started = psutil.Process(process.pid).children()
         process.stdin.close()  # the driver has ended
-        assert process.wait(60) == -signal.SIGALRM
-    _, alive = psutil.wait_procs(started, timeout=60)
+        assert process.wait(DEADLINE_S) == -signal.SIGALRM
+    _, alive = psutil.wait_procs(started, timeout=DEADLINE_S)
     assert not alive
 
 
@@ -69,7 +69,7 @@ def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> Non
         started = psutil.Process(process.pid).children()
         process.stdin.close()
         process.stdout.close()
-        assert process.wait(60) == -signal.SIGALRM
+        assert process.wait(DEADLINE_S) == -signal.SIGALRM
         assert process.stderr.read() == b""
-    _, alive = psutil.wait_procs(started, timeout=60)
+    _, alive = psutil.wait_procs(started, timeout=DEADLINE_S)
     assert not alive

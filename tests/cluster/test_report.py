@@ -34,6 +34,7 @@ from distill.types import Segment, StopReason, TopLogprobs, Trajectory, Trajecto
 from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
 from tests.rows import write_rows
 from tests.samples import keep_step, segment_of
+from tests.waiting import DEADLINE_S
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
 SETTINGS = {
@@ -543,7 +544,7 @@ def answer_of_script(name: str, patterns: Sequence[str], asked: str) -> Any:
     parts = [re.search(p, script, re.M | re.S).group() for p in patterns]  # pyright: ignore
     answer = node(
         ["-e", "\n".join([*parts, f"console.log(JSON.stringify({asked}))"])],
-        return_completed_process=True, capture_output=True, check=True, timeout=60,
+        return_completed_process=True, capture_output=True, check=True, timeout=DEADLINE_S,
     )  # fmt: skip
     return json.loads(answer.stdout)
 

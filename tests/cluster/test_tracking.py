@@ -16,6 +16,7 @@ from cluster.console import make_console
 from cluster.demos.display import StageDisplay
 from cluster.run_files.tracking import Progression
 from tests.full_disk import files_of_at_most
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ def test_a_closed_pipe_ends_no_run(joined: bool) -> None:
     assert child.stdout is not None
     child.stdout.readline()
     child.stdout.close()
-    assert child.wait(timeout=60) == 7
+    assert child.wait(timeout=DEADLINE_S) == 7
 
 
 def test_a_lost_terminal_ends_no_run() -> None:
@@ -63,7 +64,7 @@ def test_a_lost_terminal_ends_no_run() -> None:
     os.close(terminal)
     os.read(master, 4)
     os.close(master)
-    assert child.wait(timeout=60) == 7
+    assert child.wait(timeout=DEADLINE_S) == 7
 
 
 def test_what_is_printed_stands_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

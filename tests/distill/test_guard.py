@@ -9,14 +9,15 @@ import pytest
 
 from distill.sandbox.guard import guarded, lifeline
 from tests.leftovers import is_alive
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 
 def test_a_program_may_be_started_by_what_runs_hooks_of_forks_first() -> None:
     """So uvloop does, and CPython with a `preexec_fn`."""
     started = subprocess.run(
         guarded([sys.executable, "-c", "print('started')"]), start_new_session=True,
-        pass_fds=(lifeline(),), preexec_fn=lambda: None, capture_output=True, text=True, timeout=60,
+        pass_fds=(lifeline(),), preexec_fn=lambda: None, capture_output=True, text=True,
+        timeout=DEADLINE_S,
     )  # fmt: skip
     assert (started.returncode, started.stdout) == (0, "started\n"), started.stderr
 

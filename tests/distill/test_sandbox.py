@@ -16,7 +16,7 @@ from distill.errors import ConfigError
 from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 from distill.sandbox.seccomp import filter_program
 from tests.refusals import refuses
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -306,7 +306,7 @@ def test_no_orphans(isolation, then: str) -> None:
 async def test_cancelled_it_ends_the_program(isolation) -> None:
     mark = f"cancelled-{os.getpid()}-{time.monotonic_ns()}"
     limits = SandboxLimits(wall_s=600, isolation=isolation)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         source = ORPHAN.format(mark=mark, then="time.sleep(600)")
         task = asyncio.create_task(run_python(source, limits=limits))
         while not alive(mark):

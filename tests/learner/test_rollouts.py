@@ -41,6 +41,7 @@ from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weig
 from tests.learner.two_workers import tell
 from tests.samples import group, segment, trajectory
 from tests.sequences import with_other_rows
+from tests.waiting import DEADLINE_S
 from tests.weights import numbers
 
 # Everything at once that rows need of others: of their group, of their sequence, of the step.
@@ -105,7 +106,7 @@ class Noting(World):
         return Fetched({at: there[at.group_id].trajectories_G[at.member] for at in places}, {})
 
     def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
-        assert self._ahead.wait(60) or not self.groups, "nothing is fetched ahead"
+        assert self._ahead.wait(DEADLINE_S) or not self.groups, "nothing is fetched ahead"
         return super().publish(weights, version, trained)
 
 
@@ -429,7 +430,9 @@ class Ahead(World):
         return super().take(trained)
 
     def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
-        assert self._told.wait(60) or not self.groups, "the next step's groups are not fetched"
+        assert self._told.wait(DEADLINE_S) or not self.groups, (
+            "the next step's groups are not fetched"
+        )
         self._told.clear()
         return super().publish(weights, version, trained)
 

@@ -13,6 +13,7 @@ from distill.text.foreign import count_tokens
 from distill.tools.base import Tool, ToolError
 from distill.tools.calculator import Calculator
 from distill.tools.calls import ToolLimits, ToolOutcome, run_calls
+from tests.waiting import DEADLINE_S
 
 
 class Given(Tool):
@@ -232,7 +233,7 @@ async def test_cancelling_passes_on(tokenizer: PreTrainedTokenizerBase) -> None:
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, DEADLINE_S)
 
 
 def test_results_that_are_no_text(run) -> None:
