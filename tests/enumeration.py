@@ -277,14 +277,18 @@ class World:
 
     def sequence_gradient(self, T: float, teacher_T: float) -> Tensor:
         """Of sum_y p_T(y) (log p_T(y) - log q(y)), with q at `teacher_T`, nothing held fixed."""
-        total = torch.zeros(())
+        terms = [p.exp() * (p - q) for p, q in self._sequence_logprobs(T, teacher_T)]
+        return flat_gradient(torch.stack(terms).sum(), self.current)
+
+    def _sequence_logprobs(self, T: float, teacher_T: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """log p_T and log q of each response, by the learner's p."""
         for response in responses(self.stops):
             if set(response) & set(self.stops[1:]):
                 continue  # the same outcomes as with the first of the stops
-            log_p = token_logprobs(self.current, response, T, self.stops).sum()
-            log_q = token_logprobs(self.teacher, response, teacher_T, self.stops).sum()
-            total = total + log_p.exp() * (log_p - log_q)
-        return flat_gradient(total, self.current)
+            yield (
+                token_logprobs(self.current, response, T, self.stops).sum(),
+                token_logprobs(self.teacher, response, teacher_T, self.stops).sum(),
+            )
 
     def state_gradient(self, T: float, divergence: StateDivergence) -> Tensor:
         """Of `state_sum`."""
@@ -311,14 +315,8 @@ class World:
 
     def sequence_forward_kl_gradient(self, T: float) -> Tensor:
         """Of sum_y q_T(y) (log q_T(y) - log p_T(y)) by the learner's p, response by response."""
-        total = torch.zeros(())
-        for response in responses(self.stops):
-            if set(response) & set(self.stops[1:]):
-                continue  # the same outcomes as with the first of the stops
-            log_p = token_logprobs(self.current, response, T, self.stops).sum()
-            log_q = token_logprobs(self.teacher, response, T, self.stops).sum()
-            total = total + log_q.exp() * (log_q - log_p)
-        return flat_gradient(total, self.current)
+        terms = [q.exp() * (q - p) for p, q in self._sequence_logprobs(T, T)]
+        return flat_gradient(torch.stack(terms).sum(), self.current)
 
     def gradient_of_teacher_samples(self, objective: ObjectiveConfig, T: float) -> Tensor:
         """What infinitely many samples of the teacher give, by the rows and the loss that train."""

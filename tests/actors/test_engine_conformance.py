@@ -218,6 +218,12 @@ def test_decode_logprobs_with_mixed_temperatures_in_one_batch(party: Party) -> N
             expect_like_naive(party.model, request, sample)
 
 
+def expect_naive_logprobs(model: PreTrainedModel, request: ScoreRequest, score: Score) -> None:
+    for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
+        expected = naive_logprobs(model, request.tokens_T, request.start, t)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
 def test_score_with_mixed_temperatures_lengths_and_starts(party: Party) -> None:
     requests = [
         ScoreRequest(tokens_T=prompt(length, length), start=start, temperatures=temperatures)
@@ -230,10 +236,7 @@ def test_score_with_mixed_temperatures_lengths_and_starts(party: Party) -> None:
     ]
     scores = party.run(party.engine.score(requests))
     for request, score in zip(requests, scores, strict=True):
-        assert len(score.logprobs_by_temperature) == len(request.temperatures)
-        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
-            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
-            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        expect_naive_logprobs(party.model, request, score)
 
 
 def test_scoring_a_shared_prefix_equals_scoring_one_by_one(party: Party) -> None:
@@ -281,35 +284,6 @@ def expect_the_likeliest(model: PreTrainedModel, request: ScoreRequest, score: S
     np.testing.assert_array_equal(score.top.ids_NK[clear_N], ordered_NK[clear_N, :k])
 
 
-def test_top_k_of_mixed_temperatures_beside_requests_that_want_none(party: Party) -> None:
-    shared_T = prompt(70, 4)
-    requests = [
-        ScoreRequest(tokens_T=tokens_T, start=start, temperatures=temperatures, top_k=top_k)
-        for tokens_T, start, temperatures, top_k in [
-            (prompt(40, 1), 17, (0.5,), 3),
-            (prompt(90, 2), 60, (0.7, 1.0), 0),
-            (prompt(60, 3), 1, (0.7, 1.0), 7),
-            # At the first T, whichever that is.
-            (prompt(50, 5), 20, (1.0, 1.5), 5),
-            (prompt(50, 6), 20, (1.0,), 2),
-            (prompt(2, 7), 1, (1.5, 0.5), 4),
-            # Two that share a prefix long enough to be run once, and one that wants none.
-            (np.concatenate([shared_T, prompt(30, 8)]), 70, (1.5,), 1),
-            (np.concatenate([shared_T, prompt(20, 9)]), 70, (0.7,), 6),
-            (np.concatenate([shared_T, prompt(25, 10)]), 70, (0.7,), 0),
-        ]
-    ]
-    scores = party.run(party.engine.score(requests))
-    for request, score in zip(requests, scores, strict=True):
-        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
-            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
-            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-        if request.top_k == 0:
-            assert score.top is None
-        else:
-            expect_the_likeliest(party.model, request, score)
-
-
 def test_top_k_of_the_whole_vocabulary_names_each_token_by_its_own_id(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,8 +322,9 @@ def some_ids(positions: int, k: int, seed: int) -> np.ndarray:
     return np.stack(rows).astype(np.int32)
 
 
-def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Party) -> None:
-    shared_T = prompt(70, 4)
+def test_given_and_likeliest_tokens_beside_requests_that_want_none(party: Party) -> None:
+    """At the first T of each request, whichever that is."""
+    shared_T = prompt(70, 4)  # long enough to be run once
     requests = [
         ScoreRequest(
             tokens_T=tokens_T, start=start, temperatures=temperatures,
@@ -359,14 +334,18 @@ def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Part
         for seed, (tokens_T, start, temperatures, given, top_k) in enumerate(
             [
                 (prompt(40, 1), 17, (0.5,), 3, 0),
+                (prompt(40, 2), 17, (0.5,), 0, 3),
                 (prompt(90, 2), 60, (0.7, 1.0), 0, 0),
                 (prompt(60, 3), 1, (0.7, 1.0), 5, 4),
+                (prompt(60, 4), 1, (0.7, 1.0), 0, 7),
                 (prompt(50, 5), 20, (1.0,), 6, 0),
                 (prompt(50, 6), 20, (1.0, 1.5), 1, 3),
+                (prompt(50, 7), 20, (1.0, 1.5), 0, 5),
                 (prompt(2, 7), 1, (1.5, 0.5), 4, 4),
-                (prompt(30, 7), 5, (0.7,), 0, 5),
+                (prompt(2, 8), 1, (1.5, 0.5), 0, 4),
                 (np.concatenate([shared_T, prompt(30, 8)]), 70, (1.5,), 2, 1),
                 (np.concatenate([shared_T, prompt(20, 9)]), 70, (0.7, 1.0), 7, 0),
+                (np.concatenate([shared_T, prompt(15, 9)]), 70, (0.7,), 0, 6),
                 (np.concatenate([shared_T, prompt(25, 10)]), 70, (0.7,), 0, 0),
                 # All of the vocabulary, each token by its own id.
                 (prompt(12, 11), 6, (0.7,), VOCAB_SIZE - 3, 3),
@@ -375,15 +354,15 @@ def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Part
     ]  # fmt: skip
     scores = party.run(party.engine.score(requests))
     for request, score in zip(requests, scores, strict=True):
-        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
-            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
-            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-        if request.given_NK is None:
-            assert (score.top is None) == (request.top_k == 0)
-        else:
+        expect_naive_logprobs(party.model, request, score)
+        if request.given_NK is not None:
             t = request.temperatures[0]
             log_p_NV = naive_distribution(party.model, request.tokens_T, request.start, t)
             expect_listed(log_p_NV, request, score)
+        elif request.top_k:
+            expect_the_likeliest(party.model, request, score)
+        else:
+            assert score.top is None
 
 
 def test_hidden_states_beside_requests_that_want_none(party: Party) -> None:
@@ -488,9 +467,7 @@ def test_decode_score_with_mixed_temperatures_lengths_and_starts(party: Party) -
 
     samples, scores = party.run(beside_generation())
     for request, score in zip(requests, scores, strict=True):
-        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
-            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
-            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        expect_naive_logprobs(party.model, request, score)
     for sample in samples:
         expect_like_naive(party.model, busy, sample)
 

@@ -94,22 +94,14 @@ async def test_asynchronous_calls_meet() -> None:
 
 
 @pytest.mark.usefixtures("either_errors")
-def test_a_busy_actor_is_ready_and_its_answer_is_waited_for() -> None:
+def test_a_busy_actor_is_ready_and_overtaken_and_its_answer_is_waited_for() -> None:
     counter, event = LocalActor(Counter, 0), threading.Event()
     busy = counter.wait_for.remote(event)
     calls.get(counter.__ray_ready__.options(concurrency_group="health").remote(), DEADLINE_S)
-    with pytest.raises(errors.GetTimeoutError):
-        calls.get(busy, timeout=0.05)
-    assert calls.wait([busy], timeout=0) == ([], [busy])
-    event.set()
-    assert calls.get(busy, DEADLINE_S)
-
-
-def test_a_concurrency_group_overtakes_a_busy_actor() -> None:
-    counter, event = LocalActor(Counter, 0), threading.Event()
-    busy = counter.wait_for.remote(event)
     aside = counter.add.options(concurrency_group="join")
     assert calls.get(aside.remote(1), DEADLINE_S) == 1
+    with pytest.raises(errors.GetTimeoutError):
+        calls.get(busy, timeout=0.05)
     assert calls.wait([busy], timeout=0) == ([], [busy])
     event.set()
     assert calls.get(busy, DEADLINE_S)

@@ -6,6 +6,7 @@ import math
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,11 @@ def asked(server: MisbehavingServer, key: str, deadline_s: float = 60.0) -> Else
     return asyncio.run(ask())
 
 
-def unmoved(answers: Any) -> Any:
-    """A stock server's: log-probs that no T divides."""
+def all_alike(logprob: float, answers: Any) -> Any:
+    """The answers, each of whose log-probs is this one."""
     for answer in answers if isinstance(answers, list) else [answers]:
         for row in answer.get("meta_info", {}).get("input_token_logprobs", [])[1:]:
-            row[0] = -0.5
-    return answers
-
-
-def emptied(answers: Any) -> Any:
-    for answer in answers if isinstance(answers, list) else [answers]:
-        for row in answer.get("meta_info", {}).get("input_token_logprobs", [])[1:]:
-            row[0] = -math.log(50)
+            row[0] = logprob
     return answers
 
 
@@ -120,8 +114,13 @@ def test_a_teacher_elsewhere_is_asked_one_canary() -> None:
     ("spoil", "key", "said"),
     [
         (lambda answer: answer, "another", "refused the key"),
-        (unmoved, API_KEY, "not divided by T.*install isotherm where the server runs"),
-        (emptied, API_KEY, "weights are empty"),
+        # A stock server's: no T divides them.
+        (
+            partial(all_alike, -0.5),
+            API_KEY,
+            "not divided by T.*install isotherm where the server runs",
+        ),
+        (partial(all_alike, -math.log(50)), API_KEY, "weights are empty"),
         (lambda answer: "nonsense", API_KEY, "does not score"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_step_that_was_not_finite_is_not_again(out: Path, printed: Printed) ->
     groups, outcome = (out / "groups" / f"step-000007.{kind}" for kind in ("arrow", "json"))
     written = groups.read_bytes(), outcome.read_bytes()
     kept, note = read_groups(groups)
-    write_groups(groups, [unlikely(group) for group in kept], note)
+    write_groups(groups, [with_segments(group, unlikely) for group in kept], note)
     outcome.unlink()
     try:
         code, told = printed(f"out={out}", "step=7")
@@ -151,22 +151,23 @@ def test_a_step_that_was_not_finite_is_not_again(out: Path, printed: Printed) ->
     assert code == 0 and "step 7 is not finite, as it was" in told, told
 
 
-def unlikely(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group with likeliest tokens of the teacher that are impossible all but in name."""
+def with_segments(
+    group: TrajectoryGroup, change: Callable[[Segment], Segment], **changes: Any
+) -> TrajectoryGroup:
+    """The group, with each of its segments changed."""
+    members = [
+        replace(member, segments=tuple(map(change, member.segments)))
+        for member in group.trajectories_G
+    ]
+    return replace(group, trajectories_G=tuple(members), **changes)
 
-    def with_top(segment: Segment) -> Segment:
-        top = segment.teacher_top
-        assert top is not None
-        never = TopLogprobs(ids_NK=top.ids_NK, logprobs_NK=np.full_like(top.logprobs_NK, -3e38))
-        return replace(segment, teacher_top=never)
 
-    return replace(
-        group,
-        trajectories_G=tuple(
-            replace(member, segments=tuple(map(with_top, member.segments)))
-            for member in group.trajectories_G
-        ),
-    )
+def unlikely(segment: Segment) -> Segment:
+    """With likeliest tokens of the teacher that are impossible all but in name."""
+    top = segment.teacher_top
+    assert top is not None
+    never = TopLogprobs(ids_NK=top.ids_NK, logprobs_NK=np.full_like(top.logprobs_NK, -3e38))
+    return replace(segment, teacher_top=never)
 
 
 def test_a_disk_that_takes_nothing_costs_the_replay_and_not_the_run(
@@ -206,22 +207,8 @@ def uneven(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories_G=(longer, second))
 
 
-def sampled_by_teacher(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group as if its teacher had sampled it: nobody has scored it."""
-
-    def unscored(segment: Segment) -> Segment:
-        return replace(
-            segment, teacher_logprobs_T=None, teacher_logprobs_q1_T=None, teacher_top=None
-        )
-
-    return replace(
-        group,
-        by_teacher=True,
-        trajectories_G=tuple(
-            replace(member, segments=tuple(map(unscored, member.segments)))
-            for member in group.trajectories_G
-        ),
-    )
+def unscored(segment: Segment) -> Segment:
+    return replace(segment, teacher_logprobs_T=None, teacher_logprobs_q1_T=None, teacher_top=None)
 
 
 @pytest.mark.parametrize("by_teacher", [False, True], ids=["policy", "and-teacher"])
@@ -235,7 +222,7 @@ def test_shares_of_the_gradient_add_up(
     loop = replay.loop(config, kept.start_of(4), str(tmp_path))
     groups_P = [uneven(group) for group in kept.groups(4)]
     if by_teacher:
-        groups_P[1] = sampled_by_teacher(groups_P[1])
+        groups_P[1] = with_segments(groups_P[1], unscored, by_teacher=True)
     found = blame(loop, groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
     assert len(found["prompts"]) == 3 and len(found["responses"]) == 6
     for rows in (found["prompts"], found["responses"]):
