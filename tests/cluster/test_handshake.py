@@ -36,6 +36,7 @@ from learner.config import LearnerConfig
 from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from tests.conftest import TinyPair
+from tests.handles import Handle
 from tests.tiny import EOS, tiny_model_dir
 from tests.weights import shared
 
@@ -371,16 +372,6 @@ def test_short_contexts_have_room_for_every_probe(
 
 
 # Where it is run from
-
-
-class Handle:
-    """An actor handle's face over a plain engine: `handle.method.remote(...)`."""
-
-    def __init__(self, plain: Any) -> None:
-        self._plain = plain
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._plain, method))
 
 
 def named_pool(role: str, *engines: Any) -> EnginePool:

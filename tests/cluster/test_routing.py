@@ -1,7 +1,6 @@
 """Which engine of a pool a request goes to, when many workers have a copy of the pool each."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,26 +10,12 @@ import pytest
 from cluster.handles.engine_pool import EnginePool
 from distill.engine import GenerateRequest
 from distill.sampling import TrainSampling
+from tests.handles import Handle
 
 REQUEST = GenerateRequest(
     prompt_tokens_T=np.array([3], np.int32),
     sampling=TrainSampling(temperature=1.0, max_new_tokens=1), num_samples=16, seed=0,
 )  # fmt: skip
-
-
-class Handle:
-    """What stands for an actor: its methods are asked by `.remote`, as Ray's are."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return _Method(getattr(self._engine, name))
-
-
-class _Method:
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.remote = method
 
 
 class Clock:

@@ -270,11 +270,6 @@ def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
     assert not any(isinstance(module, nn.Dropout) for module in ours.modules())
 
 
-def test_a_target_without_a_name_is_refused() -> None:
-    with refuses(ConfigError, "lora.targets"):
-        LoraSettings(rank=4, targets="q_proj,,v_proj")
-
-
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("targets", ["q_proj,qproj", "embed_tokens", "_proj", "q_proj,lm_head"])
 def test_targets_that_the_model_cannot_have(base: str, targets: str) -> None:

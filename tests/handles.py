@@ -1,0 +1,14 @@
+"""Objects of this process behind the face of Ray's actor handles."""
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class Handle:
+    """An object whose methods are asked by `handle.method.remote(...)`, in the caller's loop."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._plain, method))
