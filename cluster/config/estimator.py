@@ -37,7 +37,7 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
     if config.objective.estimator != AUTO:
         return config, ""
     chosen, why = _begun(config) or _chosen(config)
-    line = f"estimator=auto: {chosen}, for {why} (docs/objectives.md)"
+    line = f"estimator=auto: {chosen}, because {why} (docs/objectives.md)"
     return changed(config, estimator=chosen), line
 
 

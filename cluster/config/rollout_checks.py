@@ -7,7 +7,7 @@ import sys
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -61,8 +61,6 @@ from distill.sampling import UNSCALED
 from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from learner.export import check_export
-
-Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,17 +276,17 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
         return ""
     parts = []
     if config.teacher.sft_steps:
-        parts.append(f"the first {config.teacher.sft_steps} steps of its own samples")
+        parts.append(f"all groups of steps 1 to {config.teacher.sft_steps}")
     if config.teacher.sample_share:
         later = "later " if config.teacher.sft_steps else ""
         parts.append(f"{config.teacher.sample_share:.0%} of {later}groups")
     if not parts:
         return ""
     written = "; ".join(
-        f"those{f' of {name}' if name else ''} are written by {address}"
+        f"{address} writes those{f' of {name}' if name else ''}"
         for name, address in config.text_endpoints().items()
     )
-    line = f"\n  teacher   samples {', '.join(parts)}, learnt by cross-entropy"
+    line = f"\n  teacher   samples {', '.join(parts)}, trained by cross-entropy"
     return f"{line}; {written}" if written else line
 
 

@@ -15,9 +15,9 @@ supply in excess of the bound shows as want of credit.)
 What keeps it from flapping:
 
 - A condition has to hold without a break, and with the same members, for `up_after_s` (30 s, as
-  Ray Serve's `upscale_delay_s`) or `down_after_s` (300 s, as Kubernetes' stabilisation window for
-  scaling down; Ray Serve's `downscale_delay_s` is 600 s). Too many members cost money, too few
-  cost the learner, which is the dearest part of a run; hence the haste in one direction only.
+  Ray Serve's `upscale_delay_s`) or `down_after_s` (120 s; Kubernetes' stabilisation window for
+  scaling down is 300 s, Ray Serve's `downscale_delay_s` 600 s). Too many members cost money, too
+  few cost the learner, which is the dearest part of a run; hence the haste in one direction only.
   As in Ray Serve (`autoscaling_policy.py`) one window without the condition starts the count again.
 - Between `_WAIT_LOW` and `_WAIT_HIGH` nothing changes. One member of six or more is less than
   `_WAIT_HIGH` of a pool, so such a pool never pays for one shrink with a growth.

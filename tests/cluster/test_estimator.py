@@ -40,7 +40,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(config: OpdConfig) -> tuple[str, str]:
     made, line = with_estimator(config)
-    assert line.startswith(f"estimator=auto: {made.objective.estimator}, for ")
+    assert line.startswith(f"estimator=auto: {made.objective.estimator}, because ")
     return made.objective.estimator, line
 
 
@@ -145,7 +145,7 @@ def test_a_teacher_that_moves_is_the_learner_itself(opd: NewOpd, rule: dict[str,
 def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
     shown = StringIO()
     cluster.run.run(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))
-    assert "estimator=auto: full, for every teacher fits into memory" in shown.getvalue()
+    assert "estimator=auto: full, because every teacher fits into memory" in shown.getvalue()
     assert "1 x reverse_kl (full)\n" in shown.getvalue()
 
 
