@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError
@@ -21,6 +22,20 @@ def known_names(name: str, known: Collection[str]) -> str:
     near = get_close_matches(name, known, n=1)
     every = ", ".join(sorted(known))
     return f"did you mean {near[0]!r}? Known: {every}" if near else f"known: {every}"
+
+
+def path_meant(path: str, pattern: str = "*") -> str:
+    """Question after the path of nearly this name beside a missing one; else an empty string.
+
+    Args:
+        pattern: of the names that count; `*/` for directories.
+    """
+    missing = Path(path)
+    if missing.exists():
+        return ""
+    beside = missing.parent
+    near = get_close_matches(missing.name, [each.name for each in beside.glob(pattern)], n=1)
+    return f"; did you mean {str(beside / near[0])!r}?" if near else ""
 
 
 def resolve(setting: str, name: str, known: Collection[str]) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from pathlib import Path
 
 from distill.errors import CheckpointError
+from distill.lookup import path_meant
 
 
 def trained_model(path: str) -> str:
@@ -68,18 +68,8 @@ def check_model_path(path: str) -> None:
         owner = "" if "/" in path else ", and a name of the hub has an owner: OWNER/NAME"
         raise CheckpointError(
             f"cannot read a model config from {path!r}: there is no such directory{owner}"
-            + directory_meant(path)
+            + path_meant(path, "*/")
         )
-
-
-def directory_meant(path: str) -> str:
-    """Question after the directory of nearly this name, if there is one; else nothing."""
-    missing = Path(path)
-    if missing.exists():
-        return ""
-    beside = missing.parent
-    near = get_close_matches(missing.name, [each.name for each in beside.glob("*/")], n=1)
-    return f"; did you mean {str(beside / near[0])!r}?" if near else ""
 
 
 def run_remedy(path: str) -> str:

@@ -34,8 +34,8 @@ from distill.data.row_reader import RowReader
 from distill.data.sources import Kind, kind_of, parse_sources, require_source
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.gpu import no_gpu_here
-from distill.lookup import require_module
-from distill.model_paths import check_model_path, directory_meant, trained_model
+from distill.lookup import path_meant, require_module
+from distill.model_paths import check_model_path, trained_model
 from distill.rules import ABSENT, get
 
 # Deadline of the hub's first answer.
@@ -264,7 +264,7 @@ def check_run(name: str, path: str) -> None:
     if not (Path(run) / "config.json").is_file():
         raise ConfigError(
             f"{name}={path} is no run: there is no {Path(run) / 'config.json'}; give the out= of a "
-            f"run{directory_meant(run)}",
+            f"run{path_meant(run, '*/')}",
             field=name,
         )
 
@@ -273,7 +273,7 @@ def _check_adapter(name: str, path: str) -> None:
     if not (Path(path) / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{name}={path} is no adapter: there is no {Path(path) / 'adapter_config.json'}; give "
-            f"a directory in which peft saved one{directory_meant(path)}"
+            f"a directory in which peft saved one{path_meant(path, '*/')}"
         )
 
 

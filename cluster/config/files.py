@@ -16,6 +16,7 @@ from chz.field import Field
 
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
+from distill.lookup import path_meant
 from distill.rules import default_of, get
 from distill.settings import fields_of, is_section, path_of, setting_of
 
@@ -44,6 +45,8 @@ def read_settings(path: str) -> dict[str, Any]:
                 "is a directory without a config.json, so no run's; give a run's directory, or a "
                 f"file named {', '.join(SETTINGS_FILES)}",
             )
+    if not file.exists():
+        raise _refused(path, f"does not exist{path_meant(path)}")
     read = _READERS.get(file.suffix)
     if read is None:
         raise _refused(path, f"is not named {', '.join(SETTINGS_FILES)}, nor a run's directory")

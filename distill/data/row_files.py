@@ -20,7 +20,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 from distill.data.normal_rows import normal_row
 from distill.errors import DataError
 from distill.libraries import require_library
+from distill.lookup import path_meant
 
 # (number from 1, object) of every row.
 Rows = list[tuple[int, dict[str, Any]]]
@@ -57,9 +57,7 @@ def require_file(path: str) -> None:
     if Path(path).exists():
         return
     where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-    near = get_close_matches(path, map(str, Path(path).parent.glob("*")), n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise DataError(f"cannot read {path!r}: there is no such file{where}{meant}")
+    raise DataError(f"cannot read {path!r}: there is no such file{where}{path_meant(path)}")
 
 
 def suffix_of(path: str) -> str:

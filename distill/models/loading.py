@@ -27,8 +27,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, ConfigError, first_line
+from distill.lookup import path_meant
 from distill.main_memory import require_main_memory
-from distill.model_paths import check_model_path, directory_meant, run_remedy
+from distill.model_paths import check_model_path, run_remedy
 from distill.weights.model_weights import TensorLayout
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
@@ -58,7 +59,7 @@ def load_config(path: str) -> Any:
         raise CheckpointError(
             f"cannot read a model config from {path!r}: {first_line(error).rstrip('.')}. Give a "
             f"Hugging Face checkpoint directory, or a hub name this machine can reach"
-            f"{run_remedy(path)}{directory_meant(path)}"
+            f"{run_remedy(path)}{path_meant(path, '*/')}"
         ) from error
 
 

@@ -245,7 +245,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, message: str)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    missing = {tmp_path / "none.yaml": "cannot be read", tmp_path: "without a config.json"}
+    missing = {tmp_path / "none.yaml": "does not exist", tmp_path: "without a config.json"}
     for name, message in missing.items():
         with pytest.raises(ConfigError, match=message):
             parse(OpdConfig, [f"config={name}"])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from distill.errors import CheckpointError
-from distill.model_paths import check_model_path, directory_meant
+from distill.lookup import path_meant
+from distill.model_paths import check_model_path
 
 
 def test_a_link_to_nowhere_is_not_taken_for_a_name_of_the_hub(
@@ -25,11 +26,15 @@ def test_other_names_are_directories(path: str) -> None:
         check_model_path(path)
 
 
-def test_a_directory_of_nearly_the_name_is_meant(
+def test_a_path_of_nearly_the_name_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models/student").mkdir(parents=True)
-    assert directory_meant("models/studnt") == "; did you mean 'models/student'?"
-    assert directory_meant("modles") == "; did you mean 'models'?"
-    assert directory_meant("models/student") == directory_meant("models/teacher") == ""
+    Path("models/rows.jsonl").touch()
+    assert "'models/student'" in path_meant("models/studnt")
+    assert "'models'" in path_meant("modles") and "'models/rows.jsonl'" in path_meant(
+        "models/row.jsonl"
+    )
+    assert path_meant("models/row.jsonl", "*/") == path_meant("models/student") == ""
+    assert path_meant("models/teacher") == ""
