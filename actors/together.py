@@ -22,6 +22,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
     """Run coroutines concurrently and return their results in order."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     async with task_group() as tasks:
         under_way = [tasks.create_task(each) for each in coroutines]
     return [task.result() for task in under_way]

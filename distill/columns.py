@@ -42,9 +42,11 @@ _OF_MEMBER = attrgetter(*MEMBER_FIELDS)
 Lengths: TypeAlias = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GroupColumns:
     """Consecutive trajectories of a group, packed.
+
+    Without slots, as all that travels in great numbers: Python pickles those by its own loops.
 
     Attributes:
         members_G: values of the fields of each trajectory, in their order, without its segments.

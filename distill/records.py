@@ -26,7 +26,7 @@ OnStale = Literal["wait", "train_late", "restart"]
 CONSTANT_REWARD = "all members have the same reward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Lease:
     """Permission to work on one group.
 
@@ -85,7 +85,7 @@ class TrajectorySource(Protocol):
 Sum: TypeAlias = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrajectoryGroupMeta:
     """A `TrajectoryGroup` without its tokens: all that queue and learner's leader read of it.
 

@@ -216,7 +216,7 @@ async def play_group(
     if len(rewards_G) != len(episodes_G):
         raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
     return [
-        _checked(replace(episode, reward=episode.reward + reward))
+        _checked(episode, reward)
         for episode, reward in zip(episodes_G, rewards_G, strict=True)
     ]
 
@@ -232,10 +232,11 @@ async def _close(envs_G: Sequence[Env]) -> None:
         raise
 
 
-def _checked(episode: Episode) -> Episode:
-    """The episode with plain numbers, whatever the user's code counts with."""
+def _checked(episode: Episode, of_group: float) -> Episode:
+    """The episode with its reward in the group, in plain numbers, whatever the user's code counts
+    with."""
     metrics = {name: float(value) for name, value in episode.metrics.items()}
-    episode = replace(episode, reward=float(episode.reward), metrics=metrics)
+    episode = replace(episode, reward=float(episode.reward + of_group), metrics=metrics)
     limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
     for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
         if not abs(value) <= largest:

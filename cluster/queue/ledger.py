@@ -770,8 +770,8 @@ class Ledger:
         if self._starved:
             self._starved_s += now - self._metered_at
         self._metered_at = now
-        may_start = self.credit or self._pending
-        self._starved = not may_start and len(self._delivered) > len(self._leased)
+        waits = len(self._delivered) > len(self._leased)  # first: credit takes longer to compute
+        self._starved = waits and not self._pending and not self.credit
 
     def _view(self, gone: Collection[int] = ()) -> View:
         """The state for the step rule.

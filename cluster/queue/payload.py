@@ -51,7 +51,7 @@ _META_BYTES = 1_000
 Opened: TypeAlias = Mapping[tuple[int, int], tuple[Any, Sequence[Trajectory]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Payload:
     """Columns of a group as the queue stores them.
 
@@ -72,13 +72,15 @@ class Payload:
 
     def only(self, members: Sequence[int]) -> Payload:
         """The payload without the parts that contain none of these trajectories."""
+        if len(self.parts) == 1:
+            return self
         asked = set(map(self.part_of, members))
         return replace(
             self, parts=tuple(p if n in asked else None for n, p in enumerate(self.parts))
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Delivery:
     """A group that a worker delivers, and as the queue stores it.
 

@@ -186,13 +186,14 @@ class GroupQueueActor:
         # Batches are separate arguments: Ray passes each of at most 100 kB in the call itself.
         deliveries = await taken_over(list(chain(*batches)))  # before the journal records them
         suspects = self._ledger.faults.any_suspected
+        new: dict[int, Delivery] = {}
         with self._journal.together():
             for delivery in deliveries:
                 lease, meta = delivery.lease, delivery.meta
                 if self._ledger.deliver(lease, worker, meta.constant_reward, meta.scored_by):
-                    self._delivered[lease.group_id] = delivery
+                    self._delivered[lease.group_id] = new[lease.group_id] = delivery
                     self._to_score.pop(lease.group_id, None)
-                    self._keep_later(delivery)
+        self._keep_later(new)
         ids = [delivery.lease.group_id for delivery in deliveries]
         distrusted = self._score_again([i for i in ids if not self._ledger.holds(i)])
         await _wake(self._may_train)
@@ -211,11 +212,11 @@ class GroupQueueActor:
 
     # groups on disk
 
-    def _keep_later(self, delivery: Delivery) -> None:
+    def _keep_later(self, deliveries: Mapping[int, Delivery]) -> None:
         if (waiting := _size(self._to_keep)) > _MOST_WAITING:
             self._not_kept(f"{waiting >> 20} MB wait to be written: the disk is too slow")
             return
-        self._to_keep[delivery.lease.group_id] = delivery
+        self._to_keep |= deliveries
         if self._keeping is None or self._keeping.done():
             self._keeping = asyncio.create_task(self._keep())
 

@@ -126,7 +126,7 @@ def _turn_sums(actions: ActionTokens) -> dict[str, Sum]:
     if gaps_N is None:
         return {}
     gaps_M = np.add.reduceat(gaps_N, starts_M)
-    sizes_M = np.diff(starts_M, append=len(gaps_N))
+    sizes_M = np.add.reduceat(np.ones_like(gaps_N), starts_M)
     numbers_M = actions.turn_numbers_M
     shown_M = (numbers_M < TURNS_SHOWN) & ~np.isnan(gaps_M)
     numbers_M = numbers_M[shown_M]
