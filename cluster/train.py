@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.collector import collector_off
 from cluster.command import run_and_report
 from cluster.config.arguments import HELP, Arguments, HelpAsked, built, help_asked
 from cluster.config.chat_date import with_chat_date
@@ -28,6 +27,7 @@ from cluster.handles.node import starts_here
 from cluster.placement.device_choice import check_cluster, gpus_elsewhere
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import cpus_here
+from cluster.process_memory import long_lived
 from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.libraries import require_library
@@ -121,7 +121,7 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
 
 
 def _run(config: CommonConfig, console: Console) -> None:
-    with collector_off():  # while torch is imported
+    with long_lived():  # while torch is imported
         if isinstance(config, RolloutConfig) and config.rehearses:
             from cluster.rehearsal.rehearse import rehearse
 

@@ -59,7 +59,7 @@ ORDER = {
         "hub", "together", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
-        "collector", "base", "jsonl_log", "console", "handles", "config", "store", "queue",
+        "process_memory", "base", "jsonl_log", "console", "handles", "config", "store", "queue",
         "run_files", "findings", "placement", "supervision", "handshake", "weights", "hosts",
         "runtime",
         "recipes", "run", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",

@@ -216,8 +216,7 @@ async def play_group(
     if len(rewards_G) != len(episodes_G):
         raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
     return [
-        _checked(episode, reward)
-        for episode, reward in zip(episodes_G, rewards_G, strict=True)
+        _checked(episode, reward) for episode, reward in zip(episodes_G, rewards_G, strict=True)
     ]
 
 

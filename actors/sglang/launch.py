@@ -32,6 +32,7 @@ import psutil
 
 from actors.sglang.plugin.hooks import SWITCH
 from actors.sglang.private_files import kill, private_directory
+from distill.main_memory import keep_freed_memory
 
 # New objects after which the garbage collector looks for unused ones. Python's own threshold, 700,
 # has it look again and again through what the imports of a server make, and that stays.
@@ -42,7 +43,8 @@ START_METHOD = "ISOTHERM_SGLANG_START_METHOD"
 
 def main() -> None:
     """Serves until the lifeline is cut; what goes wrong is a traceback in the log."""
-    gc.set_threshold(_COLLECT_AFTER)  # of this process and its forks
+    gc.set_threshold(_COLLECT_AFTER)  # of this process and its forks, as is the next
+    keep_freed_memory()
     order = json.loads(sys.stdin.readline())
     keys = (order["api_key"], order["admin_api_key"])
     sys.stdout, sys.stderr = _Redacted(sys.stdout, keys), _Redacted(sys.stderr, keys)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cluster.collector import collector_off
 from cluster.handles.local_actor import LocalActor
 from cluster.handles.node import actor_gpus, node_id
+from cluster.process_memory import long_lived
 
 if TYPE_CHECKING:  # every process that a handle arrives in imports this module
     from cluster.config.common import CommonConfig
@@ -85,7 +85,7 @@ def deferred(plain: type) -> type:
         made = {
             n: value.make() if isinstance(value, Early) else value for n, value in settings.items()
         }
-        with collector_off():
+        with long_lived():
             hosted = importlib.import_module(module)
         self.plain = getattr(hosted, name)(*arguments, **made)
 

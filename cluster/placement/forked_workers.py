@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.collector import collector_off
 from cluster.placement import fork_server
+from cluster.process_memory import long_lived
 from distill.gpu import no_gpu_here
 
 SETTING = "ISOTHERM_FORK_WORKERS"
@@ -58,7 +58,7 @@ class Parent:
 
     def start(self) -> None:
         """Imports what actors need, and forks. Where that is not safe workers are not forked."""
-        with collector_off():  # and frozen, or collections would copy the pages that forks share
+        with long_lived():  # and frozen, or collections would copy the pages that forks share
             for name in _MODULES:
                 importlib.import_module(name)
         if _is_fork_safe() and os.fork() == 0:
