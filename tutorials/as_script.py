@@ -1,4 +1,4 @@
-"""Running a notebook as a script: its texts and tables go to the terminal, its plots to files."""
+"""Notebooks as scripts: texts and tables are printed, plots are saved as files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLOTS = Path("outputs/tutorials")
 
 
 def run_as_script(app: marimo.App, notebook: str) -> None:
-    """Run every cell, then print what the cells show and save their figures under `outputs/`."""
+    """Run all cells; print their texts and tables, and save their figures to `PLOTS`."""
     print(f"running {notebook}: a minute or two", flush=True)
     outputs, _names = app.run()
     plots = 0

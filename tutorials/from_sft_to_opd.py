@@ -10,12 +10,12 @@ def _():
     mo.md("""
     # From SFT to OPD
 
-    A student sees a few answers of a teacher and learns them by heart: supervised fine-tuning. It then answers
-    questions to which nobody wrote an answer, and the teacher says of each of its tokens how likely it would have
-    been: on-policy distillation. Below are both, one after the other, and what more SFT would have done instead.
+    Supervised fine-tuning (SFT) trains a student on a few given answers. On-policy distillation (OPD) needs
+    questions alone: the student answers them, and a teacher scores each token of its answers. This notebook runs
+    SFT and then OPD, and compares the result with that of more SFT.
 
-    With `-- --steps 2` behind the file's name each training is two steps long, and only that is asserted which
-    holds by then.
+    With `-- --steps 2` after the file's name, each training lasts two steps, and assertions that need more steps are
+    left out.
     """)
     return (mo,)
 
@@ -62,10 +62,11 @@ def _(mo):
 @app.cell
 def _(mo):
     mo.md("""
-    ## The task, and who has seen what of it
+    ## The task and the data
 
-    "472=" is to be answered by "583": each digit's successor, and 0 after 9. Of the thousand questions, 64 are held
-    out and nobody trains on them. The student gets answers to 30; of 400 others it gets the questions alone.
+    The right answer to "472=" is "583": the successor of each digit, where 0 follows 9. Of the thousand questions,
+    64 are held out: no model is trained on them. The student is trained on 30 questions with answers, and on 400
+    without.
     """)
     return
 
@@ -101,8 +102,8 @@ def _(QUESTIONS, ROOT, answer, isotherm, np, random_model, steps):
 @app.cell
 def _(HELD_OUT, T, WITH_ANSWERS, answer, isotherm, np, teacher):
     def measured(policy, questions=HELD_OUT):
-        """Of these questions: the share answered rightly, greedily; and KL(p_T || q_T) of what the
-        policy samples, in nats per token."""
+        """Accuracy of greedy answers to these questions, and KL(p_T || q_T) of samples, in nats per
+        token."""
         greedy = policy.sample_batch(questions, temperature=0, max_new_tokens=4)
         right = [group[0].text == answer(q) for q, group in zip(questions, greedy, strict=True)]
         groups = policy.sample_batch(questions, temperature=T, max_new_tokens=4, num_samples=2)
@@ -111,8 +112,8 @@ def _(HELD_OUT, T, WITH_ANSWERS, answer, isotherm, np, teacher):
         return float(np.mean(right)), float((log_p - np.concatenate(teacher.score(sampled))).mean())
 
     def train(model, count, step, every=5, **settings):
-        """Trains for `count` steps; returns the policy's model, a curve of (steps, accuracy, KL),
-        and the accuracy on the questions that came with answers."""
+        """Train for `count` steps; return the directory of the trained model, a curve of (steps,
+        accuracy, KL), and the accuracy on the questions that have answers."""
         curve = []
         with isotherm.Policy(model, device="cpu", **settings) as policy:
             for done in range(count):
@@ -133,8 +134,7 @@ def _(mo):
     mo.md("""
     ## Supervised fine-tuning
 
-    100 steps on the 30 answers. They teach the student what an answer looks like, and as much of the rule as 30
-    answers show.
+    100 steps on the 30 answers. The student learns the format of an answer, and a part of the rule.
     """)
     return
 
@@ -144,10 +144,10 @@ def _(WITH_ANSWERS, random_model, steps, supervised_step, train):
     def sft(policy):
         supervised_step(policy, WITH_ANSWERS, 32)
 
-    STUDENT, first_stage, known_by_heart = train(
+    STUDENT, first_stage, accuracy_in_training = train(
         random_model("student", seed=1), steps(100), sft, lr=1e-2
     )
-    return STUDENT, first_stage, known_by_heart, sft
+    return STUDENT, accuracy_in_training, first_stage, sft
 
 
 @app.cell
@@ -155,9 +155,9 @@ def _(mo):
     mo.md("""
     ## On-policy distillation, and more SFT
 
-    A step of OPD: the student answers 32 questions that have no answers, four times each. A token's advantage is
-    what the teacher's log-prob is above its own, at the one temperature T of both. From the same student, as many
-    steps more of SFT on the 30 answers.
+    In a step of OPD, the student answers 32 of the questions without answers, four times each. The advantage of a
+    token is log q_T - log p_T: the teacher's log-prob minus the student's, both at temperature T. For comparison,
+    the same student is trained for as many steps of SFT on the 30 answers.
     """)
     return
 
@@ -202,26 +202,27 @@ def _(distilled, first_stage, more_sft, plt):
 
 
 @app.cell
-def _(MOST_STEPS, distilled, first_stage, known_by_heart, mo, more_sft):
+def _(MOST_STEPS, accuracy_in_training, distilled, first_stage, mo, more_sft):
     (_, _before, _kl_before), (_, _opd, _kl_opd), (_, _sft, _kl_sft) = (
         curve[-1] for curve in (first_stage, distilled, more_sft)
     )
-    assert distilled[0, 1] == more_sft[0, 1] == _before, "both begin where the first stage ended"
+    assert distilled[0, 1] == more_sft[0, 1] == _before, (
+        "both start from the student of the first stage"
+    )
     if MOST_STEPS is None:
-        assert known_by_heart == 1 and first_stage[0, 1] < 0.1 and 0.2 < _before < 0.75
+        assert accuracy_in_training == 1 and first_stage[0, 1] < 0.1 and 0.2 < _before < 0.75
         assert _opd > 0.95 and _kl_opd < 0.2
         assert _sft < 0.8 and _kl_sft > 5 * _kl_opd
     mo.md(f"""
-    The student answers {known_by_heart:.0%} of the 30 questions by heart, and of the held-out ones
-    **{_before:.0%}**, at {_kl_before:.2f} nats per token from the teacher. Fifty steps more of SFT leave it at
-    **{_sft:.0%}** and {_kl_sft:.2f} nats: the 30 answers have little more to say. Fifty steps of OPD come to
-    **{_opd:.0%}** and {_kl_opd:.2f} nats.
+    After SFT the student answers {accuracy_in_training:.0%} of its 30 questions correctly and **{_before:.0%}** of the
+    held-out ones; its reverse KL to the teacher is {_kl_before:.2f} nats per token. After 50 more steps of SFT these
+    are **{_sft:.0%}** and {_kl_sft:.2f} nats; after 50 steps of OPD **{_opd:.0%}** and {_kl_opd:.2f} nats.
 
-    More SFT says once more what follows the teacher's own tokens. OPD asks of the tokens that the student itself
-    writes, the wrong ones among them, and needs questions only; but it must be begun from a student whose samples
-    are worth a verdict, which is what SFT is for.
+    SFT trains on the same 30 answers again. OPD trains on the student's own tokens, including the wrong ones, and
+    needs questions alone. But a student whose samples are all wrong learns little from the teacher's scores, so
+    SFT comes first.
 
-    The same as runs, which resume, evaluate and report:
+    The same two stages as runs, with evaluation, a report and resume:
 
     ```
     python -m cluster.train recipe=sft model=DIR data=answers.jsonl out=runs/sft

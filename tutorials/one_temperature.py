@@ -10,16 +10,15 @@ def _():
     mo.md("""
     # One temperature
 
-    A student samples at a temperature T, and a teacher scores what it sampled. If the teacher scores at
-    another temperature, at 1 say, because that is what its server returns, the number that comes out is
-    not KL(p_T || q_T), and training on it does not end at the teacher. Below this bias is seen, measured,
-    and gone.
+    A student samples at a temperature T, and a teacher scores the samples. If the teacher scores at another
+    temperature, for example at 1 because its server returns those log-probs, then the mean difference of the
+    log-probs is not KL(p_T || q_T), and a student that is trained on it does not converge to the teacher. This
+    notebook shows the bias, measures its effect, and removes it.
 
-    Two tiny models that know nothing serve as well as any: all that is needed is two distributions over
-    tokens.
+    The models are tiny and random. Any two distributions over tokens would do.
 
-    With `-- --steps 2` behind the file's name each training is two steps long, and only that is asserted which
-    holds by then.
+    With `-- --steps 2` after the file's name, each training lasts two steps, and assertions that need more steps are
+    left out.
     """)
     return (mo,)
 
@@ -47,9 +46,11 @@ def _(mo):
     def steps(full):
         return full if MOST_STEPS is None else min(full, int(MOST_STEPS))
 
-    def make_model(name, forgotten=0.0):
-        """A random model whose distributions are neither uniform nor certain; or one that has
-        forgotten some of what the other knows: noise, as a share of each weight's size."""
+    def make_model(name, noise_share=0.0):
+        """Save a random model whose distributions are neither uniform nor certain.
+
+        `noise_share` adds noise to each weight matrix, as a share of its standard deviation.
+        """
         directory = ROOT / name
         vocabulary = train_tokenizer(directory, PROBLEMS.held_out).get_vocab()
         model = new_qwen3(
@@ -66,24 +67,23 @@ def _(mo):
         for name, weight in model.named_parameters():
             if name.endswith("proj.weight"):
                 weight.data.mul_(4)
-            size = forgotten * weight.data.std() * (weight.ndim > 1)
+            size = noise_share * weight.data.std() * (weight.ndim > 1)
             weight.data += size * torch.randn(weight.shape, generator=noise)
         model.model.norm.weight.data.mul_(8)
         model.save_pretrained(directory)
         return str(directory)
 
-    TEACHER, STUDENT = make_model("teacher"), make_model("student", forgotten=0.5)
+    TEACHER, STUDENT = make_model("teacher"), make_model("student", noise_share=0.5)
     return MOST_STEPS, PROMPTS, STUDENT, T, TEACHER, isotherm, np, plt, steps
 
 
 @app.cell
 def _(mo):
     mo.md("""
-    ## Seen
+    ## The bias
 
-    Let the student be an exact copy of the teacher. There is nothing to learn: for every token,
-    log p_T = log q_T. The student samples at T = 0.5, and each of its tokens is scored by the teacher, at T
-    and at 1.
+    First, the student is an exact copy of the teacher. There is nothing to learn: log p_T = log q_T for every
+    token. The student samples at T = 0.5. The teacher scores each token, once at T and once at 1.
     """)
     return
 
@@ -110,7 +110,9 @@ def _(T, log_p, log_q, log_q1, plt):
     _axis.scatter(log_p, log_q1, s=8, label="scored at 1", color="#D55E00")
     _axis.scatter(log_p, log_q, s=8, label=f"scored at T = {T}", color="#0072B2")
     _axis.set(
-        xlabel="student: log p_T", ylabel="teacher's log-prob", title="a student = its teacher"
+        xlabel="student: log p_T",
+        ylabel="teacher's log-prob",
+        title="the student is a copy of the teacher",
     )
     _axis.legend()
     _figure
@@ -122,9 +124,9 @@ def _(log_p, log_q, log_q1, mo):
     assert abs(log_p - log_q).max() < 1e-3
     _bias = (log_p - log_q1).mean()
     mo.md(f"""
-    At T the points lie on the diagonal: the sampled KL(p_T || q_T) is **{(log_p - log_q).mean():.4f}** nats
-    per token. At 1 they do not, and the same mean says **{_bias:.2f}**, of two models that are one.
-    `opd/bias` in a run's metrics is this number.
+    Scored at T, the points lie on the diagonal, and the sampled KL(p_T || q_T) is
+    **{abs((log_p - log_q).mean()):.4f}** nats per token. Scored at 1 they do not, and the same mean is **{_bias:.2f}**,
+    although the two models are the same. The metric `opd/bias` of a run is this difference.
     """)
     return
 
@@ -132,10 +134,10 @@ def _(log_p, log_q, log_q1, mo):
 @app.cell
 def _(mo):
     mo.md("""
-    ## Measured
+    ## Training on biased scores
 
-    The wrong number can be trained on. Each token's advantage is what the teacher's log-prob is above the
-    student's own; its gradient should be zero for a student that is perfect already.
+    The advantage of a token is the teacher's log-prob minus the student's. For a student that equals its teacher,
+    the gradient should be zero.
     """)
     return
 
@@ -143,7 +145,7 @@ def _(mo):
 @app.cell
 def _(T, isotherm, np, sample, teacher):
     def distil(student, scored_at, steps):
-        """Trains; returns curves: what the training saw, the true KL(p_T || q_T), gradient norms."""
+        """Train; return three curves: the mean of log p_T - score, KL(p_T || q_T), gradient norms."""
         seen, true, norms = [], [], []
         settings = {"lr": 1e-3, "lr_schedule": "linear", "total_steps": steps, "device": "cpu"}
         with isotherm.Policy(student, **settings) as policy:
@@ -167,33 +169,37 @@ def _(T, isotherm, np, sample, teacher):
 
 @app.cell
 def _(T, TEACHER, distil, steps):
-    led_away = distil(TEACHER, scored_at=1.0, steps=steps(40))
+    from_teacher = distil(TEACHER, scored_at=1.0, steps=steps(40))
     [gradient_at_T] = distil(TEACHER, scored_at=T, steps=1)[2]
-    return gradient_at_T, led_away
+    return from_teacher, gradient_at_T
 
 
 @app.cell
-def _(led_away, plt):
+def _(from_teacher, plt):
     _figure, _axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
-    _axis.plot(led_away[0], label="what the training sees: log p_T - log q_1", color="#D55E00")
-    _axis.plot(led_away[1], label="KL(p_T || q_T)", color="#0072B2")
-    _axis.set(xlabel="step", ylabel="nats per token", title="from the teacher itself, scored at 1")
+    _axis.plot(from_teacher[0], label="as trained: mean of log p_T - log q_1", color="#D55E00")
+    _axis.plot(from_teacher[1], label="KL(p_T || q_T)", color="#0072B2")
+    _axis.set(
+        xlabel="step",
+        ylabel="nats per token",
+        title="a copy of the teacher, trained on scores at 1",
+    )
     _axis.legend()
     _figure
     return
 
 
 @app.cell
-def _(MOST_STEPS, gradient_at_T, led_away, mo, np):
-    _before, _after = led_away[0][0], float(np.mean(led_away[0][-5:]))
-    _true = float(np.mean(led_away[1][-5:]))
-    assert gradient_at_T < 1e-4 < 0.01 < led_away[2][0]
+def _(MOST_STEPS, from_teacher, gradient_at_T, mo, np):
+    _before, _after = from_teacher[0][0], float(np.mean(from_teacher[0][-5:]))
+    _true = float(np.mean(from_teacher[1][-5:]))
+    assert gradient_at_T < 1e-4 < 0.01 < from_teacher[2][0]
     if MOST_STEPS is None:
-        assert _after < 0.8 * _before and led_away[1][0] < 1e-3 and _true > 0.2
+        assert _after < 0.8 * _before and from_teacher[1][0] < 1e-3 and _true > 0.2
     mo.md(f"""
-    Scored at T the first gradient has the norm **{gradient_at_T:.0e}**, which is rounding; scored at 1,
-    **{led_away[2][0]:.2f}**. Following that, the training's own curve falls from {_before:.2f} to {_after:.2f},
-    and the student goes from no distance at all to **{_true:.2f}** nats per token from its teacher.
+    With scores at T, the norm of the first gradient is **{gradient_at_T:.0e}**, which is rounding error. With scores
+    at 1 it is **{from_teacher[2][0]:.2f}**. As training goes on, the biased mean falls from {_before:.2f} to
+    {_after:.2f}, while the true KL(p_T || q_T) rises from zero to **{_true:.2f}** nats per token.
     """)
     return
 
@@ -201,10 +207,10 @@ def _(MOST_STEPS, gradient_at_T, led_away, mo, np):
 @app.cell
 def _(mo):
     mo.md("""
-    ## Gone
+    ## Without the bias
 
-    The same from a student that has something to learn, a teacher whose weights were blurred: at one temperature
-    it gets there, and at two it arrives somewhere else.
+    Now the student is the teacher with noise added to its weights. It is trained twice: on scores at 1, and on
+    scores at T.
     """)
     return
 
@@ -233,12 +239,10 @@ def _(MOST_STEPS, biased, mo, np, unbiased):
     if MOST_STEPS is None:
         assert _one < 0.7 * _two and _one < 0.5 * unbiased[1][0]
     mo.md(f"""
-    At the end the student is **{_one:.2f}** nats per token from its teacher with one temperature, and
-    **{_two:.2f}** with two.
+    At the end, KL(p_T || q_T) is **{_one:.2f}** nats per token with scores at T, and **{_two:.2f}** with scores at 1.
 
-    A run of `isotherm train` has one T, which travels with every token, and no party may use another: before the
-    first step the engines, the teacher and the learner score the same tokens, and the run does not start unless
-    they agree.
+    A run of `isotherm train` has one T, which is stored with the samples. Before the first step, the
+    engines, the teacher and the learner score the same tokens, and the run does not start unless they agree.
     """)
     return
 

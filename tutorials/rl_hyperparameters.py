@@ -10,11 +10,12 @@ def _():
     mo.md("""
     # What the settings of RL do
 
-    Groups, advantages, the KL penalty, its discount, substeps: each changed alone, in the same small run. The
-    task is the successor of a digit, "3+1=" and one digit; the student is right two times in five.
+    Group size, advantages, the KL penalty, the discount and substeps: each is changed alone, in the same small
+    run. The task is the successor of a digit ("3+1=" and one digit), which the student gets right about two times
+    in five.
 
-    With `-- --steps 2` behind the file's name each run is two steps long, and only that is asserted which
-    holds by then.
+    With `-- --steps 2` after the file's name, each run lasts two steps, and assertions that need more steps are
+    left out.
     """)
     return (mo,)
 
@@ -37,8 +38,8 @@ def _():
     _rows = [{"prompt": f"{digit}+1=", "answer": str(digit + 1)} for digit in range(9)]
     (ROOT / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows))
 
-    def school(name, right, seed):
-        """A model taught by hand, on answers of which a share is right."""
+    def fine_tune(name, right, seed):
+        """Save a model that was fine-tuned on answers of which a share is right."""
         untrained = ROOT / f"{name}-untrained"
         ids = train_tokenizer(untrained, Problems.split(held_out=9, seed=0).held_out).get_vocab()
         new_qwen3(
@@ -64,7 +65,7 @@ def _():
                 policy.optim_step()
             return str(policy.export(ROOT / name))
 
-    STUDENT, TEACHER = school("student", 0.4, seed=1), school("teacher", 0.95, seed=2)
+    STUDENT, TEACHER = fine_tune("student", 0.4, seed=1), fine_tune("teacher", 0.95, seed=2)
     return ROOT, STUDENT, TEACHER, isotherm, np, plt
 
 
@@ -73,7 +74,7 @@ def _(ROOT, STUDENT, isotherm, mo, np, plt):
     MOST_STEPS = mo.cli_args().get("steps")
 
     def train(name, recipe="rl", **settings):
-        """Curves of a run with these settings changed: a dict of arrays by metric."""
+        """Train with these settings changed; return the curve of each metric, as an array."""
         run = {
             "student": STUDENT,
             "prompts": ROOT / "prompts.jsonl",
@@ -113,9 +114,9 @@ def _(mo):
     mo.md("""
     ## Groups
 
-    A response's advantage is its reward less the mean of its group's. In a group whose members all earn the
-    same there is nothing to learn, and small groups are often so: `reward/constant_groups` is their share. 72
-    samples a step, in groups of 2 and of 8.
+    The advantage of a response is its reward minus the mean reward of its group. A group whose responses all have
+    the same reward gives no gradient. `reward/constant_groups` is the share of such groups, which is larger for
+    small groups. Below, a step has 72 samples, in groups of 2 and of 8.
     """)
     return
 
@@ -133,14 +134,13 @@ def _(groups_of_2, groups_of_8, mo):
     _wasted = [curve["reward/constant_groups"].mean() for curve in (groups_of_2, groups_of_8)]
     assert _wasted[0] > 1.5 * _wasted[1]
     mo.md(f"""
-    Of the groups of 2, {_wasted[0]:.0%} had one reward on average, and their samples taught nothing; of the groups
-    of 8, {_wasted[1]:.0%}.
+    On average, {_wasted[0]:.0%} of the groups of 2 were constant, and {_wasted[1]:.0%} of the groups of 8.
 
     ## Advantages
 
-    `scale_by_std` divides a group's advantages by their standard deviation: a group with one right answer in
-    eight weighs as much as one with four. `baseline=leave_one_out` compares a response with the *other* members
-    alone, which makes every advantage G / (G - 1) as large and leaves its direction.
+    `scale_by_std` divides the advantages of a group by their standard deviation: a group with one right answer in
+    eight then weighs as much as one with four. `baseline=leave_one_out` subtracts the mean reward of the *other*
+    responses, which multiplies every advantage by G / (G - 1) and does not change its sign.
     """)
     return
 
@@ -156,19 +156,19 @@ def _(draw, groups_of_8, train):
 
 @app.cell
 def _(groups_of_8, left_out, mo, scaled):
-    # of the first step, which all of them take from the same samples
+    # the first step, in which all three runs have the same samples
     _plain, _scaled, _left_out = (
         float(curve["advantage/max"][0]) for curve in (groups_of_8, scaled, left_out)
     )
     assert abs(_left_out / _plain - 8 / 7) < 1e-3 and _scaled > 1.5 * _plain
     mo.md(f"""
-    In the first step, whose samples all three share, the largest advantage is {_plain:.2f}; with `leave_one_out`
-    {_left_out:.2f}, which is 8 / 7 of it; divided by the standard deviation {_scaled:.2f}.
+    In the first step all three runs have the same samples. The largest advantage is {_plain:.2f}; with
+    `leave_one_out` it is 8 / 7 times as large, {_left_out:.2f}; divided by the standard deviation it is {_scaled:.2f}.
 
     ## The KL penalty
 
-    `reference_kl_coef` prices the distance from a reference, here from the student as it was: each token pays
-    for being likelier than it was there. Less is learnt, and less is changed.
+    `reference_kl_coef` penalises the KL from a reference model, here the initial student: the advantage of a token
+    is lower where its log-prob is above the reference's. The policy changes less, and learns less.
     """)
     return
 
@@ -187,22 +187,22 @@ def _(MOST_STEPS, groups_of_8, mo, penalised):
         assert _held < _free - 0.05
         assert penalised["train/entropy"][-1] > groups_of_8["train/entropy"][-1]
     mo.md(f"""
-    The reward ends at {_free:.2f} without the penalty and at {_held:.2f} with it, and the policy keeps more of its
-    entropy.
+    The reward ends at {_free:.2f} without the penalty and at {_held:.2f} with it. With the penalty the policy keeps
+    more of its entropy.
 
     ## The discount of the teacher's term
 
-    In on-policy distillation a token's advantage is log q_T - log p_T of that token, and with
-    `kl_discount_factor` = g also g times that of the next, g^2 of the one after: what it leads to counts, at the
-    price of noise. Two tokens, the digit and the end, are a short chain, so the advantages grow a little and the
-    curves agree.
+    In on-policy distillation the advantage of a token is log q_T - log p_T of that token. With
+    `kl_discount_factor` = g it also contains g times the term of the next token, g^2 times that of the one after,
+    and so on. It then includes what follows the token, and has more variance. A response here has two tokens (the
+    digit and the EOS), so the difference is small.
     """)
     return
 
 
 @app.cell
 def _(TEACHER, draw, train):
-    # both by the sampled tokens: whole distributions, which a teacher beside us would give, have no future terms
+    # estimator=sampled for both: estimator=full has no future terms
     by_tokens = {"teacher": TEACHER, "estimator": "sampled"}
     immediate = train("immediate", "opd", **by_tokens)
     discounted = train("discounted", "opd", **by_tokens, kl_discount_factor=0.9)
@@ -219,14 +219,15 @@ def _(MOST_STEPS, discounted, immediate, mo):
     if MOST_STEPS is None:
         assert max(_ends) < 0.7 * _starts[0]
     mo.md(f"""
-    From {_starts[0]:.2f} nats per token, the reverse KL comes to {_ends[0]:.2f} without future terms and to
+    The reverse KL falls from {_starts[0]:.2f} nats per token to {_ends[0]:.2f} without future terms, and to
     {_ends[1]:.2f} with them.
 
     ## Substeps
 
-    `num_substeps` splits a step's groups into so many optimizer updates. The later ones train on samples of a
-    policy that the earlier ones have left: `train/ratio_max` is the largest p / mu among them, 1 where there is
-    one update. More is learnt of the same samples, until the ratios grow too large; `loss=ppo` bounds them.
+    `num_substeps` splits the groups of a step over that many optimizer updates. All but the first are off-policy,
+    because the earlier updates have changed the weights since the groups were sampled. `train/ratio_max` is the
+    largest ratio of a token's probability to the one at which it was sampled; with one update it is 1. More
+    updates learn more from the same samples, until the ratios become too large; `loss=ppo` clips them.
     """)
     return
 
@@ -243,9 +244,9 @@ def _(groups_of_8, mo, substeps):
     _largest = [float(curve["train/ratio_max"].max()) for curve in (groups_of_8, substeps)]
     assert abs(_largest[0] - 1) < 1e-3 and _largest[1] > 1.02
     mo.md(f"""
-    The largest ratio with one update was {_largest[0]:.3f}, and {_largest[1]:.2f} with three.
+    The largest ratio was {_largest[0]:.3f} with one update, and {_largest[1]:.2f} with three.
 
-    `docs/objectives.md` says when to choose what.
+    `docs/objectives.md` says which of these settings to choose when.
     """)
     return
 

@@ -10,12 +10,13 @@ def _():
     mo.md("""
     # Your own environment
 
-    A class of a dozen lines is an environment: what the policy is told first, and what it is told and paid after
-    each of its turns. Here it is asked which digit follows another, gets a second try where it is wrong, and half
-    the reward for that. A tiny model that is right two times in five becomes right by reinforcement learning.
+    An environment is a class of a dozen lines. It gives the first messages, and after each turn of the policy a
+    reward and further messages. In this one, the policy is asked for the successor of a digit. After a wrong answer
+    it has a second try, for half the reward. A tiny model that is right about two times in five learns the task by
+    RL.
 
-    With `-- --steps 2` behind the file's name the run is two steps long, and only that is asserted which holds by
-    then.
+    With `-- --steps 2` after the file's name, the run lasts two steps, and assertions that need more steps are
+    left out.
     """)
     return (mo,)
 
@@ -41,9 +42,9 @@ def _(mo):
     mo.md("""
     ## The environment
 
-    It lives in a file, `digits.py`, because the run's workers import it by name: `env="digits:Digits"`. The
-    directory that a run is started from is on their path; a notebook's own directory is, too. `Successor` is
-    one episode; `Digits` is the settings, here none but what is inherited, and makes the problems.
+    The environment is in a file of its own, `digits.py`, because the workers of a run import it by name:
+    `env="digits:Digits"`. The directory in which a run is started, or that of the notebook, is on their import
+    path. `Successor` is one episode. `Digits` has the settings (only inherited ones here) and makes the problems.
     """)
     return
 
@@ -93,10 +94,9 @@ def _(mo):
     mo.md("""
     ## A student that is often wrong
 
-    A random model hardly ever writes one digit and stops: it would never earn a reward to learn from. Some
-    steps of supervised fine-tuning, by hand, on answers of which two in five are right, make it a beginner. Its
-    chat template ends the assistant's turns with the token that the model stops at, so that a second turn
-    goes on with the very tokens of the first.
+    A random model almost never writes one digit and stops, so it would get no reward to learn from. The student is
+    therefore fine-tuned first, on answers of which about two in five are right. Its chat template ends the
+    assistant's turns with the model's stop token, so that the second turn continues the tokens of the first.
     """)
     return
 
@@ -146,8 +146,8 @@ def _(mo):
     mo.md("""
     ## The run
 
-    `recipe=rl` with the environment; everything else is as on the command line. `local=True` keeps it in this
-    process; without it, the same call runs on Ray.
+    The settings are those of the command line. `local=True` runs everything in this process; without it, the same
+    call runs on Ray.
     """)
     return
 
@@ -205,11 +205,11 @@ def _(MOST_STEPS, ROOT, isotherm, lines, mo, np):
     if MOST_STEPS is None:
         assert _after > _before + 0.1 and _right >= 6
     mo.md(f"""
-    The mean reward went from {_before:.2f} to {_after:.2f}; greedily the model now answers {_right} of 9
-    rightly: {", ".join(f"{digit}+1={answer}" for digit, answer in _answers.items())}.
+    The mean reward rose from {_before:.2f} to {_after:.2f}. With greedy decoding, the model now answers {_right} of 9
+    questions correctly: {", ".join(f"{digit}+1={answer}" for digit, answer in _answers.items())}.
 
-    `docs/environments.md` has the rest: tools, games of two, rewards of single tokens, comparison within a
-    group, environments below the level of messages.
+    `docs/environments.md` describes the rest: tools, games of two, rewards of single tokens, comparison within a
+    group, and environments without messages.
     """)
     return
 
