@@ -11,37 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
 
 from actors.envs import verdicts
 from actors.envs.verdicts import BEST, COMPARING, PREFERENCES, SCORING, WORST, Messages, Task
 from actors.rollout.text_endpoint import (
     LONGEST_PAUSE_S,
-    check_url,
-    in_a_line,
-    open_client,
-    read_key,
+    Answer,
+    EndpointAddress,
+    EndpointRefused,
+    Patience,
+    TextEndpoint,
+    UselessAnswer,
 )
 from actors.together import together
 from distill.errors import ConfigError, DataError, EngineError
 from distill.lookup import known_names
-
-if TYPE_CHECKING:  # an extra, and slow to import
-    from openai import AsyncOpenAI
+from distill.sampling import EvalSampling
 
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ISOTHERM_JUDGE_API_KEY"
 
 _CHECK_S = 30.0
-_REFUSED_KEY = (401, 403)
+_REFUSED_SETTINGS = (401, 403, 404)  # the key; the path or the model
 _REFUSED_QUESTION = (400, 413, 422)
 _SHOWN = 200
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,7 @@ class Judge:
     max_chars: int = 20_000
 
     def __post_init__(self) -> None:
-        check_url("env.judge_url", self.url, API_KEY_VARIABLE)
+        _ = self._address
 
     async def check(self) -> None:
         """Asks which models there are (`GET .../models`), which costs nothing; nothing is judged.
@@ -81,18 +77,15 @@ class Judge:
         Raises:
             ConfigError: the library is missing, or nobody answers as an OpenAI endpoint does.
         """
-        quick = replace(self, timeout_s=min(self.timeout_s, _CHECK_S), retries=0)
-        async with quick._client() as client:
-            try:
-                listed = await quick._in_time(client.get("/models", cast_to=object))
-            except Exception as error:
-                reason = quick._complaint(error)
-                if isinstance(reason, ConfigError):
-                    raise reason from None
-                raise ConfigError(
-                    f"env.judge_url={self.url} cannot be used: GET .../models: {reason}",
-                    field="env.judge_url",
-                ) from None
+        quick = replace(self, timeout_s=min(self.timeout_s, _CHECK_S))._endpoint()
+        try:
+            async with quick.client:
+                listed = await quick.models()
+        except EngineError as error:
+            raise ConfigError(
+                f"env.judge_url={self.url} cannot be used: GET .../models: {error}",
+                field="env.judge_url",
+            ) from None
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ConfigError(
                 f"env.judge_url={self.url} does not answer as an OpenAI endpoint does; its API "
@@ -124,8 +117,8 @@ class Judge:
                 field="env.judge_url",
             ) from None
         finally:
-            for client, _ in _CONNECTED.pop(asyncio.get_running_loop(), {}).values():
-                await client.close()
+            for endpoint in _CONNECTED.pop(asyncio.get_running_loop(), {}).values():
+                await endpoint.client.close()
 
     async def score(
         self, question: str, answer: str, rubric: str, reference: str | None = None
@@ -182,7 +175,8 @@ class Judge:
         messages: Messages = [{"role": "user", "content": order}]
         said, cut = "", False
         for _ in range(2):
-            said, cut = await self._ask(messages)
+            answer = await self._ask(messages)
+            said, cut = answer.text, answer.reason == "length"
             found = verdicts.verdict(task, said)
             if found is not None and not cut:
                 return found
@@ -194,90 +188,53 @@ class Judge:
             + ("Give it more env.judge_max_tokens" if cut else "Take another env.judge_model")
         )
 
-    async def _ask(self, messages: Messages) -> tuple[str, bool]:
-        """The judge's text, and whether it was cut off."""
-        client, places = self._connected()
-        async with places:
-            try:
-                completion = await self._in_time(
-                    client.chat.completions.create(
-                        model=self.model,
-                        messages=messages,  # pyright: ignore[reportArgumentType]
-                        temperature=0,
-                        max_tokens=self.max_tokens,
-                    ),
-                )
-            except Exception as error:
-                raise self._complaint(error) from None
-        for choice in getattr(completion, "choices", None) or ():
-            if (message := getattr(choice, "message", None)) is not None:
-                said = str(getattr(message, "content", None) or "")
-                return said, getattr(choice, "finish_reason", None) == "length"
-        # Not everything that answers is an endpoint: the library takes a proxy's page for a text.
-        raise EngineError(f"the judge at {self.url} answered without a message")
+    async def _ask(self, messages: Messages) -> Answer:
+        sampling = EvalSampling(temperature=0, max_new_tokens=self.max_tokens)
+        try:
+            return await self._connected().answer(messages, sampling)
+        except UselessAnswer as error:
+            raise DataError(str(error), field="env.judge_url") from None
+        except EndpointRefused as error:
+            if error.status in _REFUSED_SETTINGS:
+                raise ConfigError(str(error), field="env.judge_url") from None
+            if error.status in _REFUSED_QUESTION:
+                raise DataError(str(error), field="env.judge_url") from None
+            raise
 
-    async def _in_time(self, asked: Awaitable[T]) -> T:
-        """The library's limit is for each wait alone, so an answer that trickles has none."""
-        async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_PAUSE_S)):
-            return await asked
-
-    def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
-        """This event loop's client, and the places of those that may use it at once."""
+    def _connected(self) -> TextEndpoint:
+        """This event loop's endpoint."""
         for loop in list(_CONNECTED):
             if loop.is_closed():
                 _CONNECTED.pop(loop, None)
         connected = _CONNECTED.setdefault(asyncio.get_running_loop(), {})
         if self not in connected:
-            client = self._client()
-            connected[self] = client, asyncio.Semaphore(self.max_concurrent)
+            connected[self] = self._endpoint()
         return connected[self]
 
-    def _client(self) -> AsyncOpenAI:
-        """Raises ConfigError where the library is not installed."""
-        path = urlsplit(self.url).path.rstrip("/")
-        return open_client(
-            f"env.judge_url={self.url}",
-            self.url.rstrip("/") + ("" if path else "/v1"),
-            API_KEY_VARIABLE,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
+    def _endpoint(self) -> TextEndpoint:
+        """Raises ConfigError where the library is not installed, or the key is invalid."""
+        attempts = self.retries + 1
+        return TextEndpoint.open(
+            self._address,
+            patience=Patience(
+                attempt_s=self.timeout_s,
+                all_s=attempts * (self.timeout_s + LONGEST_PAUSE_S),
+                attempts=attempts,
+                useless=2,
+            ),
+            max_concurrent=self.max_concurrent,
         )
 
-    def _complaint(self, error: Exception) -> Exception:
-        """The error as the user's: what the library raises says neither field nor remedy."""
-        import openai
-
-        said = in_a_line(error, read_key(API_KEY_VARIABLE))
-        if isinstance(error, TimeoutError | openai.APITimeoutError):
-            return EngineError(
-                f"the judge at {self.url} did not answer in {self.retries + 1} attempts of "
-                f"{self.timeout_s:g} s (env.judge_timeout_s)"
-            )
-        if isinstance(error, openai.APIStatusError):
-            return self._refusal(error.status_code, said)
-        if isinstance(error, openai.OpenAIError | ValueError):
-            return EngineError(f"the judge at {self.url} does not answer: {said}")
-        return error
-
-    def _refusal(self, status: int, said: str) -> Exception:
-        if status in _REFUSED_KEY:  # without its words: some repeat the key
-            return ConfigError(
-                f"env.judge_url={self.url} refuses the key (HTTP {status}); set {API_KEY_VARIABLE} "
-                "wherever rollouts are made",
-                field="env.judge_url",
-            )
-        if status == 404:
-            return ConfigError(
-                f"env.judge_url={self.url} knows no such path, or no env.judge_model={self.model} "
-                f"(HTTP 404): {said}",
-                field="env.judge_url",
-            )
-        if status in _REFUSED_QUESTION:
-            return DataError(
-                f"the judge at {self.url} refuses a question: {said}", field="env.judge_url"
-            )
-        return EngineError(f"the judge at {self.url} fails (HTTP {status}): {said}")
+    @property
+    def _address(self) -> EndpointAddress:
+        return EndpointAddress(
+            url=self.url,
+            name=self.model,
+            url_setting="env.judge_url",
+            name_setting="env.judge_model",
+            key_variable=API_KEY_VARIABLE,
+        )
 
 
 # A client's connections belong to the loop that made them, and closed loops leave theirs behind.
-_CONNECTED: dict[asyncio.AbstractEventLoop, dict[Judge, tuple[AsyncOpenAI, asyncio.Semaphore]]] = {}
+_CONNECTED: dict[asyncio.AbstractEventLoop, dict[Judge, TextEndpoint]] = {}

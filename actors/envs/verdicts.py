@@ -101,8 +101,6 @@ def last_line(said: str) -> str:
 
 
 def reminder(said: str) -> Messages:
-    """Messages that ask again after a reply without a verdict; none after an empty reply."""
-    if not said.strip():
-        return []
+    """Messages that ask again after a reply without a verdict."""
     told = "Your last line is no verdict of the form asked for. Write that line now, alone."
     return [{"role": "assistant", "content": said}, {"role": "user", "content": told}]

@@ -11,9 +11,10 @@ rejected prompt) fail immediately.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,10 +51,15 @@ Shown = str | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response; `ended` is True if the model ended it before the token limit."""
+    """A response, and the reason why it ended: stop, length, or None if the endpoint gives none."""
 
     text: str
-    ended: bool
+    reason: str | None
+
+    @property
+    def ended(self) -> bool:
+        """True if the model ended it before the token limit."""
+        return self.reason == "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,7 @@ class EndpointAddress:
         url: http(s)://host[:port], with the path of the API if that is not /v1.
         name: name of the model at the endpoint.
         url_setting, name_setting: names of the settings that hold the two, for error messages.
+        key_variable: environment variable of the endpoint's key, in the process that asks.
 
     Raises:
         ConfigError: the URL is not an address, or contains a user, a password or a query, which
@@ -91,6 +98,7 @@ class EndpointAddress:
     name: str
     url_setting: str
     name_setting: str
+    key_variable: str = API_KEY_VARIABLE
 
     @staticmethod
     def of(setting: str, text: str) -> EndpointAddress:
@@ -107,7 +115,7 @@ class EndpointAddress:
         )
 
     def __post_init__(self) -> None:
-        check_url(self.url_setting, self.url, API_KEY_VARIABLE)
+        check_url(self.url_setting, self.url, self.key_variable)
         if not self.name.strip():
             raise ConfigError(
                 f"{self.name_setting} is blank; give the model's name at {self.url_setting}="
@@ -173,6 +181,10 @@ def in_a_line(error: BaseException, key: str) -> str:
 class EndpointRefused(EngineError):
     """A permanent failure: the endpoint rejects the key, the model or the prompt."""
 
+    def __init__(self, words: str, status: int) -> None:
+        super().__init__(words)
+        self.status = status
+
 
 class UselessAnswer(EngineError):
     """An unusable answer: it has no text, or was ended by a filter."""
@@ -190,43 +202,23 @@ class _MayPass(EngineError):
 async def text_endpoint(
     address: EndpointAddress, *, patience: Patience, max_concurrent: int
 ) -> AsyncIterator[TextEndpoint]:
-    """Context manager for an open endpoint; the key is read from ISOTHERM_ENDPOINT_API_KEY.
-
-    Raises:
-        ConfigError: the library `openai` is not installed, or the key is invalid.
-    """
-    async with open_client(
-        f"{address.url_setting}={address.url}",
-        address.base_url,
-        API_KEY_VARIABLE,
-        timeout_s=None,  # `_ask` limits each attempt; the library's timeout limits single reads
-        retries=0,
-    ) as client:
-        yield TextEndpoint(client, address, patience, asyncio.Semaphore(max_concurrent))
+    """Context manager for an open endpoint. Raises the errors of `TextEndpoint.open`."""
+    endpoint = TextEndpoint.open(address, patience=patience, max_concurrent=max_concurrent)
+    async with endpoint.client:
+        yield endpoint
 
 
-def open_client(
-    who: str, base_url: str, key_variable: str, *, timeout_s: float | None, retries: int
-) -> AsyncOpenAI:
-    """Create a client of an OpenAI-compatible endpoint.
-
-    The client follows no redirects, which would send prompts to another host, and limits the size
-    of answers.
-
-    Args:
-        who: the setting that names the endpoint, for error messages.
-
-    Raises:
-        ConfigError: the library `openai` is not installed, or the key is invalid.
-    """
-    require_library("openai", who, "isotherm[judge]")
+def _client(address: EndpointAddress) -> AsyncOpenAI:
+    """Create a client that follows no redirects, which would send prompts to another host, and
+    limits the size of answers."""
+    require_library("openai", f"{address.url_setting}={address.url}", "isotherm[judge]")
     import openai
 
     return openai.AsyncOpenAI(
-        base_url=base_url,
-        api_key=read_key(key_variable) or NO_KEY,
-        timeout=timeout_s,
-        max_retries=retries,
+        base_url=address.base_url,
+        api_key=read_key(address.key_variable) or NO_KEY,
+        timeout=None,  # `_tried` limits each attempt; the library's timeout limits single reads
+        max_retries=0,
         # The library's default client is closed by the garbage collector, in any running loop.
         http_client=openai.DefaultAsyncHttpxClient(
             follow_redirects=False,
@@ -263,12 +255,27 @@ async def _bound(response: httpx.Response) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextEndpoint:
-    """An open endpoint; see `text_endpoint`."""
+    """An open endpoint, for one event loop. Whoever opens it closes its `client`."""
 
     client: AsyncOpenAI
     address: EndpointAddress
     patience: Patience
     places: asyncio.Semaphore
+
+    @classmethod
+    def open(
+        cls, address: EndpointAddress, *, patience: Patience, max_concurrent: int
+    ) -> TextEndpoint:
+        """Open an endpoint; its key is read from the address's `key_variable`.
+
+        Raises:
+            ConfigError: the library `openai` is not installed, or the key is invalid.
+        """
+        return cls(_client(address), address, patience, asyncio.Semaphore(max_concurrent))
+
+    async def models(self) -> Any:
+        """The answer to GET .../models, in one attempt. Raises EngineError if there is none."""
+        return await self._tried(self.client.get("/models", cast_to=object))
 
     async def answer(
         self,
@@ -332,61 +339,66 @@ class TextEndpoint:
                     raise
             except _MayPass as error:
                 troubles.append(str(error))
-                if done == self.patience.attempts:
+                if done >= (self.patience.attempts or math.inf):
                     raise
                 await asyncio.sleep(pause_s if error.wait_s is None else error.wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _ask(self, asked: Mapping[str, Any]) -> Answer:
-        import openai
-
         resource: Any = (
             self.client.completions if self.address.completes else self.client.chat.completions
         )
+        return self._read(await self._tried(resource.create(**asked)))
+
+    async def _tried(self, request: Awaitable[Any]) -> Any:
+        import openai
+
         try:
             async with asyncio.timeout(self.patience.attempt_s):
-                made = await resource.create(**asked)
+                return await request
         except TimeoutError:
             raise _MayPass(
                 f"{self.address} did not answer within {self.patience.attempt_s:g} s"
             ) from None
         except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
             raise self._complaint(error) from None  # the original message may contain the key
-        return self._read(made)
 
     def _complaint(self, error: Exception) -> EngineError:
         import openai
 
-        key = read_key(API_KEY_VARIABLE)
+        variable = self.address.key_variable
+        key = read_key(variable)
         said = in_a_line(error, key)
         status = error.status_code if isinstance(error, openai.APIStatusError) else None
         if status in _REFUSED_KEY:  # without the server's message: some repeat the key
             return EndpointRefused(
-                f"{self.address} refuses the key (HTTP {status}; {API_KEY_VARIABLE} is "
+                f"{self.address} refuses the key (HTTP {status}; {variable} is "
                 f"{'set' if key else 'not set'}); give the server's own in it, wherever responses "
-                "are made"
+                "are made",
+                status,
             )
         if status == 404:
             return EndpointRefused(
                 f"{self.address}: there is no such path, or no model {self.address.name} "
-                f"(HTTP 404): {said}"
+                f"(HTTP 404): {said}",
+                status,
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
-            return EndpointRefused(f"{self.address} refuses the request: {said}")
+            return EndpointRefused(f"{self.address} refuses the request: {said}", status)
         return _MayPass(f"{self.address} does not answer: {said}", _retry_after(error))
 
     def _read(self, made: Any) -> Answer:
+        completes = self.address.completes
         choices = getattr(made, "choices", None)  # a proxy's error page is a string
-        if not isinstance(choices, list) or not choices:
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        said = choice if completes else getattr(choice, "message", None)
+        if said is None:
             raise _MayPass(
                 f"{self.address} answered with no choice; the API may have another path than "
                 f"{self.address.base_url}"
             )
-        choice = choices[0]
         reason = getattr(choice, "finish_reason", None)
-        text = getattr(choice, "text", None)
-        if not self.address.completes:
-            text = getattr(getattr(choice, "message", None), "content", None)
+        text = getattr(said, "text" if completes else "content", None)
         if not isinstance(text, str) or not text.strip():
             raise UselessAnswer(
                 f"{self.address} answered without a text (finish_reason={reason}), asked "
@@ -398,7 +410,7 @@ class TextEndpoint:
                 f"{self.address} did not end its answer (finish_reason={reason}): what a filter "
                 "or a call of a tool has ended is no response"
             )
-        return Answer(text, reason == "stop")
+        return Answer(text, reason)
 
 
 def _retry_after(error: Exception) -> float | None:
@@ -406,7 +418,9 @@ def _retry_after(error: Exception) -> float | None:
     headers: Mapping[str, str] = getattr(getattr(error, "response", None), "headers", {})
     for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
-            return min(max(float(headers[name]) * scale, 0.0), LONGEST_PAUSE_S)
+            pause_s = float(headers[name]) * scale
         except (KeyError, ValueError):  # a date, or nothing
             continue
+        if not math.isnan(pause_s):
+            return min(max(pause_s, 0.0), LONGEST_PAUSE_S)
     return None

@@ -63,9 +63,9 @@ def ask(
 
 def test_chats_and_texts_are_asked_at_the_run_s_temperature(server: TextServer) -> None:
     for url in (server.url, f"{server.url}/", f"{server.url}/chat/completions", server.url[:-3]):
-        assert ask(address(url)) == Answer("yes", ended=True)
-        assert ask(address(url), CHAT) == Answer("yes", ended=True)
-    assert ask(address(f"{server.url}/completions")) == Answer("yes", ended=True)
+        assert ask(address(url)) == Answer("yes", "stop")
+        assert ask(address(url), CHAT) == Answer("yes", "stop")
+    assert ask(address(f"{server.url}/completions")) == Answer("yes", "stop")
     given = {"model": MODEL, "temperature": 0.7, "top_p": 1.0, "max_tokens": 12}
     assert server.completions == [given | {"prompt": "1 + 1 ="}]
     plain = {"role": "user", "content": "1 + 1 ="}
@@ -85,18 +85,17 @@ def test_calls_of_a_chat_are_asked_in_openai_s_form(server: TextServer) -> None:
     assert [chat["messages"] for chat in server.chats] == [[*CHAT, sent]]
 
 
-@pytest.mark.parametrize(
-    ("said", "ended"), [(Says("a"), True), (Says("a", "length"), False), (Says("a", None), False)]
-)
-def test_only_an_answer_that_stopped_has_ended(server: TextServer, said: Says, ended: bool) -> None:
-    server.script = lambda body: said
+@pytest.mark.parametrize("reason", ["stop", "length", None])
+def test_only_an_answer_that_stopped_has_ended(server: TextServer, reason: str | None) -> None:
+    server.script = lambda body: Says("a", reason)
     for url in (server.url, f"{server.url}/completions"):
-        assert ask(address(url)) == Answer("a", ended=ended)
+        answer = ask(address(url))
+        assert answer == Answer("a", reason) and answer.ended == (reason == "stop")
 
 
 def test_what_may_pass_is_asked_again_and_what_is_empty_too(server: TextServer) -> None:
     server.failures = [503, 429, Says(""), Says("b", "content_filter"), 500, Says(None), 408]
-    assert ask(address(server.url)) == Answer("yes", ended=True)
+    assert ask(address(server.url)) == Answer("yes", "stop")
     assert len(server.chats) == 8 and not server.failures
 
 
@@ -121,7 +120,7 @@ def test_a_prompt_that_it_refuses_is_asked_once(server: TextServer, status: int)
 
 def test_a_model_that_takes_the_newer_limit_gets_it(server: TextServer) -> None:
     server.limit = "max_completion_tokens"
-    assert ask(address(server.url)) == Answer("yes", ended=True)
+    assert ask(address(server.url)) == Answer("yes", "stop")
     assert [("max_tokens" in b, b.get(server.limit)) for b in server.chats] == [
         (True, None), (False, 12),
     ]  # fmt: skip
@@ -162,6 +161,12 @@ def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
         ask(address(server.url), patience=Patience(attempt_s=0.3, all_s=20.0, attempts=2))
     with pytest.raises(EngineError):
         ask(address("http://127.0.0.1:9/v1"), patience=Patience(attempt_s=9, all_s=9, attempts=1))
+
+
+def test_a_pause_that_is_no_number_is_not_taken(server: TextServer) -> None:
+    server.failures = [503]
+    server.retry_after_ms = "nan"
+    assert ask(address(server.url)) == Answer("yes", "stop")
 
 
 @pytest.mark.parametrize(

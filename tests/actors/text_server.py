@@ -29,7 +29,8 @@ Answering = Says | int | float
 class TextServer:
     """Answers each request by `script` of its body; refuses other keys and models.
 
-    `failures` are answered first, in order. `limit` is what the longest answer is called.
+    `failures` are answered first, in order. `limit` is what the longest answer is called, and
+    `retry_after_ms` is sent with errors.
     """
 
     def __init__(self) -> None:
@@ -38,34 +39,34 @@ class TextServer:
         self.chats: list[dict[str, Any]] = []
         self.completions: list[dict[str, Any]] = []
         self.limit = "max_tokens"
+        self.retry_after_ms = "1"
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.Response:
         if (given := request.headers.get("Authorization")) != f"Bearer {API_KEY}":
-            return _error(401, f"wrong key {given}")
+            return self._error(401, f"wrong key {given}")
         bodies = {"/v1/chat/completions": self.chats, "/v1/completions": self.completions}.get(
             request.path
         )
         if bodies is None:
-            return _error(404, f"no such path {request.path}")
+            return self._error(404, f"no such path {request.path}")
         body = await request.json()
         if body["model"] != MODEL:
-            return _error(404, f"no such model {body['model']}")
+            return self._error(404, f"no such model {body['model']}")
         bodies.append(body)
         if self.limit not in body:
-            return _error(400, f"Unsupported parameter. Use '{self.limit}' instead.")
+            return self._error(400, f"Unsupported parameter. Use '{self.limit}' instead.")
         answering = self.failures.pop(0) if self.failures else self.script(body)
         if isinstance(answering, float):
             await asyncio.sleep(answering)
             answering = Says("late")
         if isinstance(answering, int):
-            return _error(answering, f"status {answering} on purpose, key {API_KEY}")
+            return self._error(answering, f"status {answering} on purpose, key {API_KEY}")
         return _response(answering, chat=bodies is self.chats)
 
-
-def _error(status: int, message: str) -> web.Response:
-    error = {"error": {"message": message}}
-    return web.json_response(error, status=status, headers={"retry-after-ms": "1"})
+    def _error(self, status: int, message: str) -> web.Response:
+        headers = {"retry-after-ms": self.retry_after_ms}
+        return web.json_response({"error": {"message": message}}, status=status, headers=headers)
 
 
 def _response(said: Says, *, chat: bool) -> web.Response:
