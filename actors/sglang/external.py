@@ -12,6 +12,7 @@ import os
 from actors.sglang.address import API_KEY_VARIABLE, check_url
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine, failed
+from actors.sglang.requests import NEUTRAL
 from distill.errors import DataError, EngineError
 from distill.stops import StopTokens
 
@@ -81,7 +82,7 @@ class ExternalSglangEngine(SglangEngine):
         inside, outside = 0, _LARGEST_VOCABULARY
         while outside - inside > 1:
             middle = (inside + outside) // 2
-            params = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(middle): 0.0}}
+            params = NEUTRAL | {"max_new_tokens": 1, "logit_bias": {str(middle): 0.0}}
             try:
                 await self._client.post(
                     "/generate", {"input_ids": [0], "sampling_params": params}, repeatable=True

@@ -17,6 +17,28 @@ from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
 from distill.stops import StopTokens
 
+# Defaults of SGLang's SamplingParams for everything that changes probabilities or ends samples.
+# Requests name them, for a server may have others (--preferred-sampling-params).
+NEUTRAL: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+    "stop": None,
+    "stop_regex": None,
+    "stop_token_ids": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+}
+
 
 def sampling_body(
     request: GenerateRequest, limit: int, *, stops: StopTokens | None, seeded: bool
@@ -53,9 +75,9 @@ def sampling_body(
     return body
 
 
-def _decoder(sampling: Sampling) -> dict[str, float]:
-    """Sampling settings under SGLang's names. All defaults that a server can set are overridden."""
-    params = {"temperature": sampling.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+def _decoder(sampling: Sampling) -> dict[str, Any]:
+    """Sampling settings under SGLang's names."""
+    params = NEUTRAL | {"temperature": sampling.temperature}
     if isinstance(sampling, EvalSampling):
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
     return params
@@ -169,7 +191,8 @@ def scoring_body(
     return more | {
         "input_ids": [request.tokens_T.tolist() for request, _ in passes],
         "sampling_params": [
-            {
+            NEUTRAL
+            | {
                 "temperature": t,
                 "max_new_tokens": 1,
                 "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures}
@@ -210,7 +233,7 @@ def forced_body(
     """
     return {
         "input_ids": [request.tokens_T[:position].tolist() for request, _, position in asked],
-        "sampling_params": [{"temperature": t, "max_new_tokens": 1} for _, t, _ in asked],
+        "sampling_params": [NEUTRAL | {"temperature": t, "max_new_tokens": 1} for _, t, _ in asked],
         "return_logprob": True,
         "token_ids_logprob": [
             outcome_of(int(request.tokens_T[position]), event) for request, _, position in asked

@@ -4,6 +4,7 @@ Only the `Engine` protocol is used. All calls run on one event loop a module, as
 """
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -79,13 +80,24 @@ def embedded(model_dir: str, _runner: asyncio.Runner) -> Iterator[Engine]:
     yield EmbeddedEngine(model_path=model_dir, device="cpu", threads=1)
 
 
+# Of a server that its owner tuned for other clients: no request of ours may take them over.
+PREFERRED = {
+    "repetition_penalty": 1.7, "frequency_penalty": 1.5, "presence_penalty": 1.5,
+    "logit_bias": {"5": 3.0}, "min_new_tokens": 3, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
+    "stop_token_ids": [7, 8, 9], "ignore_eos": True,
+}  # fmt: skip
+
+
 @contextmanager
 def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSglangEngine]:
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
     engine = HostedSglangEngine(
-        SglangConfig(model=model_dir, device="cpu", start_deadline_s=300, request_deadline_s=60)
-    )
+        SglangConfig(
+            model=model_dir, device="cpu", start_deadline_s=300, request_deadline_s=60,
+            server_flags=f"--preferred-sampling-params '{json.dumps(PREFERRED)}'",
+        )
+    )  # fmt: skip
     try:
         runner.run(asyncio.wait_for(engine.info(), timeout=300))  # the start, and its first request
         yield engine

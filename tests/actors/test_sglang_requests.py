@@ -11,7 +11,7 @@ from actors.sglang.answers import read_experts, read_sample
 from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH
 from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, LISTED_OUTPUT_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
-from actors.sglang.requests import in_pass, passes_of, sampling_body, scoring_body
+from actors.sglang.requests import NEUTRAL, in_pass, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError
 from distill.routing import MixtureShape
@@ -31,11 +31,9 @@ def test_samples_of_one_prompt_are_one_request() -> None:
     assert body == {
         "return_logprob": True,
         "input_ids": [[4, 5, 6]],
-        "sampling_params": {
-            "temperature": TEMPERATURE, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
-            "max_new_tokens": 8, "stop_token_ids": [2, 9], "n": 3,
-        },
-    }  # fmt: skip
+        "sampling_params": NEUTRAL
+        | {"temperature": TEMPERATURE, "max_new_tokens": 8, "stop_token_ids": [2, 9], "n": 3},
+    }
 
 
 @pytest.mark.parametrize("seeded", [False, True])
