@@ -12,6 +12,7 @@ from distill.errors import DataError
 from distill.routing import ExpertArray
 from distill.sampling import Sampling, check_temperature
 from distill.states import HiddenStates
+from distill.stops import merged
 from distill.tokenizer import TokenizerProbe
 from distill.types import BoolArray, FloatArray, StopReason, TokenArray, TopLogprobs
 
@@ -364,19 +365,19 @@ class Engine(Protocol):
         ...
 
 
-def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int) -> int:
+def check_prompt(
+    request: GenerateRequest, vocab_size: int, context_length: int, event: tuple[int, ...]
+) -> int:
     """The most tokens that may be sampled: what was asked for, or what the context has room for.
+
+    Args:
+        event: the engine's `stop_event`.
 
     Raises:
         DataError: an id outside the vocabulary, a prompt that fills the context, or more likeliest
-            tokens than there are tokens.
+            tokens than there are outcomes.
     """
-    if request.top_k > vocab_size:
-        raise DataError(
-            f"GenerateRequest.top_k = {request.top_k} exceeds the engine's vocabulary of "
-            f"{vocab_size}; ask for that many at most",
-            field="GenerateRequest.top_k",
-        )
+    _check_listed(request.top_k, vocab_size, event, "GenerateRequest.top_k")
     check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
     room = context_length - len(request.prompt_tokens_T)
     if room < 1:
@@ -397,9 +398,14 @@ def check_records(request: GenerateRequest, records: bool) -> None:
         )
 
 
-def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_length: int) -> None:
+def check_chains(
+    requests: Sequence[ScoreRequest],
+    vocab_size: int,
+    context_length: int,
+    event: tuple[int, ...],
+) -> None:
     """Raises DataError for an id outside the vocabulary, a chain longer than the context, or more
-    likeliest tokens than there are tokens."""
+    listed tokens than there are outcomes. Arguments as for `check_prompt`."""
     for request in requests:
         check_token_ids(request.tokens_T, vocab_size, "ScoreRequest.tokens_T")
         if len(request.tokens_T) > context_length:
@@ -407,16 +413,23 @@ def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_leng
                 f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
                 f"{context_length}"
             )
-        if request.listed > vocab_size:
-            given = request.listed - request.top_k
-            beside = f" beside {given} given tokens" if given else ""
-            raise DataError(
-                f"ScoreRequest.top_k = {request.top_k}{beside} exceeds the engine's vocabulary of "
-                f"{vocab_size}; ask for that many at most",
-                field="ScoreRequest.top_k",
-            )
+        _check_listed(request.listed, vocab_size, event, "ScoreRequest.top_k")
         if request.given_NK is not None:
             check_token_ids(request.given_NK, vocab_size, "ScoreRequest.given_NK")
+
+
+def _check_listed(listed: int, vocab_size: int, event: tuple[int, ...], field: str) -> None:
+    """Raises DataError if more tokens are listed than there are (a served engine would die of it).
+
+    The tokens of the event count as one.
+    """
+    outcomes = vocab_size - merged(event)
+    if listed > outcomes:
+        raise DataError(
+            f"{field}: {listed} tokens listed at a position, and the engine has {outcomes} "
+            f"outcomes (its vocabulary is {vocab_size}); ask for that many at most",
+            field=field,
+        )
 
 
 def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:

@@ -91,6 +91,11 @@ def hits(tokens_N: TokenArray, event: Collection[int]) -> np.ndarray:
     return np.isin(tokens_N, list(event))
 
 
+def merged(event: Collection[int]) -> int:
+    """Number of event tokens beyond the first, which are no outcome of their own."""
+    return max(0, len(event) - 1)
+
+
 def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of tokens given as text or by id, with commas between them.
 

@@ -125,6 +125,9 @@ class EmbeddedEngine:
         self._model = LoadedModel(
             model_path, dtype=dtype, device=device, stops=stops, routed_experts=routed_experts
         )
+        self._limits = (
+            self._model.vocab_size, self._model.context_length, self._model.stops.event,
+        )  # fmt: skip
         self._model_path, self._dtype = model_path, dtype
         self._score_token_budget = score_token_budget
         decoder = self._model.decoder(score_token_budget)
@@ -152,7 +155,7 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """See `Engine.generate`."""
         self._check_health()
-        limit = check_prompt(request, self._model.vocab_size, self._model.context_length)
+        limit = check_prompt(request, *self._limits)
         check_records(request, self._model.recorder is not None)
         call = _Generation(asyncio.get_running_loop().create_future())
         call.rows = new_rows(request, limit, owner=call)
@@ -174,7 +177,7 @@ class EmbeddedEngine:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`. The requests of one call see the same weights."""
         self._check_health()
-        check_chains(requests, self._model.vocab_size, self._model.context_length)
+        check_chains(requests, *self._limits)
         if not requests:
             return []
         call = _PendingScores(asyncio.get_running_loop().create_future())
@@ -197,7 +200,7 @@ class EmbeddedEngine:
             EngineError: `abort` was called meanwhile.
         """
         self._check_health()
-        check_chains(requests, self._model.vocab_size, self._model.context_length)
+        check_chains(requests, *self._limits)
         if not requests:
             return []
         call = _Generation(asyncio.get_running_loop().create_future())

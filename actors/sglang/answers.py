@@ -10,12 +10,11 @@ import numpy as np
 from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY, TEMPERATURE_KEY, UNSCALED_KEY
 from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, read_steps
 from actors.sglang.plugin.row_temperatures import decoded, read_listed, read_states
-from actors.sglang.requests import merged
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.routing import ExpertArray, MixtureShape
 from distill.states import HiddenStates
-from distill.stops import hits
+from distill.stops import hits, merged
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 # The likeliest tokens at each position: a field, or the beginning of the names of several.

@@ -166,7 +166,7 @@ class SglangEngine:
         """See `Engine.generate`."""
         with self._carrying(request.num_samples):
             await self._ready()
-            limit = check_prompt(request, self._vocab_size, self._context_length)
+            limit = check_prompt(request, self._vocab_size, self._context_length, self._event)
             check_records(request, self._mixture is not None)
             if self._weights is None:
                 return await self._sample(request, limit, Use())
@@ -220,7 +220,7 @@ class SglangEngine:
         """
         with self._carrying(len(requests)):
             await self._ready()
-            check_chains(requests, self._vocab_size, self._context_length)
+            check_chains(requests, self._vocab_size, self._context_length, self._event)
             if not requests:
                 return []
             if self._weights is None:
@@ -364,7 +364,7 @@ class SglangEngine:
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.decode_score`. Listed tokens are ignored: only given tokens are scored."""
         await self._ready()
-        check_chains(requests, self._vocab_size, self._context_length)
+        check_chains(requests, self._vocab_size, self._context_length, self._event)
         asked = [
             (i, t, position)
             for i, request in enumerate(requests)

@@ -15,7 +15,7 @@ from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
-from distill.stops import StopTokens
+from distill.stops import StopTokens, merged
 
 # Defaults of SGLang's SamplingParams for everything that changes probabilities or ends samples.
 # Requests name them, for a server may have others (--preferred-sampling-params).
@@ -110,11 +110,6 @@ def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
     if request.states_N is not None and temperature != passes_of(request)[0]:
         request = replace(request, states_N=None)
     return request
-
-
-def merged(event: tuple[int, ...]) -> int:
-    """Number of event tokens beyond the first: that many more likeliest tokens are requested."""
-    return max(0, len(event) - 1)
 
 
 # Bytes of an answer for each scored row, for each token listed with it (int32 and float32 in

@@ -58,7 +58,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig, OpdObjective
 from distill.rules import get
 from distill.sampling import UNSCALED
-from distill.stops import StopTokens
+from distill.stops import StopTokens, merged
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from learner.export import check_export
 
@@ -324,7 +324,7 @@ def _check_top(
         )
     each = objective.asked_of_policy or objective.asked_of_teacher
     asked = objective.asked_of_policy + objective.asked_of_teacher
-    if asked >= student_vocab - max(0, len(event) - 1):
+    if asked >= student_vocab - merged(event):
         both = f", so {asked} with top_k_from=union," if asked > each else ""
         raise ConfigError(
             f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: nothing "

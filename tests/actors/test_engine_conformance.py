@@ -460,6 +460,23 @@ def test_a_top_k_above_the_vocabulary_is_refused(party: Party) -> None:
         party.run(party.engine.score([request]))
 
 
+def test_the_stop_event_counts_as_one_token_of_the_vocabulary(stopping: Party) -> None:
+    outcomes = VOCAB_SIZE - len(STOPS.ids) + 1
+    scored = ScoreRequest(tokens_T=prompt(9), start=4, temperatures=(0.7,), top_k=outcomes)
+    sampling = TrainSampling(temperature=0.7, max_new_tokens=4)
+    sampled = replace(ask(prompt(9), sampling), top_k=outcomes)
+    [score] = stopping.run(stopping.engine.score([scored]))
+    [[sample]] = stopping.generate(sampled)
+    assert score.top is not None and sample.top_ids_TK is not None
+    expected = sorted({*range(VOCAB_SIZE)} - {*STOPS.ids[1:]})
+    for ids_NK in (score.top.ids_NK, sample.top_ids_TK):
+        np.testing.assert_array_equal(np.sort(ids_NK, axis=1), [expected] * len(ids_NK))
+    with refuses(DataError, "ScoreRequest.top_k"):
+        stopping.run(stopping.engine.score([replace(scored, top_k=outcomes + 1)]))
+    with refuses(DataError, "GenerateRequest.top_k"):
+        stopping.generate(replace(sampled, top_k=outcomes + 1))
+
+
 def test_decode_score_with_mixed_temperatures_lengths_and_starts(party: Party) -> None:
     requests = [
         ScoreRequest(tokens_T=prompt(length, length), start=start, temperatures=temperatures)
