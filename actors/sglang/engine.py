@@ -601,15 +601,24 @@ class SglangEngine:
 
     async def _start(self, server: SglangServer) -> None:
         await server.ready()
-        self._note_seeds(await self._client.get("/server_info"))
+        model_context = self._context_length
+        self._note_server(await self._server_info())
+        if self._context_length < model_context:
+            logger.warning(
+                "The cache of %s's server is too small for the model's context of %d tokens: "
+                "samples end at %d; raise --max-total-tokens in server_flags",
+                self._model, model_context, self._context_length,
+            )  # fmt: skip
 
-    def _note_seeds(self, info: Any) -> None:
-        """Read from /server_info whether each sample needs a seed of its own.
+    def _note_server(self, info: Mapping[str, Any]) -> None:
+        """Read from /server_info how long a chain may be, and whether samples need own seeds.
 
-        A deterministic server uses the same seed for all samples that have none: all members of a
-        group would be equal. Several flags make it deterministic, --rl-on-policy-target among them.
+        The cache may be smaller than the context. A deterministic server uses the same seed for
+        all samples that have none: all members of a group would be equal. Several flags make it
+        deterministic, --rl-on-policy-target among them.
         """
-        self._seeded = isinstance(info, dict) and bool(info.get("enable_deterministic_inference"))
+        self._context_length = int(info["max_req_input_len"]) - 1
+        self._seeded = bool(info.get("enable_deterministic_inference"))
 
     async def _ready(self) -> None:
         """Wait for the start of a hosted server; all callers share one wait."""

@@ -58,8 +58,8 @@ class ExternalSglangEngine(SglangEngine):
         await asyncio.shield(self._introduction)
 
     async def _introduce(self) -> None:
-        info = await self._client.get("/server_info")
-        if not isinstance(info, dict) or "max_req_input_len" not in info:
+        info = await self._server_info()
+        if "max_req_input_len" not in info:
             raise EngineError(
                 f"{self._model} does not answer as an SGLang server does, so it cannot score; an "
                 "OpenAI-compatible endpoint can write samples (teacher.samples_from=), beside a "
@@ -67,8 +67,7 @@ class ExternalSglangEngine(SglangEngine):
             )
         if info.get("tokenizer_path") is None or info.get("is_embedding"):
             raise EngineError(f"{self._model} does not serve a language model with a tokenizer")
-        self._note_seeds(info)
-        self._context_length = int(info["max_req_input_len"]) - 1
+        self._note_server(info)
         dtype = str(info.get("dtype"))
         # Unknown means the looser bounds: auto is half precision of some kind.
         self._dtype = dtype if dtype in _DTYPES else "bfloat16"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -23,7 +24,9 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from actors.sglang.server import SglangServer, cause_of_kill
 from actors.sglang.start import cpus_of_ranks
-from distill.errors import CheckpointError, ConfigError, EngineError
+from distill.engine import GenerateRequest, ScoreRequest
+from distill.errors import CheckpointError, ConfigError, DataError, EngineError
+from distill.sampling import EvalSampling
 from tests.conftest import TinyPair
 from tests.leftovers import gone
 from tests.refusals import refuses
@@ -94,6 +97,29 @@ def test_a_server_shows_its_keys_to_nobody_and_leaves_nothing_when_its_owner_is_
     finally:
         owner.kill()
         owner.communicate()
+
+
+@pytest.mark.slow
+@needs_sglang
+async def test_a_cache_smaller_than_the_context_is_the_context(tiny_pair: TinyPair) -> None:
+    engine = HostedSglangEngine(
+        SglangConfig(
+            model=tiny_pair.student, device="cpu", start_deadline_s=START_DEADLINE_S,
+            server_flags="--max-total-tokens 100",
+        )
+    )  # fmt: skip
+    sampling = EvalSampling(temperature=0, max_new_tokens=100)
+    try:
+        room = (await engine.info()).context_length
+        assert 80 < room < 100
+        tokens_T = np.full(room, 5, np.int32)
+        await engine.score([ScoreRequest(tokens_T=tokens_T, start=1, temperatures=(0.7,))])
+        with pytest.raises(DataError):
+            await engine.generate(
+                GenerateRequest(prompt_tokens_T=tokens_T, sampling=sampling, num_samples=1, seed=0)
+            )
+    finally:
+        await engine.close()
 
 
 def listening(processes: Sequence[psutil.Process]) -> set[str]:
