@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def verifiers_version(python: str) -> str:
     )  # fmt: skip
     version = told.stdout.strip()
     oldest = ".".join(map(str, _OLDEST))
-    if told.returncode or tuple(map(int, version.split(".")[:2])) < _OLDEST:
+    if told.returncode or tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
         found = f"verifiers {version}" if version else "no verifiers"
         raise ConfigError(
             f"env.python={python} has {found}; {python} -m pip install 'verifiers>={oldest}' uv",

@@ -5,12 +5,13 @@ import json
 import pickle
 import sys
 import tempfile
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.envs.verifiers_env import Verifiers
+from actors.envs.verifiers_env import Verifiers, verifiers_version
 from actors.rollout.episode import rollout_group
 from distill.data.feedback import FeedbackTemplate
 from distill.envs.base import EnvDataset
@@ -44,6 +45,15 @@ def rolled_out(problems: EnvDataset, problem: int, script: Script) -> Trajectory
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=64)
     policy, builder = Scripted(TOKENIZER, script), problems.builder(problem, 2)
     return asyncio.run(rollout_group(policy, builder, sampling, group_id=0, seed=0))
+
+
+def test_a_version_before_its_release_is_one(tmp_path: Path) -> None:
+    venv.create(tmp_path, symlinks=True)
+    [packages] = tmp_path.glob("lib/*/site-packages")
+    (packages / "verifiers-1.0rc1.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: verifiers\nVersion: 1.0rc1\n"
+    (packages / "verifiers-1.0rc1.dist-info" / "METADATA").write_text(metadata)
+    assert verifiers_version(str(tmp_path / "bin" / "python")) == "1.0rc1"
 
 
 def test_a_single_turn(python: str) -> None:
