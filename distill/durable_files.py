@@ -114,6 +114,8 @@ def disk_remedy(error: BaseException | str) -> str:
     """Remedy for a file that could not be written."""
     if isinstance(error, OSError) and error.errno in _MAY_NOT:
         return "Give permission to write there"
+    if os.strerror(errno.EFBIG) in str(error):
+        return "Lift the limit on the size of a file (ulimit -f)"
     return "Free some space" if is_full(error) else "Remove this cause"
 
 

@@ -39,6 +39,7 @@ from distill.durable_files import (
     write_whole,
 )
 from distill.errors import CheckpointError
+from distill.gpu import readable
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +318,7 @@ class CheckpointStore:
         free = ""
         if is_full(error):
             there = self.root if self.root.exists() else Path("/")
-            free = f" ({shutil.disk_usage(there).free >> 20} MiB free)"
+            free = f" ({readable(shutil.disk_usage(there).free)} free)"
         newest = self.complete()
         kept = f"the newest complete one is {newest[-1].path}" if newest else "none exists yet"
         return (

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from distill.errors import EngineError, IsothermError, NonFiniteError
 
+_RESUMES = "same command resumes from the newest checkpoint, or starts again if there is none"
+
 
 class RunFailed(RuntimeError):
     """The run ended early. The message says which part failed.
@@ -19,7 +21,7 @@ class RunFailed(RuntimeError):
         remedy: what to do about it, a sentence.
     """
 
-    remedy = "The same command resumes from the newest checkpoint"
+    remedy = f"The {_RESUMES}"
 
 
 class Diverged(RunFailed):
@@ -44,7 +46,7 @@ class OutOfMemory(RunFailed):
     remedy = (
         "Give the learner more room: a smaller learner.token_budget, "
         "learner.gradient_checkpointing=True, learner.offload_optimizer=True, or fewer others on "
-        "that GPU. The same command with that resumes from the newest checkpoint"
+        f"that GPU. With that, the {_RESUMES}"
     )
 
 
@@ -136,10 +138,7 @@ def complaint(error: BaseException) -> str:
         case RunFailed():
             return f"{error}. {error.remedy}"
         case StoppedAtOnce():
-            return (
-                "stopped at once: what came after the newest checkpoint is lost; the same command "
-                "resumes from there"
-            )
+            return f"stopped at once, without a checkpoint: the {_RESUMES}"
         case KeyboardInterrupt():
             return "interrupted (SIGINT)"
     return str(error)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import EngineError
+from distill.gpu import readable
 from distill.main_memory import free_main_memory
 from distill.weights.model_weights import COPY_BYTES, TensorLayout, Weights, names_of, plan_buckets
 
@@ -135,7 +136,7 @@ class _AnonymousFile:
     def __init__(self, nbytes: int) -> None:
         # The kernel would not refuse the allocation, but kill a process.
         if (available := free_main_memory()) < nbytes:
-            raise _no_room(nbytes, f"{available >> 20} MiB are available")
+            raise _no_room(nbytes, f"{readable(available)} are available")
         self._file = os.fdopen(os.memfd_create("isotherm-weights"), "r+b", buffering=0)
         try:
             os.posix_fallocate(self.descriptor, 0, nbytes)
@@ -190,6 +191,6 @@ def _gone(why: str) -> EngineError:
 
 def _no_room(nbytes: int, why: str) -> EngineError:
     return EngineError(
-        f"{nbytes >> 20} MiB of weights do not fit into shared memory ({why}): free some, or use "
+        f"{readable(nbytes)} of weights do not fit into shared memory ({why}): free some, or use "
         "weights=disk"
     )
