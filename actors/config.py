@@ -15,7 +15,7 @@ from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
 from distill.pace import loading_s
-from distill.rules import at_least, setting
+from distill.rules import at_least, not_with, setting
 from distill.settings import ESSENTIAL, Section
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class PolicyEngineSettings(EngineSettings):
 
     section: ClassVar[Section] = Section.ENGINES
 
-    on_weight_update: OnWeightUpdate = chz.field(
+    on_weight_update: OnWeightUpdate = setting(
+        not_with("engine.kind", "embedded", why="it is for samples of an SGLang server"),
         default="continue",
         doc="samples in progress when weights are pushed to an SGLang server. continue: under the "
         "new weights (each token's version is recorded); restart: from their prompts; finish: "

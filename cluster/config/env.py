@@ -132,6 +132,12 @@ class EnvSettings:
                 "rewards of its own; leave it out",
                 field="reward.function",
             )
+        if self.reward.timeout_s != REWARD_TIMEOUT_S and not self.runs_user_code:
+            raise ConfigError(
+                f"reward.timeout_s={self.reward.timeout_s:g} changes nothing: it is for a function "
+                f"of your own, and reward={self.reward.name} is built in; leave it out",
+                field="reward.timeout_s",
+            )
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
             raise ConfigError(
                 f"reward={self.reward.function} with env={type(self.env).__name__}: a reward model "

@@ -9,11 +9,22 @@ import chz
 from cluster.config.pools import MOST_ACTORS
 from cluster.config.rows import ROWS, unweighted_sources
 from distill.errors import ConfigError
-from distill.rules import IN_MEMORY, above, at_least, at_most, needs, not_with, setting
+from distill.rules import (
+    IN_MEMORY,
+    above,
+    at_least,
+    at_most,
+    default_of,
+    needs,
+    not_with,
+    setting,
+)
 from distill.sampling import EvalSampling, TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, with_default
 
 _NO_ENGINES = "such a run has no engines; evaluate its checkpoints with python -m cluster.evaluate"
+
+_SAMPLED = needs("eval.temperature", remedy="greedy decoding has one response, the likeliest")
 
 
 @chz.chz
@@ -76,19 +87,22 @@ class DecoderSettings:
     top_p: float = setting(
         above(0),
         at_most(1),
+        _SAMPLED,
         default=1.0,
         doc="top-p of the serving decoder, for evaluations only; 1: off",
     )
     top_k: int = setting(
-        at_least(0), default=0, doc="top-k of the serving decoder, for evaluations only; 0: off"
+        at_least(0),
+        _SAMPLED,
+        default=0,
+        doc="top-k of the serving decoder, for evaluations only; 0: off",
     )
     samples: int = setting(
         at_least(1),
         IN_MEMORY,
-        needs("eval.temperature", remedy="greedy decoding gives the same response again"),
+        _SAMPLED,
         default=1,
-        doc="responses per prompt in evaluations; several give pass@k and a majority vote, and "
-        "need eval.temperature above 0",
+        doc="responses per prompt in evaluations; several give pass@k and a majority vote",
     )
 
     def sampling(self, max_new_tokens: int) -> EvalSampling:
@@ -167,13 +181,14 @@ class EvalSettings(DecoderSettings, HeldOutSettings):
 
     @chz.validate
     def _something_is_evaluated(self) -> None:
-        idle = {"every": self.every, "source": self.source}
-        if self.size == 0 and (without := [name for name, value in idle.items() if value]):
-            raise ConfigError(
-                f"eval.{without[0]}={idle[without[0]]} changes nothing with eval.size=0, which "
-                "runs no evaluation; leave one of them out",
-                field=f"eval.{without[0]}",
-            )
+        for name, field in chz.chz_fields(type(self)).items():
+            value = getattr(self, name)
+            if self.size == 0 and name != "size" and value != default_of(field):
+                raise ConfigError(
+                    f"eval.{name}={value} changes nothing with eval.size=0, which runs no "
+                    "evaluation; leave one of them out",
+                    field=f"eval.{name}",
+                )
 
     def sampling(self, max_new_tokens: int) -> EvalSampling:
         """Sampling of responses, of at most so many tokens if `max_new_tokens` is not given."""

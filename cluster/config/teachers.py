@@ -357,6 +357,12 @@ class TeacherSettings(EnginePoolSettings):
         self._check_feedback(objective)
         if self.moves:
             self._check_own()
+        elif self.server_flags and not hosted(models):
+            raise ConfigError(
+                f"teacher.server_flags={self.server_flags} changes nothing: every teacher is a "
+                "running server; leave it out",
+                field="teacher.server_flags",
+            )
         self._check_heads(models, objective, engines_train=not (only_keeps or replays))
 
     def _check_feedback(self, objective: OpdObjective) -> None:

@@ -235,7 +235,8 @@ class ObjectiveConfig:
         doc="teacher=policy: weight of a bonus in the advantages of right answers: a token's "
         "log-prob under the hint minus its log-prob in the rollout",
     )
-    correct_reward_threshold: float | None = chz.field(
+    correct_reward_threshold: float | None = setting(
+        at_most(1e9, "no reward is larger"),
         default=None,
         doc="smallest reward of a right response, for hint_bonus_coef and {outcome} of "
         "teacher.feedback; default: 1",

@@ -254,8 +254,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_other_commands_and_recipes_read_files(tmp_path: Path) -> None:
     file = written(tmp_path / "dpo.yaml", "model: m\ndata: d.jsonl\nout: o\nbeta: 0.2\n")
     assert parse(DpoConfig, [f"config={file}"]).objective.beta == 0.2
-    file = written(tmp_path / "evaluate.toml", 'model = "m"\nprompts = "p"\neval_top_p = 0.9\n')
-    assert parse(EvaluateConfig, [f"config={file}"]).eval.top_p == 0.9
+    file = written(tmp_path / "evaluate.toml", 'model = "m"\nprompts = "p"\neval_size = 9\n')
+    assert parse(EvaluateConfig, [f"config={file}"]).eval.size == 9
 
 
 def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
