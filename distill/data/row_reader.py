@@ -11,7 +11,7 @@ from typing import Any
 from distill.data.columns import Columns, has_column
 from distill.data.normal_rows import normal_row
 from distill.data.row_files import Rows, read_rows
-from distill.data.shards import shard_rows
+from distill.data.shards import is_saved, shard_rows
 from distill.data.sources import Kind, Source, kind_of
 from distill.errors import ConfigError, DataError, IsothermError, described
 from distill.libraries import require_library
@@ -95,14 +95,7 @@ def _opened(path: str) -> Any:
 
 
 def _directory_rows(path: str) -> Rows:
-    names = {entry.name for entry in Path(path).iterdir()}
-    if "dataset_dict.json" in names:
-        splits = sorted(each.parent.name for each in Path(path).glob("*/state.json"))
-        raise DataError(
-            f"cannot read {path!r}: it holds the splits {', '.join(splits)}; give one of them, "
-            f"{Path(path) / (splits or ['train'])[0]} for example"
-        )
-    if "state.json" not in names:
+    if not is_saved(path):
         return shard_rows(path)
     library = _datasets(path)
     return _table_rows(path, lambda: library.load_from_disk(path))

@@ -28,7 +28,7 @@ def shard_rows(place: str) -> Rows:
         DataError: there are no such files, they are of several formats or splits, or one of them
             cannot be read.
     """
-    paths = matching_files(place) if is_pattern(place) else _within(place)
+    paths = matching_files(place) if is_pattern(place) else files_within(place)
     rows = [row for path in paths for _, row in read_rows(path)]
     return list(enumerate(rows, start=1))
 
@@ -41,7 +41,31 @@ def matching_files(pattern: str) -> list[str]:
     return paths
 
 
-def _within(directory: str) -> list[str]:
+def is_saved(directory: str) -> bool:
+    """True if `datasets` saved a data set to the directory.
+
+    Raises:
+        DataError: it saved several splits, or the directory cannot be listed.
+    """
+    try:
+        names = {entry.name for entry in Path(directory).iterdir()}
+    except OSError as error:
+        raise DataError(f"cannot read {directory!r}: {error}") from error
+    if "dataset_dict.json" in names:
+        splits = sorted(each.parent.name for each in Path(directory).glob("*/state.json"))
+        raise DataError(
+            f"cannot read {directory!r}: it holds the splits {', '.join(splits)}; give one of "
+            f"them, {Path(directory) / (splits or ['train'])[0]} for example"
+        )
+    return "state.json" in names
+
+
+def files_within(directory: str) -> list[str]:
+    """Files of rows in the directory, in name order.
+
+    Raises:
+        DataError: there are none, or they are of several formats or splits.
+    """
     files = sorted(path for path in Path(directory).iterdir() if _is_shard(path))
     formats = sorted({suffix_of(path.name) for path in files})
     if len(formats) > 1 and ".json" in formats:  # dataset_infos.json beside the shards

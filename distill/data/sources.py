@@ -23,7 +23,7 @@ from math import gcd, lcm
 from pathlib import Path
 
 from distill.data.row_files import SUFFIXES, require_file, suffix_of
-from distill.data.shards import is_pattern, matching_files
+from distill.data.shards import files_within, is_pattern, is_saved, matching_files
 from distill.errors import ConfigError
 
 # Sources are mixed in blocks that contain each source's exact share.
@@ -102,14 +102,17 @@ def kind_of(place: str) -> Kind:
 
 
 def require_source(place: str) -> None:
-    """Raise DataError if the file that `place` names is missing, or no file matches its pattern.
+    """Raise DataError if there are no files where `place`, a file, directory or pattern, says.
 
-    Directories, data sets of the hub and functions are checked by their reader.
+    Data sets of the hub and functions are checked by their reader.
     """
-    if kind_of(place) is Kind.FILE:
+    kind = kind_of(place)
+    if kind is Kind.FILE:
         require_file(place)
-    elif kind_of(place) is Kind.PATTERN:
+    elif kind is Kind.PATTERN:
         matching_files(place)
+    elif kind is Kind.DIRECTORY and not is_saved(place):
+        files_within(place)
 
 
 def _weighted(setting: str, part: str) -> tuple[str, Fraction]:

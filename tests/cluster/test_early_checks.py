@@ -87,7 +87,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize
 NOWHERE = {
     "model": ("/no/where", "nowhere", "bad.jsonl", ""),
     "head": ("/no/where", "nowhere", "bad.jsonl", ""),
-    "rows": ("no.jsonl", "no-*.jsonl", "bad.jsonl"), "written": ("no/where.json", "."),
+    "rows": ("no.jsonl", "no-*.jsonl", "bad.jsonl", "empty"),
+    "written": ("no/where.json", "."),
     "run": ("nowhere", "nowhere:3"), "adapter": ("nowhere",), "function": ("no_such:function",),
 }  # fmt: skip
 # What these settings need beside them.
@@ -124,6 +125,7 @@ def test_what_leads_nowhere_is_refused_by_its_setting(
     good = json.dumps({field: row[field] for field in fields.get(owner, ("prompt",))})
     for file in ("p", "d"):
         Path(file).write_text(good)
+    Path("empty").mkdir()
     Path("bad.jsonl").write_text('{"problem": "1 + 1", "solution": "2"}')
     known = fields_of(KINDS[owner])
     beside = {each: given for each, given in BESIDE.get(name, {}).items() if each in known}
