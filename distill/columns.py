@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.errors import DataError
+from distill.json_values import is_number
 from distill.privileged import check_context
 from distill.sampling import check_temperature
 from distill.types import LOGPROB_SLACK, Segment, TopLogprobs, Trajectory, TrajectoryGroup
@@ -219,8 +220,8 @@ def checked(group: TrajectoryGroup) -> GroupColumns:
         if not trajectory.segments:
             raise _error("segments", "of a trajectory is empty")
         for name, value in (("reward", trajectory.reward), *trajectory.metrics.items()):
-            if not math.isfinite(value):
-                raise _error(name, f"= {value} of a trajectory is not finite")
+            if not is_number(value):
+                raise _error(name, f"= {value!r} of a trajectory is no finite number")
     segments = list(group.segments())
     temperatures = {segment.temperature for segment in segments}
     for temperature in temperatures:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from numbers import Real
 from typing import Any
 
 # Deeper values would exhaust the stack of whatever prints them again.
@@ -48,6 +50,13 @@ def loads(text: str) -> Any:
     if text[stop:].strip():
         raise json.JSONDecodeError("Extra data", text, stop)
     return value
+
+
+def is_number(value: object) -> bool:
+    """True for a finite number that a float can hold; a boolean is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return bool(abs(value) <= sys.float_info.max)  # pyright: ignore[reportOperatorIssue]
 
 
 def require_plain(value: object) -> None:

@@ -25,6 +25,7 @@ import chz
 from chz.field import Field
 
 from distill.errors import ConfigError, first_line
+from distill.json_values import is_number
 from distill.lookup import known_names
 
 _RULES = "rules"
@@ -168,7 +169,7 @@ def _bound(
         )
     return Rule(
         f"{how} {bound}",
-        lambda _, value: compare(value, bound) and math.isfinite(value),
+        lambda _, value: compare(value, bound) and is_number(value),
         lambda _, __: f"must be {how} {bound}{reason}",
         allows=(bound,) if step else (),
         refuses=(bound + step, math.nan, math.inf, -math.inf),

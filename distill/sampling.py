@@ -6,10 +6,10 @@ It is copied into every `Segment`; teacher, learner and calibration read it from
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from distill.errors import ConfigError
+from distill.json_values import is_number
 
 # log softmax(z) itself, q_1: what a server returns that forgets T, and what the bias meter holds
 # KL(p_T || q_T) against. The one literal temperature of this project.
@@ -18,7 +18,7 @@ UNSCALED = 1.0
 
 def check_temperature(temperature: float, field: str) -> None:
     """Raises ConfigError unless `temperature` is a finite number above zero."""
-    if not (isinstance(temperature, int | float) and math.isfinite(temperature)):
+    if not is_number(temperature):
         raise ConfigError(
             f"{field}={temperature!r} is not a finite number; give one above 0", field=field
         )
@@ -74,7 +74,7 @@ class EvalSampling:
     num_samples: int = 1
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not is_number(self.temperature) or self.temperature < 0:
             raise ConfigError(
                 f"temperature={self.temperature} must be 0 (greedy) or above", field="temperature"
             )

@@ -45,9 +45,10 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "rules", "settings", "sampling", "privileged", "routing", "types",
+        "errors", "json_values", "lookup", "rules", "settings", "sampling", "privileged", "routing",
+        "types",
         "states",
-        "columns", "records", "stops", "group_share", "json_values",
+        "columns", "records", "stops", "group_share",
         "model_paths",
         "libraries",
         "json_schemas", "tokenizer", "gpu", "main_memory", "weights", "engine",

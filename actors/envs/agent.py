@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import chz
@@ -46,6 +44,7 @@ from distill.envs.base import (
     require_path,
 )
 from distill.errors import DataError, kind_of
+from distill.json_values import is_number
 from distill.rewards.registry import RewardFunction, verdict
 from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.rules import above, at_least, setting
@@ -122,7 +121,7 @@ class AgentResult:
         Raises:
             AgentFailed: it has none of them.
         """
-        if _is_number(value):
+        if is_number(value):
             return cls(reward=float(value), metrics={})  # pyright: ignore[reportArgumentType]
         if isinstance(value, str):
             return cls(answer=value, metrics={})
@@ -134,9 +133,9 @@ class AgentResult:
             )
         reward, answer = value.get("reward"), value.get("answer")
         metrics, feedback = value.get("metrics") or {}, value.get("feedback") or ""
-        if not (reward is None or _is_number(reward)):
+        if not (reward is None or is_number(reward)):
             raise AgentFailed(f"gave the reward {json.dumps(reward)[:200]}, which is no number")
-        if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
+        if not isinstance(metrics, dict) or not all(map(is_number, metrics.values())):
             raise AgentFailed(f"gave the metrics {json.dumps(metrics)[:200]}, which are no numbers")
         return cls(
             reward=0.0 if reward is None else float(reward),
@@ -144,10 +143,6 @@ class AgentResult:
             metrics={name: float(number) for name, number in metrics.items()},
             feedback=str(feedback)[:LONGEST_WORDS],
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class AgentEpisode(AskingEnv):

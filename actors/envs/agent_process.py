@@ -175,7 +175,10 @@ class AgentProgram:
             environment = {**variables, "TMPDIR": child.scratch}
             asked = _written({"problem": problem, "environment": environment})
             answer = await child.call(asked, self.time_s)
-        told = json.loads(answer)
+        try:
+            told = loads(answer.decode())
+        except ValueError as error:
+            raise AgentFailed(f"returned no JSON: {error}") from None
         if "error" in told:
             raise AgentFailed(f"raised {told['error']}")
         return told["result"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -25,6 +24,7 @@ from distill.data.columns import refuse_misspelt, with_chats
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
 from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
+from distill.json_values import is_number
 from distill.lookup import known_names
 from distill.types import TokenArray
 
@@ -383,11 +383,7 @@ def _bonuses(bonuses: object) -> dict[str, float]:
             raise DataError(
                 "`bonuses` has an empty phrase, which occurs everywhere; drop it", field="bonuses"
             )
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if not is_number(value):
             raise DataError(
                 f"`bonuses[{phrase!r}]` must be a finite number, got {value!r}", field="bonuses"
             )

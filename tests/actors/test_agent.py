@@ -131,6 +131,8 @@ CUT = """import stat
         ("function", "os._exit(3)", "exit code 3"),
         ("function", "time.sleep(600)", "took longer than 3 s"),
         ("function", "return object()", "TypeError"),
+        ("function", 'return {"reward": 1, "feedback": chr(0xD800)}', "surrogates"),
+        ("function", 'return {"reward": 1, "metrics": {"a": 10**400}}', "metrics"),
         ("function", CUT, "exit code 9"),
     ],
 )
@@ -368,7 +370,7 @@ def test_results_in_every_form() -> None:
     assert AgentResult.read("Paris").answer == "Paris"
     result = AgentResult.read({"reward": 0.5, "metrics": {"tests": 3}, "feedback": "close"})
     assert (result.reward, result.metrics, result.feedback) == (0.5, {"tests": 3.0}, "close")
-    for value in (None, True, [1], {"metrics": {"a": "b"}}, {"other": 1}):
+    for value in (None, True, [1], 10**400, {"metrics": {"a": "b"}}, {"other": 1}):
         with pytest.raises(AgentFailed):
             AgentResult.read(value)
 

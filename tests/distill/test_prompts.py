@@ -80,6 +80,7 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
         ('{"prompt": "a", "bonuses": {"": 1}}', "bonuses"),
         ('{"prompt": "a", "bonuses": {"so": "1"}}', "bonuses"),
         ('{"prompt": "a", "bonuses": {"so": NaN}}', "bonuses"),
+        ('{"prompt": "a", "bonuses": {"so": 1%s}}' % ("0" * 400), "bonuses"),
         ('{"prompt": "a", "bonuses": {"so": true}}', "bonuses"),
     ],
 )
