@@ -34,24 +34,25 @@ from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import DataError
 from distill.rewards.key_facts import key_fact_bonuses
 from distill.rewards.registry import RewardFunction, answer_of, verdict
-from distill.rules import at_least, readable_as, setting
+from distill.rules import at_least, needs, readable_as, setting
 from distill.text.chunks import chunk_text, require_splitter
 from distill.text.condense import Condenser, load_condenser
 
 MODEL = "model"
+_BY_MODEL = needs("by", MODEL)
 # Extra tokens that joined texts may take beyond the sum of their own.
 _SEAMS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One problem: a question about a document, which comes in parts.
+    """One problem: a question about a document.
 
     `facts` are texts that good notes contain; each pays `fact_bonus` to the tokens that first write
     it.
     """
 
-    parts: tuple[str, ...]
+    text: str
     question: str
     answer: str
     line: int
@@ -83,9 +84,14 @@ class Reader(MessageEnv):
     """Environment in which the model reads part by part. The notes are the model's own turns."""
 
     def __init__(
-        self, document: Document, wording: Wording, reward: RewardFunction, fact_bonus: float
+        self,
+        document: Document,
+        parts: Sequence[str],
+        wording: Wording,
+        reward: RewardFunction,
+        fact_bonus: float,
     ) -> None:
-        self._document, self._wording = document, wording
+        self._document, self._parts, self._wording = document, parts, wording
         self._reward, self._fact_bonus = reward, fact_bonus
         self._read = 0
 
@@ -95,11 +101,13 @@ class Reader(MessageEnv):
     async def step(self, message: Message) -> MessageStep:
         said = str(message.get("content") or "")
         document = self._document
-        if self._read > len(document.parts):
+        if self._read > len(self._parts):
             return await _answered(self._reward, message, document.answer)
         oracle, metrics = None, {}
         if document.facts:
-            oracle = partial(key_fact_bonuses, facts=document.facts, value=self._fact_bonus)
+            oracle = partial(
+                key_fact_bonuses, facts=document.facts, value=self._fact_bonus, answer=said
+            )
             metrics["facts_kept"] = fmean(fact in said for fact in document.facts)
         return MessageStep(messages=self._shows(said), afresh=True, oracle=oracle, metrics=metrics)
 
@@ -107,12 +115,12 @@ class Reader(MessageEnv):
         """Messages with the next part and the notes; after the last part, with the notes alone."""
         document = self._document
         filled = {"question": document.question, "notes": notes.strip()}
-        if self._read < len(document.parts):
+        if self._read < len(self._parts):
             text = self._wording.read.format(
                 **filled,
-                part=document.parts[self._read],
+                part=self._parts[self._read],
                 number=self._read + 1,
-                count=len(document.parts),
+                count=len(self._parts),
             )
         else:
             text = self._wording.answer.format(**filled)
@@ -157,7 +165,7 @@ class _Once:
         if self._condensing is None:
             self._condensing = asyncio.ensure_future(
                 self._condenser(
-                    "\n\n".join(self._document.parts),
+                    self._document.text,
                     focus=self._document.question,
                     max_tokens=self._max_tokens,
                 )
@@ -207,11 +215,14 @@ class Reading(ChatEnvConfig):
     )
     passage_boundary: str | None = setting(
         readable_as("regular expression of a beginning", _boundary, allows="^#", refuses="#*"),
+        _BY_MODEL,
         default=None,
         doc="regular expression of the beginning of a passage, such as '(?m)^## '; no part has "
         "text of two passages; default: parts end where a reader would pause",
     )
-    fact_bonus: float = chz.field(
+    fact_bonus: float = setting(
+        at_least(0),
+        _BY_MODEL,
         default=0.0,
         doc="bonus on the tokens of the notes that first write one of the row's `facts`",
     )
@@ -219,7 +230,10 @@ class Reading(ChatEnvConfig):
         default=False, doc="give no instructions: for models that were taught the task itself"
     )
     max_turns: int = setting(
-        at_least(1), default=64, doc="most turns: one for each part, and one for the answer"
+        at_least(1),
+        _BY_MODEL,
+        default=64,
+        doc="most turns: one for each part, and one for the answer",
     )
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
@@ -247,29 +261,31 @@ class Reading(ChatEnvConfig):
                     "question and a turn; lower it",
                     field="env.part_tokens",
                 )
+        if not text.strip():
+            raise DataError("`document` is blank; give a text", field="document")
         document = Document(
-            parts=tuple(
-                chunk.text
-                for passage in _passages(text, self.passage_boundary)
-                for chunk in chunk_text(passage, tokenizer=setting.tokenizer, max_tokens=room)
-            ),
+            text=text,
             question=question,
             answer=_answer(row),
             line=number,
             facts=_facts(row),
             tag=None if row.get("tag") is None else check_text(row, "tag"),
         )
-        if not document.parts:
-            raise DataError("`document` is blank; give a text", field="document")
         make_group = None
         if self.by == MODEL:
-            make = partial(Reader, document, wording, setting.reward_function(), self.fact_bonus)
-            if len(document.parts) >= self.max_turns:
+            parts = tuple(
+                chunk.text
+                for passage in _passages(text, self.passage_boundary)
+                for chunk in chunk_text(passage, tokenizer=setting.tokenizer, max_tokens=room)
+            )
+            if len(parts) >= self.max_turns:
                 raise DataError(
-                    f"`document` has {len(document.parts)} parts of {room} tokens and needs a turn "
+                    f"`document` has {len(parts)} parts of {room} tokens and needs a turn "
                     f"more than env.max_turns={self.max_turns} allows; raise it",
                     field="document",
                 )
+            reward = setting.reward_function()
+            make = partial(Reader, document, parts, wording, reward, self.fact_bonus)
         else:
             condenser = load_condenser(self.by, setting.tokenizer, "env.by")
             make_group = partial(

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def key_fact_bonuses(
-    tokens_T: TokenArray, tokenizer: PreTrainedTokenizerBase, facts: Sequence[str], value: float
+    tokens_T: TokenArray,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: Sequence[str],
+    value: float,
+    answer: str | None = None,
 ) -> FloatArray:
     """float32 (len(tokens_T),): each fact pays `value` once, to the tokens that say it first.
 
@@ -27,14 +31,21 @@ def key_fact_bonuses(
     whitespace are one. The value is spread evenly over the tokens whose text overlaps the
     occurrence, so the row adds up to `value` times the number of facts that were said.
 
+    Args:
+        answer: the part of the text that may say facts, such as what follows the thinking; where
+            it occurs several times, the last counts. None: all of the text.
+
     Raises:
         DataError: a fact without text.
     """
     rewards_T = np.zeros(len(tokens_T), np.float64)
     text, starts_T, stops_T = token_spans(tokenizer, tokens_T.tolist())
     has_text_T = stops_T > starts_T
+    said = text if answer is None else answer.strip()
+    start = text.rfind(said)
     for fact in {_folded(fact): fact for fact in facts}.values():
-        found = re.search(_pattern(fact), text, re.IGNORECASE)
+        pattern = re.compile(_pattern(fact), re.IGNORECASE)
+        found = pattern.search(text, start, start + len(said)) if start >= 0 else None
         if found is not None:
             says_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
             rewards_T[says_T] += value / says_T.sum()

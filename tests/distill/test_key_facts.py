@@ -14,10 +14,14 @@ BYTES = byte_tokenizer(*[CORPUS] * 20, vocab_size=320)
 
 
 def paid(
-    text: str, *facts: str, value: float = 1.0, tokenizer: PreTrainedTokenizerBase = BYTES
+    text: str,
+    *facts: str,
+    value: float = 1.0,
+    tokenizer: PreTrainedTokenizerBase = BYTES,
+    answer: str | None = None,
 ) -> list[float]:
     tokens_T = np.array(tokenizer(text)["input_ids"], np.int32)
-    row_T = key_fact_bonuses(tokens_T, tokenizer, facts, value)
+    row_T = key_fact_bonuses(tokens_T, tokenizer, facts, value, answer)
     assert row_T.dtype == np.float32 and row_T.shape == tokens_T.shape
     return row_T.tolist()
 
@@ -64,6 +68,14 @@ def test_facts_add_up_and_one_said_twice_is_one() -> None:
     row = paid(CORPUS, "Paris", "paris ", "42 bridges", "桥", "London", value=0.5)
     assert sum(row) == pytest.approx(1.5)
     assert not any(paid(CORPUS))
+
+
+def test_a_thought_says_nothing() -> None:
+    thought = "<think>Paris has 42</think>"
+    assert sum(paid(f"{thought} 42\n", "Paris", "42", answer=" 42\n")) == pytest.approx(1)
+    assert not any(paid(thought, "Paris", answer=""))
+    twice = "<think>Paris</think>in <think>42</think>Paris"
+    assert not any(paid(twice, "Paris", answer="in Paris"))
 
 
 def test_facts_may_overlap(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -97,14 +97,14 @@ def test_a_document_is_condensed_once_for_its_group(tmp_path: Path) -> None:
         policy = Scripted(TOKENIZER, ["42", "42", "42"])
         rolled = rollout_group(policy, problems.builder(0, 3), SAMPLING, group_id=0, seed=0)
         assert len(asyncio.run(rolled).trajectories_G) == 3
-        assert len(COUNTED) == 1
+        assert [ROWS[0]["document"]] == COUNTED
 
 
 COUNTED: list[str] = []
 
 
 def counted_lines(text: str, focus: str, max_tokens: int) -> str:
-    COUNTED.append(focus)
+    COUNTED.append(text)
     return last_lines(text, focus, max_tokens)
 
 
@@ -122,6 +122,8 @@ def test_no_part_has_text_of_two_passages(tmp_path: Path) -> None:
     assert "## 4\n5 6" in seen[1] and "7" not in seen[1] and "3" not in seen[1]
     with refuses(ConfigError, "env.passage_boundary"):
         Reading(passage_boundary="(")
+    with refuses(ConfigError, "env.passage_boundary"):
+        Reading(by="keywords", passage_boundary="(?m)^##")
 
 
 def last_lines(text: str, focus: str, max_tokens: int) -> str:
