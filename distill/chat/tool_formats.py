@@ -39,11 +39,11 @@ class Grammar:
 
 def _invokes(tag: str, section: str, key: str, gap: str) -> Grammar:
     """Calls as `<invoke name="...">` with a `<parameter name="...">` each, within a section."""
-    name = r'\s*name="(?P<name>[^"\n]+)"'
+    name = r'\s*+name="(?P<name>[^"\n]+)"'
     return Grammar(
         opener=rf"<{section}>|<{tag}invoke(?=\s+name=)",
         read=tagged_call(
-            head=rf"\s*(?:<{tag}invoke)?{name}>",
+            head=rf"\s*+(?:<{tag}invoke)?{name}>",
             opens=f"<{tag}parameter ",
             key=rf"{name}{key}>",
             closes=f"</{tag}parameter>",
@@ -68,8 +68,9 @@ _DSML = "\uff5cDSML\uff5c"
 
 # The header of gpt-oss's messages to a tool; the recipient may stand before the channel or behind.
 _CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))"
-_RECIPIENT = r"(?:functions\.)?(?P<name>[\w.-]+)"
-_REST = rf"\s*{_CHANNEL}?\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+# Possessive: what one part matched is not tried as another's, or a long word would take minutes.
+_RECIPIENT = r"(?:functions\.)?(?P<name>[\w.-]++)"
+_REST = rf"\s*+{_CHANNEL}?\s*+(?:<\|constrain\|>)?\s*+\w*+\s*+<\|message\|>"
 
 GRAMMARS: dict[ToolFormat, Grammar] = {
     "hermes": Grammar(
@@ -117,7 +118,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
     "deepseek": Grammar(
         opener=rf"{_CALLS}\s*(?:{_CALL})?|{_CALL}",
         read=named_call(
-            head=rf"\s*(?:\w+{_SEPARATOR}(?=[^\n`]+\n```json\n))?(?P<name>[^\n`<]+)"
+            head=rf"\s*+(?:\w+{_SEPARATOR}(?=[^\n`]+\n```json\n))?(?P<name>[^\n`<]+)"
             rf"(?:{_SEPARATOR}|\n```json\n)",
             end=rf"(?:```\s*)?(?:{_CALL_END}|\Z)\s*(?:{_CALLS_END})?",
         ),

@@ -285,7 +285,7 @@ def _value(name: str, written: str, schema: Mapping[str, Any], is_text: str | No
 
 
 _GEMMA_HEAD = re.compile(r"\s*call:(?P<name>[^\s{]+)\s*(?=\{)")
-_GEMMA_KEY = re.compile(r'([{,]\s*)([^"{}\[\],:]*[^"{}\[\],:\s])(?=\s*:)')
+_GEMMA_KEY = re.compile(r'([{,]\s*+)([^"{}\[\],:]*[^"{}\[\],:\s])(?=\s*:)')
 _PYTHON_WORD = re.compile(r'(?<!")\b(?:True|False|None)\b(?!")')
 
 

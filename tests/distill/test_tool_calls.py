@@ -243,6 +243,20 @@ def test_brackets_in_an_answer_are_no_call() -> None:
     assert said(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "begun"),
+    [
+        ("harmony", "to=functions.{}"),
+        ("gemma", "<|tool_call>call:add{{{}a"),
+        ("deepseek", "<\uff5ctool\u2581call\u2581begin\uff5c>{}"),
+    ],
+)
+def test_a_long_run_of_one_character_is_read(tool_format: ToolFormat, begun: str) -> None:
+    for character in ("a", " "):
+        text = begun.format(character * 200_000)  # in quadratic time, it would be hours
+        assert parse(text, tool_format).text == text
+
+
 _MARKS = ["{", "}", "[", "]", '"name": "add"', '"arguments": {}', ";", "```json\n", "\n", " ", "x"]
 _MARKS += ["<think>", "</think>", "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
 _MARKS += [text for texts in ONE_CALL.values() for text in texts]
