@@ -269,7 +269,7 @@ class Evaluator:
 def summarise(
     responses: Sequence[EvaluatedResponse], answer: Callable[[str], Hashable | None] | None = None
 ) -> dict[str, float]:
-    """`eval/*` metrics of some responses, the same number to each problem.
+    """`eval/*` metrics of some responses, as many to each problem but for players that never moved.
 
     Args:
         answer: finds what a response answers, for the majority's vote; None: there is no vote.
@@ -301,10 +301,11 @@ def summarise(
         metrics[f"eval/accuracy/source={source}"] = fmean(by_source[source])
     if (bounds := interval(rewards_PN)) is not None:
         metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = bounds
-    num_samples = len(rewards_PN[0])
+    num_samples = max(map(len, rewards_PN))
     k = 2
     while k <= num_samples:
-        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(rewards_N, k) for rewards_N in rewards_PN)
+        enough = [rewards_N for rewards_N in rewards_PN if len(rewards_N) >= k]
+        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(rewards_N, k) for rewards_N in enough)
         k *= 2
     if num_samples > 1 and answer is not None:
         chosen_P = [majority([answer(said) for said, _ in judged]) for judged in judged_P.values()]

@@ -131,6 +131,8 @@ def test_several_responses_give_pass_at_k_and_a_vote() -> None:
     assert metrics["eval/pass@4"] == pytest.approx(2 / 3)
     assert metrics["eval/majority@4"] == pytest.approx(1 / 3)  # 3 wins, 8 wins, nobody votes
     assert not any(name.startswith("eval/majority") for name in summarise(responses))
+    fewer = summarise(responses[1:], answer_of(last_number))  # a player of a game may never move
+    assert fewer["eval/pass@4"] == pytest.approx((1 + 0) / 2)
 
 
 def test_each_prompt_is_sampled_as_often_as_asked() -> None:
