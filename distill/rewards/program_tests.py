@@ -136,11 +136,11 @@ def _from_columns(data: dict[str, Any], entry: str | None) -> ProgramTests:
 def _from_cases(cases: list[dict[str, Any]]) -> ProgramTests:
     if not all("input" in case and "output" in case for case in cases):
         raise DataError("has cases without `input` and `output`")
-    kinds = {case.get("testtype", case.get("type")) for case in cases}
+    kinds = [case.get("testtype", case.get("type")) for case in cases]
     entry = next(filter(None, map(_entry, cases)), None)
     called = {kind in _CALLED or (kind is None and entry is not None) for kind in kinds}
     if len(called) > 1:
-        raise DataError(f"mixes kinds of cases: {sorted(map(str, kinds))}")
+        raise DataError(f"mixes kinds of cases: {sorted({*map(str, kinds)})}")
     inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
     return _cases(inputs, outputs, entry, called=called == {True})
 

@@ -107,7 +107,7 @@ def _bounded(value: Any) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int):
+    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         bits = abs(base).bit_length()
         if bits > 1 and bits * abs(exponent) > _MAX_BITS:
             raise OverflowError

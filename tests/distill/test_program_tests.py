@@ -204,6 +204,9 @@ def test_results_of_calls(
         '{"inputs": ["1"], "outputs": [""]}',
         '{"fn_name": "f", "inputs": [], "outputs": []}',
         '[{"input": "1", "output": "2", "testtype": "stdin"},'
+        ' {"input": "1", "output": "2", "testtype": ["functional"], "fn_name": "f"},'
+        ' {"input": "1", "output": "2", "testtype": "functional"}]',
+        '[{"input": "1", "output": "2", "testtype": "stdin"},'
         ' {"input": "1", "output": "2", "testtype": "functional"}]',
         "[" * 500 + "]" * 500,
         "-" * 100_000 + "1",

@@ -18,6 +18,7 @@ from distill.tools.calculator import Calculator, calculate
         ("-7 % 3", "2"),
         ("2 ** 10", "1024"),
         ("2 ** -1", "0.5"),
+        ("2 ** -100000000", "0"),
         ("10 / 4", "2.5"),
         ("10 / 5", "2"),
         ("1e3", "1000"),
@@ -88,7 +89,6 @@ def test_what_is_no_arithmetic(expression: str) -> None:
         "(10 ** 2000) ** 1000",
         "*".join(["factorial(1000)"] * 50),
         "(-3) ** 10000000",
-        "2 ** -100000000",
     ],
 )
 def test_what_is_huge_is_refused_at_once(expression: str) -> None:
