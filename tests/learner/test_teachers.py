@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.embedded.engine import EmbeddedEngine
 from actors.rollout.teacher import score_group
 from distill.chat.segments import SegmentBuilder
+from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
@@ -156,6 +157,11 @@ def test_each_teacher_counts_by_its_weight(
     weight = weights["far"] if weights else 1.0
     assert metrics["opd/divergence"] == pytest.approx(far, rel=1e-4)  # as it is, not as it counts
     assert metrics["train/loss"] == pytest.approx(0.5 * weight * far, rel=1e-4)
+
+
+def test_a_teacher_that_cannot_be_loaded_is_refused() -> None:
+    with pytest.raises(CheckpointError):
+        LocalTeachers({"": "/no-such-teacher"}, dtype=torch.float32, device="cpu")
 
 
 def test_a_teacher_in_bfloat16_computes_in_its_own_precision(tiny_pair: TinyPair) -> None:
