@@ -94,12 +94,13 @@ def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSgla
         pytest.skip("SGLang is not installed")
     engine = HostedSglangEngine(
         SglangConfig(
-            model=model_dir, device="cpu", start_deadline_s=300, request_deadline_s=60,
+            model=model_dir, device="cpu", start_deadline_s=DEADLINE_S, request_deadline_s=60,
             server_flags=f"--preferred-sampling-params '{json.dumps(PREFERRED)}'",
         )
     )  # fmt: skip
     try:
-        runner.run(asyncio.wait_for(engine.info(), timeout=300))  # the start, and its first request
+        # The start, and its first request.
+        runner.run(asyncio.wait_for(engine.info(), timeout=DEADLINE_S))
         yield engine
     finally:
         runner.run(engine.close())

@@ -17,6 +17,7 @@ from distill.errors import ConfigError, DataError, EngineError
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.refusals import refuses
 from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 RUBRIC = "Short answers are good."
 
@@ -261,7 +262,7 @@ def test_a_real_server_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     flags = server_flags(SglangConfig(model=model, device="cpu"), 4096)
     server = SglangServer(
         flags, environment={"SGLANG_USE_CPU_ENGINE": "1"}, log_path=tmp_path / "server.log",
-        start_deadline_s=300,
+        start_deadline_s=DEADLINE_S,
     )  # fmt: skip
     try:
         asyncio.run(server.ready())

@@ -341,7 +341,11 @@ async def pushes(base: str, targets: str | None, out: Path) -> None:
     adapted = Adapted(base, targets, out)
     flags = adapter_flags(adapted.learner.adapter(torch.float32).form, 3, "cpu")
     config = SglangConfig(
-        model=base, device="cpu", server_flags=flags, start_deadline_s=300, request_deadline_s=120
+        model=base,
+        device="cpu",
+        server_flags=flags,
+        start_deadline_s=DEADLINE_S,
+        request_deadline_s=120,
     )
     engine = HostedSglangEngine(config)
     try:

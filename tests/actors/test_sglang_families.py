@@ -23,6 +23,7 @@ from learner.policy_loss import cross_entropy_loss
 from tests.actors.routing import ask, check_experts, prompt
 from tests.families import FAMILIES, family_dir
 from tests.samples import training_row
+from tests.waiting import DEADLINE_S
 from tests.weights import gather_all, shared
 
 T = 0.7
@@ -54,11 +55,11 @@ async def expect_experts(engine: HostedSglangEngine, path: str) -> None:
     """The server names the experts of the model's own forward pass: of several samples of a prompt,
     and of a second turn, whose first is cached."""
     first = ask(prompt(17), samples=3)
-    samples = await asyncio.wait_for(engine.generate(first), timeout=120)
+    samples = await asyncio.wait_for(engine.generate(first), timeout=DEADLINE_S)
     check_experts(path, first, samples)
     seen_T = np.concatenate([first.prompt_tokens_T, samples[0].tokens_T])
     second = ask(np.concatenate([seen_T, prompt(5)]), known=len(seen_T) - 1)
-    [sample] = await asyncio.wait_for(engine.generate(second), timeout=120)
+    [sample] = await asyncio.wait_for(engine.generate(second), timeout=DEADLINE_S)
     assert sample.cached_tokens and sample.experts_NLK is not None
     assert len(sample.experts_NLK) == 6 + len(sample.tokens_T) - 1
     check_experts(path, second, [sample])
@@ -84,7 +85,7 @@ def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
 
     async def experts(ranks: int) -> ExpertArray:
         config = SglangConfig(
-            model=path, device="cpu", start_deadline_s=300, request_deadline_s=60,
+            model=path, device="cpu", start_deadline_s=DEADLINE_S, request_deadline_s=60,
             routed_experts=True, server_flags=f"--tp-size {ranks}",
         )  # fmt: skip
         engine = HostedSglangEngine(config)
@@ -114,7 +115,7 @@ async def story(path: str, tmp_path: Path) -> None:
     learner.export(Path(final), load_tokenizer(path))
     routes = MixtureShape.of(load_config(path)) is not None
     config = SglangConfig(
-        model=final, device="cpu", start_deadline_s=300, request_deadline_s=60,
+        model=final, device="cpu", start_deadline_s=DEADLINE_S, request_deadline_s=60,
         routed_experts=routes,
     )  # fmt: skip
     engine = HostedSglangEngine(config)

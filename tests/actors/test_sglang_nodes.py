@@ -22,6 +22,7 @@ from distill.errors import ConfigError, EngineError, EngineLost
 from distill.gloo import INTERFACE
 from learner.process_group import LOOPBACK
 from tests.tiny import tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 
 class Process:
@@ -82,7 +83,7 @@ sys.exit("torch" in sys.modules)
 
 
 def test_a_server_is_started_before_torch_is_imported() -> None:
-    subprocess.run([sys.executable, "-c", _START], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _START], check=True, timeout=DEADLINE_S)
 
 
 async def test_a_follower_serves_as_long_as_its_processes(config: SglangConfig) -> None:

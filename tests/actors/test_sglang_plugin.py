@@ -56,6 +56,7 @@ from distill.models.loading import load_causal_lm
 from distill.states import joined
 from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed here")
 
@@ -543,7 +544,10 @@ class Served:
         environment = {"SGLANG_USE_CPU_ENGINE": "1", **environment}
         self.log = log
         self.server = SglangServer(
-            [*common.split(), *flags], environment=environment, log_path=log, start_deadline_s=300
+            [*common.split(), *flags],
+            environment=environment,
+            log_path=log,
+            start_deadline_s=DEADLINE_S,
         )
         asyncio.run(self.server.ready())
 
@@ -572,7 +576,7 @@ class Served:
                 "Authorization": f"Bearer {self.server.api_key}",
             },
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             answers = json.load(response)
         return [{**a["meta_info"], "output_ids": a["output_ids"]} for a in answers]
 

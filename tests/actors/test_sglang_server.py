@@ -30,12 +30,10 @@ from distill.sampling import EvalSampling
 from tests.conftest import TinyPair
 from tests.leftovers import gone
 from tests.refusals import refuses
-from tests.waiting import until
+from tests.waiting import DEADLINE_S, until
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
-# Against hangs only.
-START_DEADLINE_S = 300
 # What the project promises: no server process outlives its owner by more than this.
 ORPHAN_S = 10
 PRIVATE_FILES = "actors.sglang.private_files"
@@ -57,7 +55,7 @@ from actors.sglang.hosted import HostedSglangEngine
 async def main():
     model, log = sys.argv[1:]
     engine = HostedSglangEngine(
-        SglangConfig(model=model, device="cpu", start_deadline_s=300, log_path=log)
+        SglangConfig(model=model, device="cpu", log_path=log)
     )
     await engine.info()
     print(engine.server.api_key, engine.server.admin_api_key, flush=True)
@@ -104,7 +102,7 @@ def test_a_server_shows_its_keys_to_nobody_and_leaves_nothing_when_its_owner_is_
 async def test_a_cache_smaller_than_the_context_is_the_context(tiny_pair: TinyPair) -> None:
     engine = HostedSglangEngine(
         SglangConfig(
-            model=tiny_pair.student, device="cpu", start_deadline_s=START_DEADLINE_S,
+            model=tiny_pair.student, device="cpu", start_deadline_s=DEADLINE_S,
             server_flags="--max-total-tokens 100",
         )
     )  # fmt: skip
@@ -195,7 +193,7 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
         )
         server = SglangServer(
             flags(tiny_pair.student), environment=CPU, log_path=log,
-            start_deadline_s=START_DEADLINE_S,
+            start_deadline_s=DEADLINE_S,
         )  # fmt: skip
         try:
             asyncio.run(server.ready())
@@ -233,9 +231,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
 ) -> None:
     log = tmp_path / "server.log"
     all_flags = flags(tiny_pair.student, extra)
-    server = SglangServer(
-        all_flags, environment=CPU, log_path=log, start_deadline_s=START_DEADLINE_S
-    )
+    server = SglangServer(all_flags, environment=CPU, log_path=log, start_deadline_s=DEADLINE_S)
     with pytest.raises(EngineError) as error:
         asyncio.run(server.ready())
     assert said in str(error.value) and str(log) in str(error.value)
@@ -250,7 +246,7 @@ def test_a_model_that_sglang_cannot_load_shows_why(tiny_pair: TinyPair, tmp_path
     weights.write_bytes(weights.read_bytes()[:-1000])
     server = SglangServer(
         flags(str(model)), environment=CPU, log_path=tmp_path / "server.log",
-        start_deadline_s=START_DEADLINE_S,
+        start_deadline_s=DEADLINE_S,
     )  # fmt: skip
     with pytest.raises(EngineError) as error:
         asyncio.run(server.ready())

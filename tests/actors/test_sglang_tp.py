@@ -34,6 +34,7 @@ from distill.weights.served_parameters import expected_digests, find_shard_rules
 from learner.process_group import LOOPBACK
 from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 from tests.weights import LendableWeights, shared
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ class Served:
     directory: Path
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(coroutine, timeout=300))
+        return self.runner.run(asyncio.wait_for(coroutine, timeout=DEADLINE_S))
 
     @torch.no_grad()
     def logprobs(self, model: int, temperature: float) -> FloatArray:

@@ -41,6 +41,7 @@ from distill.stops import StopTokens
 from distill.weights.model_weights import TensorLayout
 from distill.weights.shared_memory import SharedTensors
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 from tests.weights import shared
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class Served:
     client: SglangClient | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(asyncio.wait_for(coroutine, timeout=120))
+        return self.runner.run(asyncio.wait_for(coroutine, timeout=DEADLINE_S))
 
     def session(self, mode: OnWeightUpdate, fails: str = "") -> Orders:
         """Puts a new engine of this mode before the server, whose orders to `fails` fail."""
@@ -164,12 +165,12 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
     with asyncio.Runner() as runner:
         config = SglangConfig(
-            model=directories[0], server_flags=ENDLESS, device="cpu", start_deadline_s=300,
+            model=directories[0], server_flags=ENDLESS, device="cpu", start_deadline_s=DEADLINE_S,
             request_deadline_s=60,
         )  # fmt: skip
         engine = HostedSglangEngine(config)
         try:
-            runner.run(asyncio.wait_for(engine.info(), timeout=300))
+            runner.run(asyncio.wait_for(engine.info(), timeout=DEADLINE_S))
             yield (served := Served(engine, directories, models, runner))
             served.close()
         finally:

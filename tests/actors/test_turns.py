@@ -102,7 +102,7 @@ async def two_engines(pair: TinyPair, out: Path) -> AsyncIterator[list[TurnTakin
     try:
         for name, model in (("student", pair.student), ("teacher", pair.teacher)):
             config = SglangConfig(
-                model=model, device="cpu", start_deadline_s=300, turn=str(out / "gpus.turn"),
+                model=model, device="cpu", start_deadline_s=DEADLINE_S, turn=str(out / "gpus.turn"),
                 log_path=str(out / f"{name}.log"), server_flags="--log-level-http info",
             )  # fmt: skip
             engine = await asyncio.to_thread(TurnTakingEngine, config)

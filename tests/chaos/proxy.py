@@ -109,7 +109,7 @@ def _spoil_logprobs(kind: str, meta: dict[str, Any]) -> None:
 @contextmanager
 def served_teacher(model: str, seed: int) -> Iterator[tuple[SpoilingProxy, str]]:
     """A server of its own for `model`: the proxy before it, and the server's key."""
-    config = SglangConfig(model=model, device="cpu", start_deadline_s=300)
+    config = SglangConfig(model=model, device="cpu", start_deadline_s=DEADLINE_S)
     engine = HostedSglangEngine(config)
     server = engine.server
     assert server is not None

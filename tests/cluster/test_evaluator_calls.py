@@ -14,6 +14,7 @@ from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.supervision.supervise import HEALTH_GROUP, ActorSpec, Supervisor, ready_call
 from tests.cluster.stuck_evaluator import StuckEvaluator
+from tests.waiting import DEADLINE_S
 
 # Of a call, and of a start, for which a busy machine takes seconds.
 HANGS_S, DIES_S = 15.0, 120.0
@@ -35,7 +36,7 @@ class House:
         self.calls = EvaluatorCalls(self.driver)
         role = ActorSpec(
             name=EVALUATOR, title=lambda _index: EVALUATOR, create=self.create,
-            heartbeat=ready_call, last_words=self.last_words, start_deadline_s=120,
+            heartbeat=ready_call, last_words=self.last_words, start_deadline_s=DEADLINE_S,
         )  # fmt: skip
         self.supervisor.add(role, 0)
         self.supervisor.under_way = True

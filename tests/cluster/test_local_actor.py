@@ -26,9 +26,9 @@ from cluster.train import run_recipe
 from distill.errors import ConfigError, EngineError
 from tests.bare_machine import bare_environment
 from tests.tiny import TinyPair
+from tests.waiting import DEADLINE_S
 
 # Only against hangs.
-DEADLINE_S = 60.0
 
 
 @pytest.fixture(params=["Ray's errors", "stand-ins"])
@@ -219,7 +219,7 @@ def test_runs_in_one_process_need_no_ray(tiny_pair: TinyPair, tmp_path: Path) ->
     packages.mkdir()
     ended = subprocess.run(
         [sys.executable, "-S", "-c", SCRIPT], input=json.dumps(given),
-        env=bare_environment(packages), capture_output=True, text=True, timeout=300,
+        env=bare_environment(packages), capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for recipe in recipes:

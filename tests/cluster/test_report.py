@@ -520,7 +520,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
             "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
             (out / "report.html").as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     ).stdout  # fmt: skip
     data = Page((out / "report.html").read_text()).data
     body = drawn[: drawn.index('<script id="data"')]

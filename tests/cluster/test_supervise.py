@@ -134,7 +134,7 @@ def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., Hous
 def test_an_actor_without_a_sign_of_life_is_ended(
     new_house: Callable[..., House], how: str
 ) -> None:
-    house = new_house(hang_after_s=5)
+    house = new_house(hang_after_s=15)  # a healthy one on a busy machine answers sooner
     house.started(0)
     old = house.pid()
     [member] = house.supervisor.members("helper")
@@ -144,7 +144,7 @@ def test_an_actor_without_a_sign_of_life_is_ended(
         member.handle.block.remote(3600)
     house.until(lambda: bool(house.told("restart", "helper 0")))
     [death] = house.told("death", "helper 0")
-    assert "5 s" in death["why"]
+    assert "15 s" in death["why"]
     house.until(lambda: len(house.told("start", "helper 0")) == 2)
     assert house.pid() != old
 
@@ -283,7 +283,7 @@ def test_an_actor_that_has_lost_its_node_says_what_it_waits_for(
 
 @pytest.mark.slow
 def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., House]) -> None:
-    house = new_house(hang_after_s=4, restarted_by_ray=True)
+    house = new_house(hang_after_s=15, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     member: Member = house.supervisor.adopt(house.spec, 0, handle)
     house.until(lambda: bool(house.told("start", "helper 0")))

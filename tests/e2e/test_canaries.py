@@ -28,6 +28,7 @@ from learner.worker import LearnerWorker
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, opd_arguments
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -250,7 +251,7 @@ def test_weights_swapped_in_a_running_sglang_server(
                 json.dumps({"model_path": other, "flush_cache": True}).encode(),
                 {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
             )
-            with urlopen(request, timeout=120) as answer:
+            with urlopen(request, timeout=DEADLINE_S) as answer:
                 answers.append(json.loads(answer.read()))
         after_step(canaries, step)
 

@@ -33,6 +33,7 @@ from tests.e2e.harness import (
 )
 from tests.rows import read_rows, write_rows
 from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.e2e
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
@@ -166,7 +167,7 @@ def stock(tiny_pair: TinyPair, tmp_path: Path, request: pytest.FixtureRequest) -
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none"}
     server = SglangServer(
         flags.split(), environment=environment, log_path=tmp_path / "server.log",
-        start_deadline_s=300,
+        start_deadline_s=DEADLINE_S,
     )  # fmt: skip
     try:
         asyncio.run(server.ready())

@@ -39,6 +39,7 @@ from tests.e2e.harness import (
 from tests.families import family_dir, undecided
 from tests.rows import read_rows, write_rows
 from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.waiting import DEADLINE_S
 
 pytestmark = [
     pytest.mark.e2e,
@@ -362,7 +363,7 @@ class ExternalTeacher:
         self._engine: HostedSglangEngine | None = None
 
     def start(self) -> str:
-        config = SglangConfig(model=self._model, device="cpu", start_deadline_s=300)
+        config = SglangConfig(model=self._model, device="cpu", start_deadline_s=DEADLINE_S)
         engine = HostedSglangEngine(config)
         self._engine = engine
         assert engine.server is not None

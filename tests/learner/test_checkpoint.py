@@ -34,6 +34,7 @@ from learner.state import read_trainer
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
 from tests.samples import training_row
 from tests.tiny import save_tokenizer
+from tests.waiting import DEADLINE_S
 
 ROWS = [training_row(2 + i, 4, seed=i) for i in range(8)]
 MOMENTS = "optimizer/shard-00001-model-00001-of-00001.safetensors"
@@ -294,7 +295,7 @@ def die_at(countdown: int, action: Callable[[], object]) -> None:
 def exit_code(target: Callable[..., object], *arguments: object) -> int:
     process = fork.Process(target=target, args=arguments)
     process.start()
-    process.join(timeout=300)  # a child that hangs must not hang the tests
+    process.join(timeout=DEADLINE_S)  # a child that hangs must not hang the tests
     if process.exitcode is None:
         process.kill()
         pytest.fail("the forked child did not end")

@@ -19,6 +19,7 @@ from learner.learner import Learner
 from learner.plan import Part
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner
 from tests.samples import training_row
+from tests.waiting import DEADLINE_S
 
 ROWS = [training_row(3, 5, seed=1), training_row(2, 4, seed=2)]
 
@@ -68,7 +69,7 @@ class Gate(CheckpointStore):
 
     def save(self, **settings: Any) -> Checkpoint:
         self.asked.release()
-        assert self.open.acquire(timeout=120)
+        assert self.open.acquire(timeout=DEADLINE_S)
         return super().save(**settings)
 
 
@@ -101,14 +102,14 @@ def test_the_next_waits_for_the_one_before(new_writer: NewWriter, tmp_path: Path
     gate = Gate(tmp_path / "gate")
     writer = new_writer(gate)
     writer.begin(1, {})
-    assert gate.asked.acquire(timeout=120)
+    assert gate.asked.acquire(timeout=DEADLINE_S)
     second = threading.Thread(target=writer.begin, args=(2, {}), daemon=True)
     second.start()
     assert not gate.asked.acquire(timeout=0.1) and gate.complete() == []
     gate.open.release()
-    assert gate.asked.acquire(timeout=120)
+    assert gate.asked.acquire(timeout=DEADLINE_S)
     assert [made.step for made in gate.complete()] == [1]
-    second.join(timeout=120)
+    second.join(timeout=DEADLINE_S)
     gate.open.release()
     written = writer.written(wait=True)
     assert written is not None and written.checkpoint.step == 2
