@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,59 +49,26 @@ class ScoreItem:
         assert self.found is not None
         return self.found
 
-    def settle(self, logprobs_KN: FloatArray, top: _Top | None, hidden_NH: Tensor) -> None:
-        """Takes the item's part of a batch: K temperatures, N positions; None: no listed tokens."""
-        listed = [] if top is None else [top.logprobs_NK]
-        if not all(np.isfinite(logprobs).all() for logprobs in (logprobs_KN, *listed)):
+    def settle(
+        self, logprobs_KN: FloatArray, tops: Sequence[tuple[Tensor, Tensor]], hidden_NH: Tensor
+    ) -> None:
+        """Takes the item's part of a batch: K temperatures, N positions.
+
+        `tops`: ids and log-probs of the tokens it lists, of some positions after others.
+        """
+        listed = [torch.cat(parts).cpu().numpy() for parts in zip(*tops, strict=True)]
+        if not all(np.isfinite(values).all() for values in (logprobs_KN, *listed)):
             return
+        top = None
+        if listed:
+            ids_NK, top_NK = listed
+            top = TopLogprobs(ids_NK=ids_NK.astype(np.int32), logprobs_NK=top_NK)
         states, states_N = None, self.request.states_N
         if states_N is not None:
             states = HiddenStates.of(hidden_NH[torch.tensor(states_N, device=hidden_NH.device)])
         self.found = Score(
-            logprobs_by_temperature=tuple(logprobs_KN.copy()),
-            top=None if top is None else TopLogprobs(**top._asdict()),
-            states=states,
+            logprobs_by_temperature=tuple(logprobs_KN.copy()), top=top, states=states
         )
-
-
-class _Top(NamedTuple):
-    """K tokens at each of N positions, numpy; not checked yet."""
-
-    ids_NK: TokenArray
-    logprobs_NK: FloatArray
-
-
-class _Listing(NamedTuple):
-    """Tokens wanted at each of N positions: `given_NK`, whose rows are filled up with the size of
-    the vocabulary, and `top_k_N` of the others."""
-
-    given_NK: TokenArray
-    top_k_N: np.ndarray
-
-    @classmethod
-    def of(cls, requests: Sequence[ScoreRequest], vocab_size: int) -> _Listing:
-        lengths = [len(request.tokens_T) - request.start for request in requests]
-        width = max(request.listed - request.top_k for request in requests)
-        given_NK = np.full((sum(lengths), width), vocab_size, np.int32)
-        ends = np.cumsum(lengths)
-        for request, end, length in zip(requests, ends, lengths, strict=True):
-            if request.given_NK is not None:
-                given_NK[end - length : end, : request.given_NK.shape[1]] = request.given_NK
-        return cls(given_NK, np.repeat([request.top_k for request in requests], lengths))
-
-    def part(self, positions: slice) -> _Listing:
-        return _Listing(self.given_NK[positions], self.top_k_N[positions])
-
-    def wanted_at(self, vocab_size: int) -> np.ndarray:
-        """The positions at which any token is wanted."""
-        return np.flatnonzero((self.top_k_N > 0) | (self.given_NK < vocab_size).any(axis=1))
-
-    def of_request(self, found: _Top, first: int, request: ScoreRequest) -> _Top:
-        """The request's own columns of the rows found from `first` on."""
-        width, given = self.given_NK.shape[1], request.listed - request.top_k
-        columns = [*range(given), *range(width, width + request.top_k)]
-        rows = slice(first, first + len(request.tokens_T) - request.start)
-        return _Top(found.ids_NK[rows][:, columns], found.logprobs_NK[rows][:, columns])
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +91,9 @@ class ScoreBatch:
             hidden_NTH = model.hidden([item.request.tokens_T[:-1] for item in self.items])
             firsts = [item.request.start - 1 for item in self.items]
         row_M = np.repeat(np.arange(len(lengths)), lengths)
-        spans = [np.arange(f, f + n) for f, n in zip(firsts, lengths, strict=True)]
-        place_M = np.concatenate(spans)
+        place_M = np.concatenate(
+            [np.arange(f, f + n) for f, n in zip(firsts, lengths, strict=True)]
+        )
         hidden_MH = hidden_NTH[_index(row_M, hidden_NTH), _index(place_M, hidden_NTH)]
         targets_M = np.concatenate(
             [item.request.tokens_T[item.request.start :] for item in self.items]
@@ -135,19 +103,15 @@ class ScoreBatch:
         # A request with fewer temperatures than its batch-mates repeats its last one.
         padded = [of_item + of_item[-1:] * (columns - len(of_item)) for of_item in temperatures]
         temperatures_MK = np.repeat(np.array(padded, dtype=np.float32), lengths, axis=0)
-        vocab_size = head(hidden_MH[:1]).shape[1]
-        listing = _Listing.of([item.request for item in self.items], vocab_size)
-        scored_KM, top = _project(hidden_MH, targets_M, temperatures_MK, listing, head, vocab_size)
-        end = end_of_top = 0
-        for item, length in zip(self.items, lengths, strict=True):
-            first = end
-            end += length
-            item.settle(
-                scored_KM[: len(item.request.temperatures), first:end],
-                listing.of_request(top, end_of_top, item.request) if item.request.listed else None,
-                hidden_MH[first:end],
-            )
-            end_of_top += length if item.request.listed else 0
+        ends = np.cumsum(lengths).tolist()
+        spans = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        requests = [item.request for item in self.items]
+        scored_KM, tops = _project(
+            hidden_MH, targets_M, temperatures_MK, list(zip(requests, spans, strict=True)), head
+        )
+        for item, span, top in zip(self.items, spans, tops, strict=True):
+            scored_KN = scored_KM[: len(item.request.temperatures), span]
+            item.settle(scored_KN, top, hidden_MH[span])
         return self.items
 
 
@@ -159,21 +123,18 @@ def _project(
     hidden_MH: Tensor,
     targets_M: TokenArray,
     temperatures_MK: FloatArray,
-    listing: _Listing,
+    spans: Sequence[tuple[ScoreRequest, slice]],
     head: VocabularyHead,
-    vocab_size: int,
-) -> tuple[FloatArray, _Top]:
+) -> tuple[FloatArray, list[list[tuple[Tensor, Tensor]]]]:
     """log softmax(z / T)[target] for each position and each of its K temperatures: (K, M).
 
-    And the listed tokens at the first T, a row for each position at which some are wanted: the
-    given ones, and as many of the others as the largest `top_k`.
+    And for each request, whose positions are its span, what `_listed` returns, chunk by chunk.
     """
     target_tensor_M = _index(targets_M, hidden_MH)
     temperature_tensor_MK = torch.from_numpy(temperatures_MK).to(hidden_MH.device)
-    most = int(listing.top_k_N.max())
-    size = positions_per_chunk(hidden_MH.device, vocab_size)
+    size = positions_per_chunk(hidden_MH.device, head(hidden_MH[:1]).shape[1])
     chunks: list[Tensor] = []
-    tops: list[tuple[Tensor, Tensor]] = []
+    tops: list[list[tuple[Tensor, Tensor]]] = [[] for _ in spans]
     for first in range(0, len(hidden_MH), size):
         part = slice(first, first + size)
         logits_CV = head(hidden_MH[part])
@@ -185,38 +146,31 @@ def _project(
                 ]
             )
         )
-        here = listing.part(part)
-        wanted_N = here.wanted_at(vocab_size)
-        if len(wanted_N):
-            rows_N = _index(wanted_N, hidden_MH)
-            temperature_N = temperature_tensor_MK[part][rows_N, 0]
-            given_NK = _index(here.given_NK[wanted_N], hidden_MH)
-            tops.append(_listed(logits_CV[rows_N], temperature_N, given_NK, most, head.event))
-    scored_KM = torch.cat(chunks, dim=1).cpu().numpy()
-    if not tops:
-        return scored_KM, _Top(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
-    ids_NK, logprobs_NK = (torch.cat(parts).cpu().numpy() for parts in zip(*tops, strict=True))
-    return scored_KM, _Top(ids_NK.astype(np.int32), logprobs_NK)
+        for (request, span), top in zip(spans, tops, strict=True):
+            begin, end = max(first, span.start), min(first + size, span.stop)
+            if request.listed and begin < end:
+                rows_NV = logits_CV[begin - first : end - first]
+                top.append(_listed(rows_NV, request, begin - span.start, head.event))
+    return torch.cat(chunks, dim=1).cpu().numpy(), tops
 
 
 def _listed(
-    logits_NV: Tensor, temperature_N: Tensor, given_NK: Tensor, k: int, event: Event
+    logits_NV: Tensor, request: ScoreRequest, first: int, event: Event
 ) -> tuple[Tensor, Tensor]:
-    """(ids, log softmax(z / T), fp32) of each row's given tokens, then of the k likeliest others,
-    best first: (N, given + k). An id of V, which fills up a row, has no meaning.
+    """(ids, log softmax(z / T), fp32) of given tokens, then of the likeliest others, best first.
 
-    An event is among them by the id of its first token.
+    The rows are those of the request's scored positions from `first` on, T is its first. An event
+    is among the tokens by the id of its first one.
     """
-    scaled_NV = one_outcome(logits_NV.float() / temperature_N[:, None], event)
+    scaled_NV = one_outcome(logits_NV.float() / request.temperatures[0], event)
     whole_N1 = scaled_NV.logsumexp(dim=1, keepdim=True)
-    if not given_NK.shape[1]:
-        best_NK, ids_NK = scaled_NV.topk(k, dim=1)
-        return ids_NK, best_NK - whole_N1
-    with_filler_NV = torch.nn.functional.pad(scaled_NV, (0, 1))
-    found_NK = with_filler_NV.gather(1, given_NK)
-    others_NV = with_filler_NV.scatter_(1, given_NK, -torch.inf)[:, :-1]
-    best_NK, ids_NK = others_NV.topk(k, dim=1)
-    return torch.cat([given_NK, ids_NK], dim=1), torch.cat([found_NK, best_NK], 1) - whole_N1
+    ids, found = [], []
+    if request.given_NK is not None:
+        ids.append(_index(request.given_NK[first : first + len(logits_NV)], logits_NV))
+        found.append(scaled_NV.gather(1, ids[0]))
+        scaled_NV = scaled_NV.scatter(1, ids[0], -torch.inf)
+    best_NK, best_ids_NK = scaled_NV.topk(request.top_k, dim=1)
+    return torch.cat([*ids, best_ids_NK], 1), torch.cat([*found, best_NK], 1) - whole_N1
 
 
 def plan(items: Sequence[ScoreItem], token_budget: int, most_mask: int) -> list[ScoreBatch]:
