@@ -48,7 +48,10 @@ class ChatApi:
             }
             for index, choice in enumerate(answer.choices)
         ]
-        return _head(answer, "chat.completion") | {"choices": choices, "usage": answer.usage()}
+        return answer.head("chatcmpl", "chat.completion") | {
+            "choices": choices,
+            "usage": answer.usage(),
+        }
 
     def events(self, answer: AgentAnswer) -> Iterator[str]:
         return data_events(_chunks(answer))
@@ -72,7 +75,7 @@ def _is_empty(message: object) -> bool:
 
 def _chunks(answer: AgentAnswer) -> Iterator[dict[str, Any]]:
     """Each choice whole, as it has been sampled when it comes."""
-    head = _head(answer, "chat.completion.chunk")
+    head = answer.head("chatcmpl", "chat.completion.chunk")
     for index, choice in enumerate(answer.choices):
         delta = dict(choice.message)
         calls = delta.pop("tool_calls", ())
@@ -88,12 +91,3 @@ def _chunks(answer: AgentAnswer) -> Iterator[dict[str, Any]]:
 
 def _logprobs(choice: AgentChoice) -> dict[str, Any] | None:
     return {"content": choice.logprobs()} if choice.pieces_T else None
-
-
-def _head(answer: AgentAnswer, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.name}",
-        "object": kind,
-        "created": answer.created,
-        "model": answer.request.model,
-    }

@@ -21,6 +21,7 @@ _NOT_THERE = {
     "suffix": "the policy writes what follows a prompt",
     "logprobs": "give 0, which has those of the sampled tokens",
 }
+_HEAD = ("cmpl", "text_completion")
 
 
 class CompletionsApi:
@@ -41,7 +42,7 @@ class CompletionsApi:
 
     def body(self, answer: AgentAnswer) -> dict[str, Any]:
         choices = [_choice(index, choice) for index, choice in enumerate(answer.choices)]
-        return _head(answer) | {"choices": choices, "usage": answer.usage()}
+        return answer.head(*_HEAD) | {"choices": choices, "usage": answer.usage()}
 
     def events(self, answer: AgentAnswer) -> Iterator[str]:
         return data_events(_chunks(answer))
@@ -90,15 +91,6 @@ def _logprobs(choice: AgentChoice) -> dict[str, Any] | None:
 def _chunks(answer: AgentAnswer) -> Iterator[dict[str, Any]]:
     """Each choice whole, as it has been sampled when it comes."""
     for index, choice in enumerate(answer.choices):
-        yield _head(answer) | {"choices": [_choice(index, choice)]}
+        yield answer.head(*_HEAD) | {"choices": [_choice(index, choice)]}
     if answer.request.with_usage:
-        yield _head(answer) | {"choices": [], "usage": answer.usage()}
-
-
-def _head(answer: AgentAnswer) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{answer.name}",
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.request.model,
-    }
+        yield answer.head(*_HEAD) | {"choices": [], "usage": answer.usage()}

@@ -166,6 +166,15 @@ class AgentAnswer:
     def sampled_tokens(self) -> int:
         return sum(len(choice.sample.tokens_T) for choice in self.choices)
 
+    def head(self, prefix: str, kind: str) -> dict[str, Any]:
+        """The first fields of (chat) completions and of each of their chunks."""
+        return {
+            "id": f"{prefix}-{self.name}",
+            "object": kind,
+            "created": self.created,
+            "model": self.request.model,
+        }
+
     def usage(self) -> dict[str, int]:
         """Numbers of tokens, in the form of (chat) completions."""
         return {
