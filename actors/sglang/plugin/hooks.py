@@ -56,6 +56,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from actors.sglang.plugin.cpu_host_cache import pin_nothing
@@ -317,27 +318,18 @@ def forward(
             device=hidden_states.device,
         )
         output = _run_scaled(run, processor, scaled_rows)
-        if any(_wants_unscaled(rows, a) for rows, a in requests):
-            info[UNSCALED_KEY] = [
-                a.pieces.up_to(a.begin, scaled_rows.unscaled_of(g))
-                if _wants_unscaled(rows, a)
-                else None
-                for g, (rows, a) in enumerate(requests)
-            ]
-        if any(_lists(rows, a) for rows, a in requests):
-            info[LISTED_KEY] = [
-                a.listed_pieces.up_to(a.begin, scaled_rows.listed_of(g))
-                if _lists(rows, a)
-                else None
-                for g, (rows, a) in enumerate(requests)
-            ]
-        if any(_wants_states(rows, a) for rows, a in requests):
-            info[STATES_KEY] = [
-                a.state_pieces.up_to(a.begin, scaled_rows.states_of(g), as_they_are=True)
-                if _wants_states(rows, a)
-                else None
-                for g, (rows, a) in enumerate(requests)
-            ]
+        for key, wants, pieces_of, values_of in (
+            (UNSCALED_KEY, _wants_unscaled, attrgetter("pieces"), scaled_rows.unscaled_of),
+            (LISTED_KEY, _lists, attrgetter("listed_pieces"), scaled_rows.listed_of),
+            (STATES_KEY, _wants_states, attrgetter("state_pieces"), scaled_rows.states_of),
+        ):
+            if any(wants(rows, a) for rows, a in requests):
+                info[key] = [
+                    pieces_of(a).up_to(a.begin, values_of(g), as_they_are=key == STATES_KEY)
+                    if wants(rows, a)
+                    else None
+                    for g, (rows, a) in enumerate(requests)
+                ]
     if any(a.input_logprobs for _, a in requests):
         output.customized_info = {**(output.customized_info or {}), **info}
     return output
