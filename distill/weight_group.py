@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import (
     Backend,
     PrefixStore,
     ProcessGroup,
+    _abort_process_group,
     _new_process_group_helper,
     _world,
 )
@@ -49,8 +50,14 @@ def join_group(store: TCPStore, member: GroupMember) -> ProcessGroup:
 
 
 def leave_group(group: ProcessGroup) -> None:
-    """Close the group's connections: peers that wait for a broadcast get an error instead."""
-    torch.distributed.destroy_process_group(group)
+    """Close the group's connections: peers that wait for a broadcast by gloo get an error instead.
+
+    NCCL's is aborted: an orderly end waits for its broadcasts, and for peers of the same node.
+    """
+    if torch.distributed.get_backend(group) == "nccl":
+        _abort_process_group(group)
+    else:
+        torch.distributed.destroy_process_group(group)
 
 
 def learner_store(member: GroupMember) -> TCPStore:

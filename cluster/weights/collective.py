@@ -31,6 +31,7 @@ publisher.py).
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +42,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
-from torch.distributed.distributed_c10d import ProcessGroup, _abort_process_group
+from torch.distributed.distributed_c10d import ProcessGroup
 
+from cluster.handles import calls
 from cluster.handles.node import node_address
 from cluster.weights.transport import Sending, Transport
 from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast, GroupMember
@@ -111,9 +113,12 @@ class CollectiveTransport(Transport):
         return pending
 
     def abort(self) -> None:
-        """End a push that failed. The next one forms a new group."""
+        """Leave the group, once its push under way has ended. The next one forms a new group."""
+        group, sending = self._group, self._sending
         super().abort()
         self._group = None
+        if group is not None:  # not here: that push ends with peers which the publisher ends later
+            calls.in_thread(lambda: group.leave_after(sending), "weight-group")
 
     def _form(self) -> _CollectiveGroup:
         ranks = self._ranks(self._timeout_s)
@@ -146,6 +151,7 @@ class _CollectiveGroup:
     ) -> None:
         self.store, self.own, self.members = store, own, members
         self.process_group: ProcessGroup | None = None
+        self._leaving = threading.Lock()
 
     def join(self) -> ProcessGroup:
         self.process_group = self.process_group or join_group(self.store, self.own)
@@ -158,15 +164,15 @@ class _CollectiveGroup:
         return self.store.check([member.ready_key(version) for member in self.members.values()])
 
     def leave(self) -> None:
-        if self.process_group is not None:
+        with self._leaving:
             group, self.process_group = self.process_group, None
-            leave_group(group)
+            if group is not None:
+                leave_group(group)
 
-    def break_off(self) -> None:
-        """Ends this side's broadcast, if NCCL has one under way; gloo's ends with its peers."""
-        if self.own.backend == "nccl" and self.process_group is not None:
-            group, self.process_group = self.process_group, None
-            _abort_process_group(group)
+    def leave_after(self, sending: Sending | None) -> None:
+        if sending is not None:
+            sending.join()
+        self.leave()
 
 
 class _Broadcasting(Sending):
@@ -186,7 +192,8 @@ class _Broadcasting(Sending):
     def give_up(self) -> None:
         """Tell engines that wait for this side's word, and break off a broadcast under way."""
         super().give_up()
-        self._group.break_off()
+        if self._group.own.backend == "nccl":  # gloo's ends with its peers
+            self._group.leave()
 
     def _run(self) -> None:
         sends = False

@@ -322,13 +322,17 @@ class Publisher:
         try:
             with self._turn():
                 if known != engines:
+                    _leave(transports)
                     transports = self._choose(engines)
                 failures = self._attempt(transports, weights, version).answers().failures
         except EngineError as error:  # one died before it was asked where it is
             failures = dict.fromkeys(engines, str(error))
         # A group is formed once; a block as large as the model is not kept in between.
-        stays = not failures and any(transport.linked for transport in transports)
-        self._lent = (dict(engines), transports) if stays else ({}, [])
+        if failures or not any(transport.linked for transport in transports):
+            _leave(transports)
+            self._lent = {}, []
+        else:
+            self._lent = dict(engines), transports
         return failures
 
     def sleep(self, version: int) -> None:
@@ -355,7 +359,7 @@ class Publisher:
         with self._turn():
             for name in names:
                 self._engines.pop(name, None)
-            self._transports = None
+            self._replace_ways()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -419,7 +423,7 @@ class Publisher:
         self._drop(sorted(dead), version)  # at once: some may be in a collective that never ends
         left = {name: engine for name, engine in failed.items() if name not in dead}
         again = attempt.again(left) if weights is None else self._anew(weights, version, left)
-        self._transports = None
+        self._replace_ways()
         if again.failures and not (answers.values or again.values or dead or again.lost):
             raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")
         self._drop(list(again.failures), version)
@@ -427,7 +431,11 @@ class Publisher:
 
     def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> Answers:
         """A push to some engines, over transports of their own."""
-        return self._attempt(self._choose(engines), weights, version).answers()
+        transports = self._choose(engines)
+        try:
+            return self._attempt(transports, weights, version).answers()
+        finally:
+            _leave(transports)
 
     def _attempt(self, transports: Sequence[Transport], weights: Weights, version: int) -> Attempt:
         timeout_s, waiting = self._settings.timeout_s, self._progress.mark
@@ -439,7 +447,7 @@ class Publisher:
     def _add(self, engines: Mapping[str, Any], answers: Answers, version: int) -> None:
         answers.require(f"pushing weights version {version}")
         self._engines |= engines
-        self._transports = None
+        self._replace_ways()
 
     def _drop(self, names: Sequence[str], version: int) -> None:
         self._terminate(names, f"did not take weights version {version}")
@@ -448,4 +456,14 @@ class Publisher:
         for name in names:
             logger.warning("%s %s: it is ended", name, why)
             calls.kill(self._engines.pop(name))
-            self._transports = None
+            self._replace_ways()
+
+    def _replace_ways(self) -> None:
+        """Have the next push choose its transports: other engines are to be reached."""
+        transports, self._transports = self._transports or (), None
+        _leave(transports)
+
+
+def _leave(transports: Sequence[Transport]) -> None:
+    for transport in transports:
+        transport.abort()

@@ -1,6 +1,7 @@
 """The push, both ends: each transport, what it costs, and how it fails."""
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -1082,6 +1083,31 @@ def test_embedded_engines_in_a_group_survive_one_that_dies_and_take_in_another(
     assert versions(alive) == [3, 3, 3]
     gap = publish.settle()
     assert gap is not None and gap < 1e-5
+
+
+def test_groups_that_were_replaced_leave_no_threads_at_the_learner(
+    ray_engines, learner: Learner
+) -> None:
+    crew = ray_engines(EmbeddedEngine, EmbeddedEngine, EmbeddedEngine)
+    first, second, lent = ({name: engine} for name, engine in crew.items())
+    publish = publisher(first, learner, Queue(), choice="group", bucket_bytes=BUCKET_BYTES)
+    gc.collect()  # groups of other tests
+
+    def held() -> int:
+        names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo" in name or "tcpstore" in name for name in names)
+
+    others = held()
+    sent(publish, learner.weights(), 0)
+    one_group = held() - others
+    for version in (1, 3):
+        publish.admit(second, learner.weights(), version - 1)
+        sent(publish, learner.weights(), version)
+        assert not publish.lend(lent, learner.weights(), version)
+        assert not publish.lend({}, learner.weights(), version)
+        publish.dismiss(list(second))
+        sent(publish, learner.weights(), version + 1)
+    until(lambda: held() - others <= one_group, failing=f"{held()} threads, not {one_group}")
 
 
 def test_an_embedded_engine_generates_until_all_of_the_weights_have_come(
