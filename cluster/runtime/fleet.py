@@ -318,6 +318,8 @@ class Fleet(LearnerAlone):
             self.queue.actor.forfeit.remote(worker_title(member.index), why)
         if member.spec.name == EVALUATOR:
             self.evaluator_calls.buried(member)
+        if member.state is State.DRAINING:
+            self._give_back_place(member.spec.name, member.index)
 
     # while the learner is idle
 
@@ -404,7 +406,8 @@ class Fleet(LearnerAlone):
                 else:
                     left = self.learner.dismiss.remote([member.name])
                     self.driver.ask_learner(f"letting {member.name} go", left)
-                self._dismiss(member)
+                if member in self.supervisor.members(role):  # else it has died meanwhile
+                    self._dismiss(member)
 
     def recover(self, lost: LearnerLost) -> int:
         self.admission.end_joining()

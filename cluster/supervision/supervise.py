@@ -2,7 +2,7 @@
 
     STARTING --heartbeat--> READY --admit--> SERVING --drain--> DRAINING --idle--> gone
         \\____________________\\_______________\\_________________\\
-                                 a death: buried; after a back-off, within a budget, restarted
+              a death: buried; unless it drained, restarted after a back-off, within a budget
 
 The driver owns every actor. Each has a coroutine that sends its heartbeats and advances while the
 driver waits; what ends the run, or concerns the learner, is raised by `Background.check`. A
@@ -404,6 +404,10 @@ class Supervisor:
         self.changes += 1
         member.kill()
         self._buried(member, why)
+        if member.state is State.DRAINING:
+            self._budgets.pop((member.spec.name, member.index), None)
+            self.say(f"{member.name} died ({why}) while it drained")
+            return
         if not self.under_way and member.state is State.STARTING:
             if isinstance(error, errors.RayTaskError) and isinstance(error.cause, IsothermError):
                 raise error.cause

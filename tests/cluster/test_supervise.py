@@ -197,6 +197,15 @@ def test_one_that_is_not_needed_any_more_is_not_made_again(new_house: Callable[.
     assert house.made == [(0, 0), (1, 0)]
 
 
+def test_one_that_dies_while_it_drains_is_not_made_again(new_house: Callable[..., House]) -> None:
+    house = new_house()
+    house.started(0, 1)
+    house.supervisor.drain(house.supervisor.members("helper")[1])
+    os.kill(house.pid(1), signal.SIGKILL)
+    house.until(lambda: house.buried == ["helper 1"])
+    assert house.supervisor.indices("helper") == {0} and house.serving(0)
+
+
 def test_more_deaths_than_allowed_fail_the_run(new_house: Callable[..., House]) -> None:
     house = new_house(max_restarts=1)
     house.started(0)

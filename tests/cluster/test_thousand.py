@@ -105,6 +105,30 @@ def test_an_engine_that_does_not_answer_its_handshake_holds_up_no_other(
     assert "policy engine 3 did not answer the handshake within 60 s" in line
 
 
+def test_an_engine_that_dies_as_it_is_let_go_is_neither_made_again_nor_missed(
+    loop: SimulatedLoop, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    run = SimulatedRun(
+        loop, tmp_path / "run", tiny_pair.student, policy_engines=2, prompts_per_step=4,
+        group_size=2, max_new_tokens=100, steps=1000,
+    )  # fmt: skip
+    run.step()
+    leaving, dismissed = run.members()[-1], []
+
+    async def dismiss(names: list[str]) -> None:
+        leaving.handle.end()
+        await asyncio.sleep(60)
+        dismissed.extend(names)
+
+    run.fleet.learner.plain.dismiss = dismiss
+    run.fleet.shrink(POLICY)
+    while not dismissed:
+        run.step()
+    run.step()
+    assert [member.index for member in run.members()] == [0]
+    assert run.fleet.supervisor.expected(POLICY) == 1
+
+
 @pytest.mark.parametrize("number", [2, 40])
 def test_a_handshake_asks_every_engine_alike_and_the_learner_once(
     loop: SimulatedLoop, number: int
