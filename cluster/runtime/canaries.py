@@ -156,7 +156,7 @@ class Canaries:
         """Wait for the first answers of reward models that have started.
 
         Raises:
-            EngineError, RunFailed: a reward model did not answer.
+            RunFailed: a reward model did not answer.
         """
         for member in self._new_reward_models():
             self._driver.wait_for(self._introduce(member))
@@ -176,7 +176,7 @@ class Canaries:
     async def _introduce_late(self, member: Member) -> None:
         try:
             await self._introduce(member)
-        except (ActorLost, EngineError) as error:  # if it lives, it is asked again
+        except (ActorLost, CallFailed) as error:  # if it lives, it is asked again
             logger.warning("%s: no canary (%s)", member.name, error)
         finally:
             del self._starting[member]
@@ -246,7 +246,7 @@ class Canaries:
             self.join_reward_model()
         except LearnerLost:
             raise
-        except (ActorLost, EngineError) as error:
+        except (ActorLost, CallFailed) as error:
             logger.warning("the reward model: no first canary (%s)", error)
         self._ask_alone(self._serving())
         self.check()
@@ -295,7 +295,6 @@ class Canaries:
         """Check the learner's models, at most once per step, and wait; the learner is idle."""
         if self._learner_asked_at == self.step:
             return
-        self._learner_asked_at = self.step
         numbers = self._written_down(w for w in self._numbers if w.member is None)
         if not numbers:
             return
@@ -303,6 +302,7 @@ class Canaries:
         answer = self._driver.ask_learner("canaries of the learner's models", asked)
         for watched, number in numbers.items():
             self._driver.wait_for(self._judge(watched, number, answer, began))
+        self._learner_asked_at = self.step
 
     def _ask_alone(self, models: Sequence[Watched]) -> None:
         """Send canaries of their own to engines and reward models, and wait for the verdicts."""

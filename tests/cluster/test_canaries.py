@@ -1,6 +1,7 @@
 """Scorers that change in the middle of a run are found, ended, and kept out; good ones are not."""
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from actors.embedded.reward_model import RewardAnswer
 from cluster.base.background import Background
+from cluster.base.outcomes import Interrupted
 from cluster.config.on_policy import OpdConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls
 from cluster.handles.engine_pool import EnginePool
 from cluster.handles.local_actor import LocalActor
-from cluster.placement.roles import REFERENCE, ROLLOUT
+from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.journal import read_journal, replay
 from cluster.queue.ledger_settings import LedgerSettings
@@ -24,7 +27,7 @@ from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, ready_call
 from distill.engine import EngineInfo, Score, ScoreRequest
-from distill.errors import CalibrationError
+from distill.errors import CalibrationError, EngineError
 from distill.records import Lease, TrainedGroups
 from learner.canaries import CopyAnswer, CopyQuestion, watched
 from learner.frozen import LocalTeachers
@@ -119,6 +122,20 @@ class Noted(Background):
         return task
 
 
+class Judge:
+    """A reward model whose first `failures` canaries fail."""
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+
+    def canary(self, companies: Sequence[int] = (0,)) -> RewardAnswer:
+        self._failures -= 1
+        if self._failures >= 0:
+            raise EngineError("no room for a batch")
+        scores = [[0.5, -1.0] for _ in companies]
+        return RewardAnswer(model="m", dtype="float32", digest="d", scores=scores)
+
+
 class House:
     """Scorers of one role under the real supervisor, driver and queue; `model` is what a learner
     has copies of."""
@@ -134,7 +151,10 @@ class House:
         self.supervisor.under_way = True
         self.supervisor.background = self.background = Noted()
         self._canaries: list[asyncio.Task[None]] = []
-        self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
+        self.signals = Signals()
+        self.driver = Driver(
+            supervisor=self.supervisor, signals=self.signals, deadline_s=DEADLINE_S
+        )
         self.path = path / "ledger.jsonl"
         self.queue: GroupQueue = queue_here(SETTINGS, str(self.path), timeout_s=DEADLINE_S)
         self.canaries = Canaries(
@@ -341,6 +361,31 @@ def test_a_copy_in_the_learner_proves_what_is_trained_and_is_found_when_it_chang
     assert scoring is not None and scoring.holds and scoring.trained == 4 and here.trusted == 2
     again = replay(here.path).ledger
     assert again is not None and len(again.custody.in_learner) == 2
+
+
+def test_a_reward_model_that_fails_its_first_canary_is_asked_again(house: Any) -> None:
+    here = house()
+    here.supervisor.admit(here.add(REWARD, 0, LocalActor(Judge, 2)))
+    here.canaries.ask_new_reward_models()
+    here.driver.wait_for(here.background.started[-1])
+    here.canaries.after_last(1)
+    here.canaries.after_last(2)
+    answers = [event for event in read_journal(here.path) if event["event"] == "canary"]
+    assert [event["step"] for event in answers] == [2]
+
+
+def test_copies_whose_canary_a_signal_interrupts_are_asked_at_the_end(
+    house: Any, tiny_pair: TinyPair
+) -> None:
+    here = house(model=tiny_pair.teacher)
+    here.canaries.join_learner()
+    here.train()
+    here.signals.received = signal.SIGINT
+    with pytest.raises(Interrupted):
+        here.canaries.before_checkpoint(1)
+    with here.driver.ending(DEADLINE_S):
+        here.canaries.after_last(1)
+    assert here.trusted == 1
 
 
 def test_a_copy_of_other_weights_does_not_take_the_place_of_the_first(
