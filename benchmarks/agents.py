@@ -28,7 +28,7 @@ from actors.rollout.episode import rollout_group
 from cluster.command import run_command
 from cluster.config.recipes import make
 from cluster.demos.arithmetic import write_jsonl
-from distill.engine import Engine
+from distill.engine import ScoringModel
 from distill.envs.base import EnvContext, EnvDataset
 from distill.envs.tool_use import ToolUse
 from distill.rewards.registry import last_number
@@ -96,7 +96,7 @@ def agents(config: AgentsConfig, console: Console) -> None:
     console.print(table)
 
 
-async def _played(engine: Engine, dataset: EnvDataset) -> float:
+async def _played(engine: ScoringModel, dataset: EnvDataset) -> float:
     """Seconds to play every problem once, all at the same time."""
     sampling = TrainSampling(temperature=0.7, max_new_tokens=NEW_TOKENS)
     began = time.perf_counter()

@@ -301,19 +301,17 @@ class EngineInfo:
 class SamplingModel(Protocol):
     """The part of `Engine` that an episode needs."""
 
-    async def generate(self, request: GenerateRequest) -> list[Sample]: ...
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """`num_samples` samples; requests in flight at the same time are batched together."""
+        ...
 
 
-class Engine(Protocol):
+class ScoringModel(SamplingModel, Protocol):
     """A model that generates and scores. Every method may be called concurrently.
 
     Raises (all methods): EngineError when the engine cannot do what was asked; DataError for a
     request it refuses (a token id outside the vocabulary, a prompt that fills the context).
     """
-
-    async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """`num_samples` samples; requests in flight at the same time are batched together."""
-        ...
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Log-probs of given tokens, one `Score` a request, in order."""
@@ -328,6 +326,17 @@ class Engine(Protocol):
         """
         ...
 
+    async def info(self) -> EngineInfo:
+        """Answers only if the engine is healthy."""
+        ...
+
+
+class Engine(ScoringModel, Protocol):
+    """A scoring model whose weights are replaced, and whose health is watched.
+
+    Raises (all methods): as `ScoringModel`.
+    """
+
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         """Replace the weights and drop every cached prefix. Returning is the acknowledgement.
 
@@ -339,10 +348,6 @@ class Engine(Protocol):
             EngineError: the weights do not fit or did not arrive. The engine goes on with those it
                 had; where it cannot, the error says that it must be restarted.
         """
-        ...
-
-    async def info(self) -> EngineInfo:
-        """Answers only if the engine is healthy."""
         ...
 
     async def health(self) -> int:

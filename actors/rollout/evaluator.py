@@ -32,7 +32,7 @@ from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
 from distill.chat.responses import read_response
 from distill.chat.token_text import decode
-from distill.engine import Engine
+from distill.engine import ScoringModel
 from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode, source_of
 from distill.errors import DataError, EngineError, IsothermError, described
 from distill.rewards.accuracy import interval, majority, pass_at_k, ratio_interval
@@ -104,7 +104,7 @@ class Evaluator:
         self._inside = None if inside is None else InsideFile(inside, len(problems))
 
     async def respond(
-        self, engine: Engine, sampling: EvalSampling, models: Mapping[str, Any] | None = None
+        self, engine: ScoringModel, sampling: EvalSampling, models: Mapping[str, Any] | None = None
     ) -> list[EvaluatedResponse]:
         """`sampling.num_samples` episodes per problem, in order.
 
@@ -193,7 +193,7 @@ class Evaluator:
 
     async def evaluate(
         self,
-        engine: Engine,
+        engine: ScoringModel,
         sampling: EvalSampling,
         models: Mapping[str, Any] | None = None,
         keep: int | None = 0,
@@ -210,8 +210,8 @@ class Evaluator:
 
     async def reverse_kl(
         self,
-        policy: Engine,
-        teachers: Mapping[str, Engine],
+        policy: ScoringModel,
+        teachers: Mapping[str, ScoringModel],
         sampling: TrainSampling,
         num_samples: int = 1,
         models: Mapping[str, Any] | None = None,

@@ -23,7 +23,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from actors.together import together
-from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest, check_token_ids
+from distill.engine import (
+    GenerateRequest,
+    Sample,
+    Score,
+    ScoreRequest,
+    ScoringModel,
+    check_token_ids,
+)
 from distill.errors import ConfigError, EngineError
 from distill.lookup import known_names
 from distill.privileged import in_context
@@ -42,7 +49,7 @@ States: TypeAlias = Literal["none", "also", "only"]
 _Fields = Mapping[str, Any]
 
 
-def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
+def teacher_of(teachers: Mapping[str, ScoringModel], name: str) -> ScoringModel:
     """The teacher called `name`. A single teacher is returned for any name.
 
     Raises:
@@ -63,7 +70,7 @@ def teacher_of(teachers: Mapping[str, Engine], name: str) -> Engine:
 
 
 async def score_group(
-    teacher: Engine, group: TrajectoryGroup, *, top_k: int = 0
+    teacher: ScoringModel, group: TrajectoryGroup, *, top_k: int = 0
 ) -> TrajectoryGroup:
     """The group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
 
@@ -87,8 +94,8 @@ class Scorers:
         states: hidden states of the teacher.
     """
 
-    teacher: Engine | None
-    reference: Engine | None = None
+    teacher: ScoringModel | None
+    reference: ScoringModel | None = None
     top_k: int = 0
     states: States = "none"
 
@@ -175,7 +182,9 @@ class TeacherSampler:
             rarely, sample one of its padding ids.
     """
 
-    def __init__(self, teacher: Engine, context_T: TokenArray | None, vocab_size: int) -> None:
+    def __init__(
+        self, teacher: ScoringModel, context_T: TokenArray | None, vocab_size: int
+    ) -> None:
         self._teacher, self._context_T, self._vocab_size = teacher, context_T, vocab_size
         self._firsts: list[TokenArray] = []
         self._engines: set[int] = set()
@@ -221,7 +230,7 @@ class TeacherSampler:
 
 
 async def _by_teacher(
-    teacher: Engine, segments: Sequence[Segment], top_k: int, states: States
+    teacher: ScoringModel, segments: Sequence[Segment], top_k: int, states: States
 ) -> list[_Fields]:
     """The teacher's fields of each segment, in order."""
     requests = [_for_teacher(segment, top_k, states) for segment in segments]
@@ -277,7 +286,7 @@ def _at_every_position(segment: Segment) -> TokenArray | None:
     return given_NK
 
 
-async def _by_reference(reference: Engine, segments: Sequence[Segment]) -> list[_Fields]:
+async def _by_reference(reference: ScoringModel, segments: Sequence[Segment]) -> list[_Fields]:
     """The reference policy's fields of each segment, in order."""
     requests = [
         ScoreRequest(

@@ -35,7 +35,7 @@ from actors.rollout.teacher import Scorer, Scorers, States, TeacherSampler, teac
 from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from actors.together import task_group
 from distill.columns import GroupColumns, checked
-from distill.engine import Engine, GenerateRequest, Sample, SamplingModel
+from distill.engine import GenerateRequest, Sample, SamplingModel, ScoringModel
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import IsothermError, described, kind_of, users_frames
 from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
@@ -142,14 +142,14 @@ class RolloutWorker:
             reported before it enters them.
     """
 
-    policy: Engine
-    teachers: Mapping[str, Engine]
+    policy: ScoringModel
+    teachers: Mapping[str, ScoringModel]
     sink: GroupSink
     dataset: EnvStream
     sampling: TrainSampling
     seed: int
     max_groups: int
-    reference: Engine | None = None
+    reference: ScoringModel | None = None
     models: Mapping[str, SamplingModel] = field(default_factory=dict)
     policy_top_k: int = 0
     teacher_top_k: int = 0
@@ -378,7 +378,7 @@ class RolloutWorker:
 class _PolicyWithExtras:
     """Wraps the policy: requests its likeliest tokens, and routed experts, with each sample."""
 
-    def __init__(self, policy: Engine, top_k: int, experts: bool) -> None:
+    def __init__(self, policy: ScoringModel, top_k: int, experts: bool) -> None:
         self._policy, self._top_k, self._experts = policy, top_k, experts
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Engines behind Ray, as the `Engine` that actors expect."""
+"""Engines behind Ray, as the `ScoringModel` that actors expect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from distill.engine import (
     Sample,
     Score,
     ScoreRequest,
-    WeightSource,
 )
 from distill.errors import EngineError, EngineLost
 from distill.rewards.model_reward import RewardInput
@@ -172,7 +171,7 @@ class _PooledEngine:
 
 
 class EnginePool:
-    """One `Engine` made of several identical ones.
+    """One `ScoringModel` made of several identical ones.
 
     Each request goes to the better of two random ones by their own queues, which hold what other
     copies of this pool sent, too: the busiest of n is then O(log log n) above the mean
@@ -289,25 +288,8 @@ class EnginePool:
                 del self._homes[next(iter(self._homes))]
         return chosen
 
-    async def load_weights(self, weights: WeightSource, version: int) -> float:
-        return max(
-            [
-                await member.handle.load_weights.remote(weights, version)
-                for member in self._members.values()
-            ]
-        )
-
     async def info(self) -> EngineInfo:
         return await self._send("info", 0)
-
-    async def health(self) -> int:
-        return await self._send("health", 0)
-
-    async def queue_length(self) -> int:
-        return sum([await member.handle.queue_length.remote() for member in self._members.values()])
-
-    async def abort(self) -> int:
-        return sum([await member.handle.abort.remote() for member in self._members.values()])
 
     async def _send(self, method: str, weight: int, *arguments: Any, session: str = "") -> Any:
         deadline = time.monotonic() + self._patience_s

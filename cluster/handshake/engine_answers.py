@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distill.engine import Engine, EngineInfo, GenerateRequest, ScoreRequest
+from distill.engine import EngineInfo, GenerateRequest, ScoreRequest, ScoringModel
 from distill.handshake.comparison import (
     PROBE_NEW_TOKENS,
     REFERENCE_POSITIONS,
@@ -72,7 +72,7 @@ class HandshakeProbe:
     decode_T: FloatArray  # log-probs reported while sampling; sampled tokens only
 
 
-async def sample_probes(engine: Engine, plan: Plan) -> list[HandshakeProbe]:
+async def sample_probes(engine: ScoringModel, plan: Plan) -> list[HandshakeProbe]:
     """One sample of the policy engine for every prompt, at both temperatures.
 
     If stop tokens count as one outcome, a sample that did not stop gets one of them appended, in
@@ -240,7 +240,7 @@ class EngineAnswers(Prefills):
 
 
 async def examine(
-    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
+    name: str, engine: ScoringModel, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> EngineAnswers:
     """Collect all answers of an engine that its comparisons need."""
     one_by_one = [
@@ -272,7 +272,7 @@ async def examine(
 
 
 async def prefill(
-    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
+    name: str, engine: ScoringModel, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> Prefills:
     """Score the probes' sampled tokens with an engine, at the four temperatures of `Prefills`."""
     given = [
@@ -300,7 +300,7 @@ async def prefill(
     )
 
 
-async def _pair_differences(engine: Engine, plan: Plan) -> dict[float, FloatArray]:
+async def _pair_differences(engine: ScoringModel, plan: Plan) -> dict[float, FloatArray]:
     """log p(a) - log p(b) after each prompt, at the plan's temperatures and at T = 1."""
     temperatures = (*plan.temperatures, UNSCALED)
     requests = [
@@ -316,7 +316,7 @@ async def _pair_differences(engine: Engine, plan: Plan) -> dict[float, FloatArra
     return dict(zip(temperatures, (a_NK - b_NK).T, strict=True))
 
 
-async def _two_stops(engine: Engine, plan: Plan) -> tuple[FloatArray, FloatArray] | None:
+async def _two_stops(engine: ScoringModel, plan: Plan) -> tuple[FloatArray, FloatArray] | None:
     """log p of the event's first and last token after each prompt; None without an event."""
     if not plan.event:
         return None

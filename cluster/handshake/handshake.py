@@ -43,7 +43,7 @@ from cluster.handshake.engine_answers import (
     prefill,
     sample_probes,
 )
-from distill.engine import Engine, EngineInfo, Score, ScoreRequest
+from distill.engine import EngineInfo, Score, ScoreRequest, ScoringModel
 from distill.errors import EngineLost
 from distill.handshake.comparison import (
     CalibrationReport,
@@ -87,7 +87,7 @@ class EnginesSilent(EngineLost):
         self.names = tuple(names)
 
 
-def scored_by(engine: Engine) -> LearnerLogprobs:
+def scored_by(engine: ScoringModel) -> LearnerLogprobs:
     """Use an engine that is known to hold the learner's weights as `LearnerLogprobs`."""
 
     async def logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
@@ -104,8 +104,8 @@ def scored_by(engine: Engine) -> LearnerLogprobs:
 
 async def handshake(
     *,
-    policies: Mapping[str, Engine],
-    teachers: Mapping[str, Engine],
+    policies: Mapping[str, ScoringModel],
+    teachers: Mapping[str, ScoringModel],
     learner: LearnerLogprobs | None,
     tokenizer: TokenizerProbe,
     temperature: float,
@@ -201,7 +201,7 @@ async def _of_each(
     return found
 
 
-async def _own_samples(name: str, engine: Engine, plan: Plan, info: EngineInfo) -> Prefills:
+async def _own_samples(name: str, engine: ScoringModel, plan: Plan, info: EngineInfo) -> Prefills:
     """Prefill by an engine of its own samples for the probes' prompts."""
     return await prefill(name, engine, plan, await sample_probes(engine, plan), info)
 
@@ -293,7 +293,7 @@ class HeadedTeacher:
         logprobs: log q_T of rows by the head in the learner, of the states that rows hold.
     """
 
-    def __init__(self, engine: Engine, logprobs: LearnerLogprobs) -> None:
+    def __init__(self, engine: ScoringModel, logprobs: LearnerLogprobs) -> None:
         self._engine, self._logprobs = engine, logprobs
 
     async def info(self) -> EngineInfo:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest, WeightSource
+from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 from tests.tiny import VOCAB_SIZE
 
@@ -47,12 +47,6 @@ class PrefixEngine:
             top_ids_TK=np.array(top_ids, np.int32) if request.top_k else None,
         )  # fmt: skip
 
-    async def health(self) -> int:
-        return len(self.scored)
-
-    async def queue_length(self) -> int:
-        return 0
-
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         self.scored.append(list(requests))
         return [self.answer(request) for request in requests]
@@ -88,11 +82,5 @@ class PrefixEngine:
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         raise NotImplementedError
 
-    async def load_weights(self, weights: WeightSource, version: int) -> float:
-        raise NotImplementedError
-
     async def info(self) -> EngineInfo:
-        raise NotImplementedError
-
-    async def abort(self) -> int:
         raise NotImplementedError

@@ -10,7 +10,7 @@ import pytest
 
 from actors.rollout.teacher import Scorer, Scorers, score_group, teacher_of
 from distill.chat.segments import SegmentBuilder
-from distill.engine import Engine, Sample, Score, ScoreRequest
+from distill.engine import Sample, Score, ScoreRequest, ScoringModel
 from distill.errors import EngineError
 from distill.sampling import UNSCALED
 from distill.types import Segment, TokenArray, TrajectoryGroup
@@ -25,7 +25,11 @@ HINT_T = ids(90, 91, 92, 93, 94, 95)
 
 
 async def score_rollout(
-    group: TrajectoryGroup, *, teachers: Mapping[str, Engine], reference: Engine | None, top_k: int
+    group: TrajectoryGroup,
+    *,
+    teachers: Mapping[str, ScoringModel],
+    reference: ScoringModel | None,
+    top_k: int,
 ) -> TrajectoryGroup:
     """Of trajectories that ended together, as a worker has them scored."""
     teacher = teacher_of(teachers, group.teacher) if teachers else None
@@ -222,7 +226,7 @@ def test_the_privileged_context_takes_the_place_of_the_prompt_alone(case: str) -
 
 
 def test_a_rollout_is_scored_by_its_own_teacher_and_the_reference() -> None:
-    teachers: dict[str, Engine] = {"maths": TEACHER, "code": OTHER}
+    teachers: dict[str, ScoringModel] = {"maths": TEACHER, "code": OTHER}
     for name, engine in (("maths", TEACHER), ("code", OTHER)):
         before = unscored(teacher=name)
         scored = run(score_rollout(before, teachers=teachers, reference=REFERENCE, top_k=TOP_K))

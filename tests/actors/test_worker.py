@@ -11,7 +11,7 @@ import pytest
 
 from actors.rollout.worker import RolloutWorker
 from distill.columns import GroupColumns
-from distill.engine import Engine, GenerateRequest, Sample, SamplingModel, Score, ScoreRequest
+from distill.engine import GenerateRequest, Sample, SamplingModel, Score, ScoreRequest, ScoringModel
 from distill.envs.base import Env, EnvGroupBuilder, EnvStream, StepResult
 from distill.group_share import GroupShare, TeacherSamples
 from distill.records import Lease, TrajectoryGroupMeta
@@ -113,7 +113,7 @@ class Witness(Sink):
 
 
 def run(
-    sink: Sink, *, teachers: Mapping[str, Engine], **changes: Any
+    sink: Sink, *, teachers: Mapping[str, ScoringModel], **changes: Any
 ) -> dict[int, TrajectoryGroup]:
     settings: dict[str, Any] = {
         "policy": POLICY, "teachers": teachers, "sink": sink, "dataset": Dataset(),
@@ -377,7 +377,7 @@ class HangingPolicy(PrefixEngine):
         return await super().generate(request)
 
 
-def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
+def worker_of(sink: Sink, policy: ScoringModel) -> RolloutWorker:
     return RolloutWorker(
         policy=policy, teachers={}, sink=sink, dataset=Dataset(), sampling=SAMPLING, seed=1,
         max_groups=2,

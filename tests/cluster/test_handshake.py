@@ -24,7 +24,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.runtime.run_handshake import RunHandshake
-from distill.engine import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
+from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest, ScoringModel
 from distill.errors import CalibrationError
 from distill.handshake.comparison import CalibrationReport
 from distill.models.loading import load_causal_lm
@@ -64,7 +64,7 @@ class Spoilt:
     leave 1 alone.
     """
 
-    engine: Engine
+    engine: ScoringModel
     prefill: Callable[[float], float] = right
     decode: Callable[[float], float] = right
     says: Mapping[str, Any] = field(default_factory=dict)
@@ -89,18 +89,6 @@ class Spoilt:
             replace(sample, logprobs_T=score.logprobs_by_temperature[0])
             for sample, score in zip(samples, scores, strict=True)
         ]
-
-    async def load_weights(self, weights: Any, version: int) -> float:
-        return await self.engine.load_weights(weights, version)
-
-    async def health(self) -> int:
-        return await self.engine.health()
-
-    async def queue_length(self) -> int:
-        return await self.engine.queue_length()
-
-    async def abort(self) -> int:
-        return await self.engine.abort()
 
 
 def at(changed: Callable[[float], float], request: ScoreRequest) -> ScoreRequest:
@@ -390,7 +378,7 @@ class Shaken:
     """What a run writes and prints of its first handshake, over plain engines."""
 
     def __init__(
-        self, parties: Parties, teacher: Engine, config: OpdConfig,
+        self, parties: Parties, teacher: ScoringModel, config: OpdConfig,
         copy: LearnerLogprobs | None = None, states: Mapping[str, States] | None = None,
     ) -> None:  # fmt: skip
         pools = {
@@ -511,7 +499,7 @@ def test_the_command_ends_with_code_3_on_disagreement(
     running = calibrate.running_engines
 
     @asynccontextmanager
-    async def spoilt(*configs: EngineConfig) -> AsyncIterator[list[Engine]]:
+    async def spoilt(*configs: EngineConfig) -> AsyncIterator[list[ScoringModel]]:
         async with running(*configs) as (policy, teacher):
             yield [policy, Spoilt(teacher, prefill=ignored)]
 
