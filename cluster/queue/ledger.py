@@ -289,11 +289,11 @@ class Ledger:
         return ""
 
     def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
-        """Record that the group's rollout failed. Ignored for a lease that has ended."""
+        """Record that the group's rollout failed. Of a lease that has ended, only its return."""
+        self.faults.returned(worker, lease)
         if not self._is_held(lease):
             return
         group_id = lease.group_id
-        self.faults.returned(worker, lease)
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
         self._blame(group_id, reason)

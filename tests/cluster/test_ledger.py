@@ -625,6 +625,15 @@ def test_what_a_worker_still_runs_though_its_lease_is_over_may_be_guilty() -> No
     assert ledger.forfeit("b", "killed") == [1] and ledger.status().set_aside == 1
 
 
+def test_what_has_failed_after_its_lease_was_over_is_not_guilty() -> None:
+    ledger = new(max_failures=1, max_deaths=9)
+    [hung, _] = ledger.lease("a", 2)
+    ledger.inside("a", {1: "problem 2"})
+    ledger.release([0], "no progress")
+    ledger.fail(hung, "timed out", "a")
+    assert ledger.forfeit("a", "killed") == [1] and ledger.status().set_aside == 1
+
+
 @dataclass
 class Rollouts:
     """A worker over the real ledger: what it runs, and how far that is.
