@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -127,6 +128,7 @@ class Placement:
         self._tables: dict[Any, dict[str, Any]] = {}
         self._tables_read = 0.0
         self._next_index = {demand.name: demand.count for demand in demands}
+        self._free: defaultdict[str, list[int]] = defaultdict(list)  # reserved, of no member
 
     def reserve(
         self, *, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
@@ -168,7 +170,10 @@ class Placement:
         return self._demands[role].span
 
     def add(self, role: str) -> int:
-        """One more member, in a group of its own, which is not waited for; returns its index."""
+        """One more member, in the bundle of an initial one that was removed, or in a group of its
+        own, which is not waited for; returns its index."""
+        if self._free[role]:
+            return self._free[role].pop()
         index = self._next_index[role]
         self._next_index[role] += 1
         demand = self._demands[role]
@@ -216,10 +221,11 @@ class Placement:
         """Frees an added member's bundle, and kills the member if it still runs there.
 
         A role's initial members share a group, and Ray frees groups only whole: their bundles stay
-        reserved until `release`, and `options` puts a later member of the same index there again.
-        So do those of initial members that have groups of their own.
+        reserved until `release`, and the next member to be added has one of them. So do those of
+        initial members that have groups of their own.
         """
         if index < self._demands[role].count:
+            self._free[role].append(index)
             return
         if (group := self._groups.pop(_own_group(role, index), None)) is not None:
             del self._bundles[role, index]

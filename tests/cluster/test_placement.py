@@ -261,6 +261,10 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
     until(lambda: free_cpus() == 6)
     mine.remove("policy", 1)
     until(lambda: free_cpus() == 7)
+    mine.remove("policy", 0)
+    assert [mine.add("policy"), mine.add("policy")] == [0, 2], "what is reserved has the first"
+    until(lambda: mine.ready("policy", 2))
+    assert free_cpus() == 6
     mine.release()
 
 
