@@ -120,6 +120,7 @@ class Run:
     def start(self) -> None:
         """Start every actor; prove that all score alike, before the first sample is taken."""
         self.actors.start(self.context.resume_from)
+        self.context.trackers.pass_over_kept()
         self._repeated(self._prove)
         self.actors.work()  # the rollout workers begin
 

@@ -140,7 +140,7 @@ class RunContext:
         """The learner went back to its newest checkpoint, of `step`."""
         self.best.saved({each.step for each in self.directory.store.complete()})
         self.best.unsaved()
-        self.trackers.rewound()
+        self.trackers.pass_over_kept()
         if self.watch is not None:
             self.watch.rewound(step)
 

@@ -140,10 +140,10 @@ class Trackers:
             step = self._step
             self._each(lambda tracker: tracker.show(texts, step))
 
-    def rewound(self) -> None:
-        """The learner went back, and dropped the rollouts of later steps."""
-        if self._rollouts_at:
-            self._rollouts_at = min(self._rollouts_at, self._rollouts.stat().st_size)
+    def pass_over_kept(self) -> None:
+        """Show no rollouts that are kept by now; those to be made again have been dropped."""
+        if self._rollouts.exists():
+            self._rollouts_at = self._rollouts.stat().st_size
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Send the summary of the run, and wait at most `end_s` for all queued messages."""

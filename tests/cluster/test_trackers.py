@@ -216,13 +216,19 @@ def test_rollouts_that_are_made_again_are_shown_again(
     run = Run(opd(track="mlflow"))
     run.steps(tokenizer, 1, 3)
     RolloutLog(run.directory.rollouts, 1).rewind(1)
-    run.trackers.rewound()
+    run.trackers.pass_over_kept()
     log, groups = RolloutLog(run.directory.rollouts, 1), [a_group(tokenizer, 1000)]
     for step in range(2, 5):
         keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig()))
     run.trackers.show_rollouts(tokenizer)
     run.finish()
     assert shown == [1, 1, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4] and not run.said
+    resumed = Run(opd(track="mlflow"), 4)
+    resumed.trackers.pass_over_kept()
+    shown.clear()
+    resumed.steps(tokenizer, 5, 5)
+    resumed.finish()
+    assert shown == [5, 5]
 
 
 def test_a_tracker_that_fails_is_named_once_and_left_out(opd: NewOpd) -> None:
