@@ -101,6 +101,7 @@ class CollectiveTransport(Transport):
             EnginesFailed: an engine is not ready.
         """
         self._group = group = self._group or self._form()
+        group.begin(version)
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
         self._sending = _Broadcasting(group, weights, buckets, version)
         pending = {
@@ -156,6 +157,12 @@ class _CollectiveGroup:
     def join(self) -> ProcessGroup:
         self.process_group = self.process_group or join_group(self.store, self.own)
         return self.process_group
+
+    def begin(self, version: int) -> None:
+        """Forget what was said of this version: it may be pushed a second time."""
+        for member in self.members.values():
+            self.store.delete_key(member.ready_key(version))
+        self.store.delete_key(self.own.word_key(version))
 
     def say(self, word: str, version: int) -> None:
         self.store.set(self.own.word_key(version), word)

@@ -1002,6 +1002,19 @@ def test_a_broadcast_that_breaks_off_is_made_good(
     assert by_group.settle() < 1e-4
 
 
+def test_a_version_that_is_pushed_again_waits_for_the_engines_anew(
+    by_group, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent(by_group, learner.weights(), 1)
+    by_group.settle()
+    broadcasts: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda flat, **_: broadcasts.append(flat))
+    tensors = gather_all(learner.weights()) | {"model.norm.weight": torch.ones(7)}
+    with pytest.raises(EngineError):
+        sent(by_group, HeldWeights(tensors), 1)
+    assert not broadcasts
+
+
 @pytest.mark.parametrize("survives", [0, 1])
 def test_a_broadcast_that_breaks_off_again_and_again(
     by_group: Any, group: CollectiveTransport, learner: Learner, receiver: Any,
