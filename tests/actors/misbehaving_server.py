@@ -41,7 +41,7 @@ def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: in
 def _biased(body: Answer) -> int:
     """The largest token id with a bias; -1 without."""
     params = body["sampling_params"]
-    bias = params.get("logit_bias", {}) if isinstance(params, dict) else {}
+    bias = (params.get("logit_bias") if isinstance(params, dict) else None) or {}
     return max(map(int, bias), default=-1)
 
 
