@@ -70,6 +70,8 @@ def client_of(gpus: Gpus) -> type[SglangClient]:
             match path:
                 case "/model_info":
                     answer: Any = {"weight_version": "0"}
+                case "/server_info":
+                    answer = {"max_req_input_len": 1 << 20}
                 case "/v1/tokenize":
                     answer = {"tokens": [[1]] if "prompt" in body else [1]}
                 case "/generate":
