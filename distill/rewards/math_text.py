@@ -34,11 +34,14 @@ _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-zπ]))")
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/]|\.\d)")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
+# Of as many digits at most: Python makes no numbers of more than 4300.
+_REPEATING = re.compile(
+    r"(?<!\d)(\d{0,999})\.(\d{0,999})\\(?:overline|bar|dot)\s*(?:\{(\d{1,999})\}|(\d))"
+)
 _EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w{]|\.\d)")
 # What stands in plain text and is no plain expression to math-verify: 3√2, 1½, 2π, x², 1 1/2.
 _PLAIN = re.compile(
-    rf"-?[\w.()]*[√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}][\w.()+\-*/^√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}]*"
+    rf"(?:-|(?<![\w.()]))[\w.()]*[√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}][\w.()+\-*/^√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}]*"
     rf"|-?{_MIXED.pattern}"
 )
 
