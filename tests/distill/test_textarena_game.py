@@ -47,6 +47,13 @@ def test_both_seats_play_the_game_to_its_end() -> None:
     assert policy.seen[-1].count("Available Moves") == 7  # and every board of the game
 
 
+def test_a_long_game_is_played_to_its_end() -> None:
+    """Column by column, seats in turn: diagonals are of one seat, and win in the fourth row."""
+    episodes, _ = play(lambda turn, _: f"[{turn % 7}]", game="ConnectFour-v0", eval_opponent="self")
+    assert [episode.stop_reason for episode in episodes] == [StopReason.DONE] * 2
+    assert sorted(episode.reward for episode in episodes) == [-1, 1]
+
+
 @pytest.mark.parametrize("problem", [0, 1])
 def test_an_opponent_of_listed_moves(problem: int) -> None:
     episodes, policy = play(first_listed, opponent="random", problem=problem, group_size=4)

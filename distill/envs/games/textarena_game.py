@@ -22,6 +22,7 @@ from distill.envs.games.two_player import SEATS, Game, IllegalMove, Player, TwoP
 from distill.errors import ConfigError, DataError
 from distill.libraries import require_library
 from distill.lookup import known_names
+from distill.settings import with_default
 
 # "Available Moves: '[0]', '[4]'": how the games that list their moves do it, in one line.
 _LISTED = re.compile(r"\b(?:available|valid|legal) (?:moves|actions)[^:\n]*:(.*)", re.IGNORECASE)
@@ -216,6 +217,8 @@ class TextArena(TwoPlayerConfig):
         default="TicTacToe-v0",
         doc="a game for two of the library textarena, such as ConnectFour-v0 or Othello-v0",
     )
+    # Games take as long as they take; a player without a turn left forfeits.
+    max_turns: int = with_default(TwoPlayerConfig, "max_turns", 64)
 
     @chz.validate
     def _rules_are_told(self) -> None:
