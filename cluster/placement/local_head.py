@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -81,12 +80,12 @@ class LocalHead:
 
     def _told(self) -> str:
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], START_S)[0]:
-            told = {"error": f"not up within {START_S} s"}
-        elif line := self._process.stdout.readline():
+        # SIGALRM ends a head that is not up by its own deadline.
+        if line := self._process.stdout.readline():
             told = json.loads(line)
+        elif (code := self._process.wait(START_S)) == -signal.SIGALRM:
+            told = {"error": f"not up within {START_S} s, as on a machine with much other work"}
         else:
-            code = self._process.wait(START_S)
             told = {"error": f"the process that starts it ended with {code}"}
         if "error" in told:
             raise ConfigError(f"Ray cannot start on this machine: {told['error']}")
