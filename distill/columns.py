@@ -47,7 +47,8 @@ Lengths: TypeAlias = tuple[int, ...]
 class GroupColumns:
     """Consecutive trajectories of a group, packed.
 
-    Without slots, as all that travels in great numbers: Python pickles those by its own loops.
+    Declared without slots, like the other classes of which a step pickles hundreds: a dataclass
+    with slots is pickled by Python code, which takes twice as long.
 
     Attributes:
         members_G: values of the fields of each trajectory, in their order, without its segments.

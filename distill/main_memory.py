@@ -16,7 +16,7 @@ _CGROUPS = (
 # Of memory.stat: pages of files that the kernel drops when memory is asked for.
 _DROPPABLE = ("inactive_file", "active_file")
 # Parameters of glibc's malloc (mallopt(3)) and their values in bytes: the largest block that comes
-# from the heap, and how much free memory the heap keeps at its end. malloc stops to adjust both by
+# from the heap, and how much free memory the heap keeps at its end. malloc stops adjusting both by
 # itself once one of them is set.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = (-3, 32 << 20), (-1, 128 << 20)
 

@@ -43,7 +43,8 @@ START_METHOD = "ISOTHERM_SGLANG_START_METHOD"
 
 def main() -> None:
     """Serves until the lifeline is cut; what goes wrong is a traceback in the log."""
-    gc.set_threshold(_COLLECT_AFTER)  # of this process and its forks, as is the next
+    # Of this process and its forks.
+    gc.set_threshold(_COLLECT_AFTER)
     keep_freed_memory()
     order = json.loads(sys.stdin.readline())
     keys = (order["api_key"], order["admin_api_key"])
