@@ -24,6 +24,8 @@ from cluster.run_files.rollouts import KeptGroups
 from cluster.runtime.canaries import Canaries
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
+from distill.objective.batching import Batch
+from learner.frozen import LocalTeachers
 from learner.worker import LearnerWorker
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, opd_arguments
@@ -166,6 +168,38 @@ def test_good_runs_raise_no_alarm(tiny_pair: TinyPair, tmp_path: Path, seed: int
     assert {each["name"] for each in events(out, "finding")} <= {"responses_are_cut"}
     summary = json.loads((out / "summary.json").read_text())
     assert summary["certificate"] == found["verdict"]
+
+
+@pytest.mark.slow
+def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are well all the time, and the loss reads another teacher than they serve."""
+    out = tmp_path / "run"
+    passes: list[LocalTeachers] = []
+    distribution_of = LocalTeachers.distribution_of
+
+    def watched(teachers: LocalTeachers, batch: Batch, in_round: Sequence[str]) -> Any:
+        passes.append(teachers)
+        if len(passes) == 6:
+            teacher: Any = teachers.models[""]
+            model = teacher.model
+            with torch.no_grad():
+                next(model.parameters())[VOCAB_SIZE - 1, 0] += 0.01
+        return distribution_of(teachers, batch, in_round)
+
+    monkeypatch.setattr(LocalTeachers, "distribution_of", watched)
+    assert train(tiny_pair, out, estimator="full", max_staleness=0, token_budget=4096) == 0
+    assert len(passes) > 6 and passes[0] is not passes[-1]
+    found = expect_proven(out)
+    copies = [each for each in found["replicas"] if "copy" in each["who"]]
+    assert [each["who"] for each in copies] == ["learner's copy of teacher"] * 2
+    assert "embed_tokens.weight changed" in copies[0]["quarantine"]["why"]
+    assert copies[1]["quarantine"] is None and copies[1]["groups"] > 0
+    assert sum(each["groups"] for each in copies) == 40 and found["limits"] == []
+    [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
+    [rewind] = events(out, "rewind")
+    assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
 
 
 def test_hidden_states_that_change_while_log_probs_stay(
