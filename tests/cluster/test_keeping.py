@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 import cluster.run
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
+from cluster.config.rollout_checks import check_rollout
+from cluster.hosts.learner_actor import policy_loop
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer, observed_by
@@ -20,7 +24,10 @@ from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import KeptGroups
 from cluster.runtime.driver import Signals
+from distill.objective.whole_groups import GroupsHere
+from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
+from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, opd_settings
 
@@ -96,11 +103,35 @@ def test_what_reads_runs_reads_these(out: Path, capsys: pytest.CaptureFixture[st
     assert f"train_from={out}" in capsys.readouterr().err
 
 
-def test_a_learner_trains_on_them(out: Path, settings: Settings, tmp_path: Path) -> None:
-    run(settings(tmp_path / "alone", rollout_only=False, train_from=str(out)))
-    steps = metrics(tmp_path / "alone")
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    assert all(step["train/grad_norm"] > 0 for step in steps)
+class These:
+    """A `GroupSource` of these groups, `each` a step."""
+
+    def __init__(self, groups: list[TrajectoryGroup], each: int) -> None:
+        self._groups, self._each, self._here = groups, each, GroupsHere()
+        self.trajectories, self.lose = self._here.trajectories, self._here.lose
+
+    def take(self, trained: TrainedGroups) -> StepGroups:
+        first = len(trained)
+        return self._here.taken(self._groups[first : first + self._each], set_aside={})
+
+
+def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
+    out: Path, settings: Settings, tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "alone", rollout_only=False, train_from=str(out), device="cpu")
+    run(config)
+    inputs = check_rollout(config)
+    loop = policy_loop(
+        config=config, learner_config=config.policy_learner(None, inputs.stops), inputs=inputs,
+        source=These(kept(out), 2), store=CheckpointStore(tmp_path / "checkpoints", keep=1),
+        resume_from=None, dump_dir=str(tmp_path / "failed"),
+    )  # fmt: skip
+    for _ in range(3):
+        loop.step()
+    fed = load_file(Path(loop.save().model_dir) / "model.safetensors")
+    alone = load_file(tmp_path / "alone" / "final" / "model.safetensors")
+    assert fed.keys() == alone.keys()
+    assert all(torch.equal(fed[name], alone[name]) for name in fed)
 
 
 def test_the_first_step_is_that_of_a_run_that_trains(

@@ -114,3 +114,15 @@ def test_an_adapter_of_sft_goes_on_in_opd_and_in_sft(
     moved = (begun.get_parameter(name) - student.get_parameter(name)).abs().max()
     assert (ended.get_parameter(name) - begun.get_parameter(name)).abs().max() > 0
     assert (ended.get_parameter(name) - student.get_parameter(name)).abs().max() > moved / 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_several_workers_fork_what_one_has_trained(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(fork_arguments(tiny_pair, first, lr=1e-2)) == 0
+    fork = {"fork_from": first, "learner_workers": 2, "local": False}
+    assert main(fork_arguments(tiny_pair, second, **fork)) == 0
+    before, after = of(second, "summary.json")["eval before"], of(first, "summary.json")
+    assert before["eval/reverse_kl"] == pytest.approx(after["eval after"]["eval/reverse_kl"])
+    assert all(step["push/probe_gap"] < 1e-4 for step in metrics(second)[1:])
