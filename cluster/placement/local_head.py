@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ _STARTS = 3
 # its children, raylet and GCS, with it: Ray waits without a deadline for one that is stuck.
 START_S = 180
 END_S = 30
+# How much longer the driver waits for a start, so that the head's own alarm comes first.
+_ALARM_S = 10
 # The same for a start that the driver has left: without the driver's fork of workers it may hang.
 ABANDONED_S = 1
 
@@ -80,11 +83,14 @@ class LocalHead:
 
     def _told(self) -> str:
         assert self._process.stdout is not None
-        # SIGALRM ends a head that is not up by its own deadline.
-        if line := self._process.stdout.readline():
+        late = {"error": f"not up within {START_S} s, as on a machine with much other work"}
+        # A head that is late is ended by its own alarm; one that is stopped is not.
+        if not select.select([self._process.stdout], [], [], START_S + _ALARM_S)[0]:
+            told = late
+        elif line := self._process.stdout.readline():
             told = json.loads(line)
         elif (code := self._process.wait(START_S)) == -signal.SIGALRM:
-            told = {"error": f"not up within {START_S} s, as on a machine with much other work"}
+            told = late
         else:
             told = {"error": f"the process that starts it ended with {code}"}
         if "error" in told:
