@@ -169,6 +169,7 @@ class Scene:
             unsaved=self.unsaved, trained=nothing, saved=nothing, rewound=nothing,
             resume_from=None, directory=SimpleNamespace(append_event=nothing),
             progress=SimpleNamespace(note=nothing), set_aside=nothing, certify=nothing,
+            trackers=SimpleNamespace(pass_over_kept=nothing),
             record_evaluation=lambda _metrics, step: self.told.append(f"recorded {step}"),
             complete=lambda checkpoint: self.told.append(f"complete {checkpoint.step}"),
         )  # fmt: skip
