@@ -1,14 +1,14 @@
 """LoRA adapters of an SGLang server: one for each weight version that requests still use.
 
-    load      POST /load_lora_adapter_from_tensors, under a name of its own; nothing is paused
-    use       a request names the newest adapter (`lora_path`) and keeps it until it ends
-    unload    POST /unload_lora_adapter, with a later load, once no request uses it
+    load      POST /load_lora_adapter_from_tensors, under a new name; nothing is paused
+    use       a request names the newest adapter (`lora_path`) and uses that adapter until it ends
+    unload    POST /unload_lora_adapter, during a later load, once no request uses the adapter
 
-A sample is of one version from its first token to its last. SGLang keeps cached prefixes apart by
-adapter and load, so a load flushes nothing. Requests name no adapter before the first load.
+All tokens of a sample have the same version. SGLang caches prefixes separately for each adapter and
+load, so a load flushes nothing. Before the first load, requests name no adapter.
 
-Order matters: SGLang looks for an unknown name on the Hugging Face hub, and an unload waits, with
-every later load behind it, for the requests of that adapter.
+Order matters: SGLang looks for an unknown adapter name on the Hugging Face hub. An unload waits for
+the requests of its adapter and blocks all later loads until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Traffic:
-    """Calls under way."""
+    """Counter of the calls in progress, with waits for a first call and for the end of all."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -39,7 +39,7 @@ class Traffic:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last call ended; 0 while one is under way."""
+        """Seconds since the last call ended; 0 while a call is in progress."""
         return 0.0 if self._calls else time.monotonic() - self._last
 
     @property
@@ -61,8 +61,8 @@ class Traffic:
                 self._ended.set()
 
     async def begun(self) -> None:
-        """Wait until a call is under way."""
-        while not self._calls:  # it may have ended since the event was set
+        """Wait until a call is in progress."""
+        while not self._calls:  # the call may have ended since the event was set
             await self._begun.wait()
 
     async def ended(self) -> None:
@@ -70,16 +70,16 @@ class Traffic:
 
 
 class Adapters:
-    """The adapters that a server holds; the newest serves new requests.
+    """The adapters that a server holds. New requests use the newest one.
 
     Attributes:
-        newest: its name; None: requests are served by the base.
-        version: weight version of the newest.
+        newest: name of the newest adapter; None: requests use the base model.
+        version: weight version of the newest adapter.
     """
 
     def __init__(self, admin: ServerAdmin) -> None:
         self._admin = admin
-        self._held: dict[str, Traffic] = {}  # by name, the oldest first
+        self._held: dict[str, Traffic] = {}  # adapter name -> its requests; oldest adapter first
         self._loads = 0
         self._loading = asyncio.Lock()
         self.newest: str | None = None
@@ -87,32 +87,33 @@ class Adapters:
 
     @contextmanager
     def use(self) -> Iterator[dict[str, str]]:
-        """Context of a call: fields of its requests, which name the newest adapter."""
+        """Context manager for a call: yields request fields that name the newest adapter."""
         name = self.newest
         with nullcontext() if name is None else self._held[name].call():
             yield {} if name is None else {"lora_path": name}
 
     async def load(self, adapter: AdapterTensors, version: int) -> None:
-        """Load an adapter, which then serves new requests.
+        """Load an adapter, and use it for new requests.
 
-        If the server has no room, waits for the requests of the oldest. Unloads those that no
-        request uses.
+        If the server is full, wait for the requests of the oldest adapter and unload it first.
+        Afterwards, unload all older adapters that no request uses.
 
         Raises:
-            EngineError: it was not loaded; the server goes on with those it had.
+            EngineError: the adapter was not loaded; the server continues with its other adapters.
         """
         async with self._loading:
             await self._load(adapter, version)
 
     async def _load(self, adapter: AdapterTensors, version: int) -> None:
         facts = await self._admin.facts()
-        if facts.adapters < 2:  # the present one, and the new one
+        if facts.adapters < 2:  # the current adapter and the new one
             raise EngineError(
                 f"the server holds {facts.adapters} LoRA adapters: it was not started for them"
             )
         while len(self._held) >= facts.adapters:
             await self._unload(next(iter(self._held)))
-        self._loads += 1  # a learner that resumes counts versions from its checkpoint again
+        # Makes the name unique: a resumed learner repeats version numbers after its checkpoint.
+        self._loads += 1
         name = f"v{version}.{self._loads}"
         payload = base64.b64encode(adapter.pickled).decode()
         body = {
@@ -128,7 +129,7 @@ class Adapters:
                 "/load_lora_adapter_from_tensors", body, allowance_s=allowance_s
             )
         except EngineError:
-            await self._unload(name)  # an answer that was lost leaves it there
+            await self._unload(name)  # it may be loaded, if only the answer was lost
             raise
         self.newest, self.version = name, version
         for other, requests in list(self._held.items()):
@@ -136,10 +137,10 @@ class Adapters:
                 await self._unload(other)
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter once no request uses it, and forget it, whatever the server answers.
+        """Unload an adapter once no request uses it, and forget it even if the server fails.
 
-        SGLang gives up the name first. One that it never heard of it evicts by itself when it is
-        full: as nobody uses it, it is the least recently used.
+        SGLang unregisters the name before it unloads. If the request does not reach the server,
+        SGLang evicts the adapter when it is full: an unused adapter is the least recently used one.
         """
         await self._held[name].ended()
         try:

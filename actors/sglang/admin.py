@@ -1,4 +1,4 @@
-"""Administrative requests to an SGLang server, and what loads of weights depend on in it."""
+"""Administrative requests to an SGLang server, and the server properties that loads depend on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ServerFacts:
 
     Attributes:
         ranks: degree of tensor parallelism.
-        drafts: True if the server decodes speculatively.
-        own_draft: True if the draft is a part of the served model's own checkpoint.
-        adapters: most LoRA adapters that it holds at a time; 0: it serves none.
+        drafts: True if the server uses speculative decoding.
+        own_draft: True if the draft model is part of the served model's checkpoint.
+        adapters: maximum number of LoRA adapters that the server holds; 0: LoRA is disabled.
     """
 
     ranks: int
@@ -44,26 +44,27 @@ class ServerFacts:
     def selector(self) -> dict[str, str]:
         """Selector of the server's models that a load updates; a separate draft is excluded.
 
-        A separate draft has tensors of the same names (`layers.0...`), and would load the policy's.
+        A separate draft has tensors with the same names (`layers.0...`), so it would load the
+        policy's weights.
         """
         return {"selector": "all" if self.drafts and self.own_draft else "target"}
 
 
 class ServerAdmin:
-    """Administration of one server."""
+    """Client for the administrative requests of one server."""
 
     def __init__(self, client: SglangClient) -> None:
         self._client = client
         self._facts: ServerFacts | None = None
 
     async def order(self, path: str, body: Mapping[str, Any], *, allowance_s: float = 0) -> Any:
-        """Answer to an administrative request.
+        """Send an administrative request and return the answer.
 
         Args:
-            allowance_s: added to the deadline, for the bytes of a load.
+            allowance_s: seconds added to the deadline, for the bytes of a load.
 
         Raises:
-            EngineError: the server refuses it.
+            EngineError: the request failed, or the server refused it.
         """
         try:
             answer = await self._client.admin(path, body, allowance_s=allowance_s)

@@ -1,19 +1,19 @@
-"""Lent weights at a server's owner: the buckets of a push, and what the server's ranks are sent.
+"""Lent weights in the engine that hosts a server: the buckets of a push, and the ranks' payloads.
 
     learner    load_bucket(push, i, handles) ----> give: waits until the bucket is loaded
-    load       next(i) <-------------------------- the handles; loaded() is the learner's answer
-    learner    end_push(push, why)  -------------> close: who waits is told why
+    load       next(i) <-------------------------- the handles; loaded() makes `give` return
+    learner    end_push(push, why)  -------------> close: waiting calls raise with the reason
 
-A load that waits is closed by whatever comes after it, so that a learner that is gone holds up
-nothing. The handles become payloads, one a rank, and a format that reads them:
+Any later load closes a load that still waits for a bucket, so a learner that has died blocks
+nothing. Handles are converted to one payload for each rank, in a format that the rank can read:
 
-    SharedTensors    where the memory is, for isotherm's own loader (plugin/weight_loader.py)
-    CudaMemory       a pickle in SGLang's flattened format: a flat tensor of bytes, and where each
-                     tensor lies in it. The flat tensor is pickled as torch's own reductions do it:
-                     a handle on memory, with the GPU by its UUID, of which SGLang makes an index
+    SharedTensors    location of the memory, for isotherm's weight loader (plugin/weight_loader.py)
+    CudaMemory       a pickle in SGLang's flattened format: a flat tensor of bytes, and the position
+                     of each tensor in it. The flat tensor is pickled as by torch's reductions: as a
+                     memory handle, with the UUID of the GPU, which SGLang maps to a device index
 
-A rank's unpickler knows few names (`SafeUnpickler` of SGLang), and all that is used here are among
-them. Nothing is unpickled on this side: the learner's handles are plain data.
+SGLang's `SafeUnpickler` on each rank allows few names; the payloads use only these. Nothing is
+unpickled in this process: the learner's handles are plain data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Given(NamedTuple):
 
 
 class LentBuckets:
-    """One push's; made by whichever of load and first bucket comes first."""
+    """Queue of the buckets of one push, created by the load or by the first bucket."""
 
     def __init__(self, push: str) -> None:
         self.push = push
@@ -52,10 +52,10 @@ class LentBuckets:
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def give(self, number: int, handles: Sequence[LentBucket]) -> None:
-        """Returns when the bucket has been loaded, and nobody reads it any more.
+        """Provide a bucket; return when it has been loaded and no rank reads it any more.
 
         Raises:
-            EngineError: it was not, and will not be.
+            EngineError: the push was closed before the bucket was loaded.
         """
         given = _Given(number, handles, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(given)
@@ -64,10 +64,11 @@ class LentBuckets:
             raise EngineError(self._closed.result())
 
     async def next(self, number: int, timeout_s: float, ranks: int) -> Sequence[LentBucket]:
-        """Handles of the bucket of this number, one for each of the server's ranks.
+        """Wait for bucket `number` and return its handles, one for each of the server's ranks.
 
         Raises:
-            EngineError: it does not come, or for another number of ranks.
+            EngineError: the bucket did not arrive within `timeout_s`, the push was closed, another
+                bucket arrived, or the number of handles is not `ranks`.
         """
         coming = asyncio.ensure_future(self._queue.get())
         await asyncio.wait(
@@ -85,28 +86,28 @@ class LentBuckets:
         return handles
 
     def loaded(self) -> None:
-        """Called when the bucket that came last has been loaded."""
+        """Mark the last bucket that `next` returned as loaded."""
         assert self._under_way is not None
         self._under_way.loaded.set_result(None)
 
     def close(self, why: str) -> None:
-        """Ends the push for both sides, unless it has ended."""
+        """End the push for the learner and the load, unless it has already ended."""
         if not self._closed.done():
             self._closed.set_result(why)
 
 
 class Lendings:
-    """The push that is under way, or was last; no other can come back."""
+    """The current or most recent push. A push that another has replaced cannot be resumed."""
 
     def __init__(self) -> None:
         self._buckets: LentBuckets | None = None
-        self._over: deque[str] = deque(maxlen=16)  # calls that are late name no older ones
+        self._over: deque[str] = deque(maxlen=16)  # late calls name one of the last 16 pushes
 
     def of(self, push: str) -> LentBuckets:
-        """That push, which may be about to begin, or be closed.
+        """Return the buckets of a push, which may be new or already closed.
 
         Raises:
-            EngineError: another has begun since.
+            EngineError: another push has begun since.
         """
         if push in self._over:
             raise EngineError("this push is over: another has begun")
@@ -118,7 +119,7 @@ class Lendings:
         return self._buckets
 
     async def give(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        """Provide a bucket of a push, and return when it is loaded, and nobody reads it any more.
+        """Provide a bucket of a push; return when it is loaded and no rank reads it any more.
 
         Raises:
             EngineError: the bucket was not loaded.
@@ -126,20 +127,22 @@ class Lendings:
         await self.of(push).give(number, handles)
 
     def end(self, why: str, push: str | None = None) -> None:
-        """Closes the push that is under way, if it is this one (None: whichever)."""
+        """Close the current push, if it is `push` or `push` is None."""
         if self._buckets is not None and push in (None, self._buckets.push):
             self._buckets.close(why)
 
 
 @contextmanager
 def rank_payloads(handles: Sequence[LentBucket]) -> Iterator[tuple[list[bytes], str]]:
-    """Payloads and their `load_format`, valid in the context.
+    """Context manager that yields the ranks' payloads and their `load_format`.
+
+    The payloads are valid only inside the context.
 
     Args:
-        handles: handle of each rank, all in main memory or all on GPUs.
+        handles: one handle for each rank, all in main memory or all on GPUs.
 
     Raises:
-        EngineError: a bucket's memory is gone.
+        EngineError: a bucket's memory no longer exists.
     """
     with ExitStack() as opened:
         payloads, formats = [], set()
@@ -147,7 +150,7 @@ def rank_payloads(handles: Sequence[LentBucket]) -> Iterator[tuple[list[bytes], 
             if isinstance(handle, CudaMemory):
                 payloads.append(cuda_payload(handle))
                 formats.add("flattened_bucket")
-            else:  # opened here first: a server that cannot open it would end
+            else:  # opened here first: a server that cannot open the memory would exit
                 payloads.append(serialized_order(opened.enter_context(handle.held())))
                 formats.add(LOADER)
         [load_format] = formats
@@ -155,7 +158,7 @@ def rank_payloads(handles: Sequence[LentBucket]) -> Iterator[tuple[list[bytes], 
 
 
 class _Call(NamedTuple):
-    """Pickled as the call of a function, which the unpickler makes."""
+    """Object that is pickled as a function call; the unpickler calls the function."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -165,7 +168,7 @@ class _Call(NamedTuple):
 
 
 def cuda_payload(memory: CudaMemory) -> bytes:
-    """Pickle for the rank on the GPU of this memory."""
+    """Pickled payload for the rank on the GPU that holds this memory."""
     size = block_bytes(memory.layouts)
     flat = _Call(
         reductions.rebuild_cuda_tensor,
@@ -182,7 +185,7 @@ def cuda_payload(memory: CudaMemory) -> bytes:
             dtype=layout.torch_dtype,
             start_idx=start,
             end_idx=start + layout.nbytes,
-            numel=layout.nbytes,  # of bytes, as SGLang has it
+            numel=layout.nbytes,  # SGLang counts bytes here
         )
         for layout, start in zip(memory.layouts, starts_of(memory.layouts), strict=True)
     ]

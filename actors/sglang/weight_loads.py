@@ -1,13 +1,13 @@
 """Loads of weights into a paused SGLang server; each load writes all weights, or raises.
 
-    SharedTensors         in memory that this machine's processes share: this process opens it, and
-                          the server reads it as the learner wrote it
+    SharedTensors         shared memory of this machine: this process opens the memory, and the
+                          server reads what the learner wrote
                           (actors/sglang/plugin/weight_loader.py)
-    CheckpointDirectory   files that the server reads itself
-    CollectiveBroadcast   a torch.distributed group that the server's ranks join, once
+    CheckpointDirectory   files that the server reads
+    CollectiveBroadcast   a torch.distributed group that the server's ranks join once
                           (actors/sglang/weight_group.py)
-    LentWeights           buckets in the learner's memory, or on the GPU that both share, that each
-                          rank opens by a handle (actors/sglang/lent_weights.py)
+    LentWeights           buckets in the learner's memory, or on a GPU that learner and server
+                          share, which each rank opens by a handle (actors/sglang/lent_weights.py)
 
 All checks that are possible in advance run before the server is changed. If a load fails later, the
 server may hold parts of two versions (`torn`).
@@ -45,7 +45,7 @@ class WeightLoads:
     """Sequential weight loads into one server.
 
     Attributes:
-        lendings: the pushes of buckets that the learner lends.
+        lendings: buckets that the learner lends.
         torn: reason why the server's weights are not those of a single version; None if they are.
     """
 
@@ -61,7 +61,7 @@ class WeightLoads:
         Args:
             shapes: returns names and shapes of the model's tensors; called at the first load.
             bucket_bytes: maximum bytes that a rank loads from memory in one request.
-            flushes: a load drops every cached prefix.
+            flushes: True if a load flushes the prefix cache.
         """
         self._admin, self._shapes = admin, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
@@ -71,7 +71,10 @@ class WeightLoads:
 
     @contextmanager
     def under_way(self, weights: ModelSource) -> Iterator[None]:
-        """Context manager for a load, entered when it is requested: ends other lent pushes."""
+        """Context manager for a load, entered when the load is requested; ends other lent pushes.
+
+        On leaving, the push of `weights` itself is ended, if it lends buckets.
+        """
         if not isinstance(weights, LentWeights):
             self.lendings.end("other weights have come")
             yield
@@ -97,7 +100,8 @@ class WeightLoads:
     async def _check(self, weights: ModelSource) -> None:
         """Raise EngineError if the weights do not match the model.
 
-        A server would load the tensors that it knows, and keep its old values of the others.
+        Without this check, a server would load the tensors that it knows and keep the old values of
+        all others.
         """
         if isinstance(weights, CollectiveBroadcast | LentWeights):
             tensors = (tensor for bucket in weights.buckets for tensor in bucket)
@@ -129,7 +133,8 @@ class WeightLoads:
         elif isinstance(weights, LentWeights):
             await self._from_lender(weights, version)
         else:
-            # Opened here first: a server that cannot open it would crash, and this process with it.
+            # Opened here first: a server that cannot open the memory would crash, and the engine
+            # with it.
             with weights.held() as held:
                 await self._from_memory(held, version)
 
@@ -149,7 +154,7 @@ class WeightLoads:
         portions = shared.portions(self._bucket_bytes)
         async with self._session(version) as (facts, _):
             for portion in portions:
-                # Each tensor-parallel rank opens the memory itself, and loads its own part.
+                # Each tensor-parallel rank opens the memory and loads its own part.
                 payloads = [serialized_order(portion)] * facts.ranks
                 last = portion is portions[-1]
                 await self._from_tensor(payloads, LOADER, facts, version, last=last)
@@ -206,9 +211,10 @@ class WeightLoads:
 
     @asynccontextmanager
     async def _session(self, version: int) -> AsyncIterator[tuple[ServerFacts, list[int]]]:
-        """The server's session of a load bucket by bucket. Yields its facts, and `_writing`'s list.
+        """Context manager for a load in buckets; yields the server's facts and `_writing`'s list.
 
-        Without `/end_weight_update` the server refuses every later session.
+        `/end_weight_update` is sent even after an error: without it the server refuses every later
+        session.
         """
         facts = await self._admin.facts()
         await self._admin.order("/begin_weight_update", facts.selector)

@@ -1,41 +1,41 @@
 """Weight updates of an SGLang server with requests in flight: versions never mix unnoticed.
 
     check -> pause -> begin -> load, bucket by bucket -> end -> continue
-                               with the last: drop the prefix cache, new version
+                               with the last bucket: flush the prefix cache, set the new version
 
-What becomes of samples under way is `on_weight_update`:
+`on_weight_update` determines what happens to samples in progress:
 
-    continue   they go on: SGLang takes them off the batch and computes their context again under
-               the new weights. Each token's version tells which weights sampled it.
-    restart    they are thrown away and sampled again, whole, from the new weights.
-    finish     the load waits until they have ended; new requests wait for the load.
-    in_place   they go on with the cached context of the older weights, and nothing is computed
-               again. Tokens sampled after the push are then of no single version: their log-probs
-               are those that they were sampled with, and no model's that one could score them by.
-               SGLang cannot drop its prefix cache while requests run, so requests that begin after
-               a load look for prefixes under a key of their own: they are of their version alone.
+    continue   They continue: SGLang takes them off the batch and recomputes their context with the
+               new weights. Each token's version tells which weights sampled it.
+    restart    They are discarded and sampled again from the start with the new weights.
+    finish     The load waits until they have ended; new requests wait for the load.
+    in_place   They continue with the cached context of the older weights; nothing is recomputed.
+               Tokens sampled after the push then belong to no single version: the recorded
+               log-probs are those of the sampling, and no model can reproduce them. SGLang cannot
+               flush its prefix cache while requests run, so requests that begin after a load use
+               a separate cache key (`extra_key`), and all their tokens have one version.
 
-Scoring that is under way ends first in each case: the requests of one call see the same weights.
+In each case the load waits until scoring in progress has ended, so that all requests of one scoring
+call use the same weights.
 
-Where engine and learner share a GPU, the engine sleeps while the learner computes:
+If engine and learner share a GPU, the engine sleeps while the learner computes:
 
     sleep   pause -> release weights, cache and captured graphs
-    load    take the weights' memory back -> begin -> load -> end -> take the rest back -> continue
+    load    resume the weights' memory -> begin -> load -> end -> resume the rest -> continue
 
-    wake    take all memory back, with the weights as they were -> continue -> prove them
+    wake    resume all memory, with the weights as before -> continue -> verify the weights
 
-Until then every request waits, here or in the server's queue: nothing is served by weights that are
-no longer there, nor by memory that holds none yet. `in_place` cannot sleep: its samples would need
-the cache. Engines that take turns wake with the weights that SGLang has kept in main memory
-(actors/sglang/turns.py).
+Until the load or wake has ended every request waits, in this process or in the server's queue, so
+no request is served with released or uninitialised memory. `in_place` cannot sleep, because its
+samples need the cache. Engines that take turns wake with the weights that SGLang has kept in main
+memory (actors/sglang/turns.py).
 
-An adapter is loaded beside the older ones instead (actors/sglang/adapters.py): nothing is paused,
-and each call goes on with the adapter that it began with.
+Adapters are loaded in addition to the older ones (actors/sglang/adapters.py): nothing is paused,
+and each call keeps the adapter that it began with.
 
-How the weights come is a matter of where the learner is (actors/sglang/weight_loads.py). Where a
-load fails after it has begun to write, the server may hold parts of two versions: nothing is
-generated or scored with those; requests fail until a whole load succeeds, or the engine is started
-again.
+The transport depends on where the learner runs (actors/sglang/weight_loads.py). If a load fails
+after it has begun to write, the server may hold parts of two versions (torn weights). Requests then
+fail until a complete load succeeds or the engine is restarted.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from distill.types import StopReason
 from distill.weights.adapter import AdapterTensors
 from distill.weights.model_weights import BUCKET_BYTES
 
-# SGLang's words for what becomes of samples under way.
+# SGLang's pause mode for each setting of on_weight_update.
 _PAUSES: Mapping[OnWeightUpdate, str] = {
     "continue": "retract",
     "restart": "abort",
     "finish": "retract",
     "in_place": "in_place",
 }
-# What a sleeping server has released, in SGLang's words: taken back before a load, and after it.
+# SGLang's tags of released memory: resumed before a load, and after it.
 _WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
 
 _T = TypeVar("_T")
@@ -74,8 +74,8 @@ class Use(NamedTuple):
     """Weights that a call uses from its first request to its last.
 
     Attributes:
-        fields: fields of its requests, which select the adapter, or keep cached prefixes apart.
-        version: version of all its tokens; None: the server's answers tell.
+        fields: request fields that select the adapter or a separate prefix cache.
+        version: version of all tokens of the call; None: the server's answers contain it.
     """
 
     fields: Mapping[str, str] = {}
@@ -83,7 +83,13 @@ class Use(NamedTuple):
 
 
 class WeightSession:
-    """Serialises loads, and decides what happens to the requests under way meanwhile."""
+    """Weight loads of one server: serialises them, and coordinates them with the requests.
+
+    Attributes:
+        version: weight version of the last load; None: the weights that the server started with.
+        lendings: buckets that the learner lends.
+        waiters: calls that wait until the server is awake, or until a load has ended.
+    """
 
     def __init__(
         self,
@@ -95,12 +101,11 @@ class WeightSession:
     ) -> None:
         """
         Args:
-            shapes: names and shapes of the model's tensors; asked for at the first load.
-            bucket_bytes: most that a rank takes from memory at once.
+            shapes: returns names and shapes of the model's tensors; called at the first load.
+            bucket_bytes: maximum bytes that a rank loads from memory in one request.
         """
         self._admin = ServerAdmin(client)
         self._on_weight_update: OnWeightUpdate = on_weight_update
-        # Of the weights that were loaded last; None: those it started with.
         self.version: int | None = None
         self._loads = WeightLoads(
             self._admin,
@@ -113,50 +118,50 @@ class WeightSession:
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
-        self.waiters = Traffic()  # calls that wait for it to wake, or for a load
+        self.waiters = Traffic()
         self._generations, self._scorings = Traffic(), Traffic()
-        self._count = 0  # of loads
+        self._count = 0  # number of loads and sleeps
         self._released: frozenset[str] = frozenset()
-        self._still_since = 0.0  # generation stands still
+        self._still_since = 0.0  # time.perf_counter() of the last pause
 
     @contextmanager
     def _use(self, traffic: Traffic) -> Iterator[Use]:
-        """Context of a call: the weights that it uses."""
+        """Context manager for a call: counts the call and yields the weights that it uses."""
         with traffic.call(), self._adapters.use() as fields:
             if fields:
                 yield Use(fields, self._adapters.version)
-            elif self._on_weight_update == "in_place":  # older weights have cached prefixes
+            elif self._on_weight_update == "in_place":  # the cache holds prefixes of older weights
                 yield Use({"extra_key": f"load-{self._count}"})
             else:
                 yield Use()
 
     @property
     def adapter_version(self) -> int | None:
-        """Version of the adapter that serves new requests, which the server does not know."""
+        """Version of the adapter that new requests use. The server does not report it."""
         return self._adapters.version
 
     @property
     def loading(self) -> bool:
-        """True while new weights are on their way into the server."""
+        """True during a load, sleep, wake or checksum."""
         return self._loading.locked()
 
     @property
     def asleep(self) -> bool:
-        """True from `sleep` until a load has taken all memory back."""
+        """True from `sleep` until a load or `wake` has resumed all memory."""
         return bool(self._released)
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last call ended; 0 while one is under way."""
+        """Seconds since the last call ended; 0 while a call is in progress."""
         return min(self._scorings.idle_s, self._generations.idle_s)
 
     @property
     def sampling(self) -> bool:
-        """True while samples are under way."""
+        """True while samples are in progress."""
         return self._generations.under_way
 
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
-        """Runs a generation; under `restart`, again if a load has cut it short."""
+        """Run a generation; with `restart`, repeat it if a load aborted it."""
         while True:
             await self._admission()
             loads = self._count
@@ -168,7 +173,7 @@ class WeightSession:
                 return samples
 
     async def score(self, send: Callable[[Use], Awaitable[_T]]) -> _T:
-        """Runs a scoring, which no load interrupts."""
+        """Run a scoring, which no load interrupts."""
         await self._admission()
         with self._use(self._scorings) as use:
             return await send(use)
@@ -193,7 +198,7 @@ class WeightSession:
         return (await self._admin.facts()).ranks
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Digests of the parameters of each rank, by name, of weights that are whole.
+        """Digests of each rank's parameters, by name.
 
         Raises:
             EngineError: the server has no weights checker, or its weights are torn.
@@ -209,13 +214,14 @@ class WeightSession:
         return [rank["checksums"] for rank in ranks]
 
     async def load(self, weights: WeightSource, version: int) -> float:
-        """Returns once the server holds the weights, and uses no prefix that others have cached.
+        """Load weights; afterwards no new request uses prefixes cached from other weights.
 
-        Returns the seconds for which generation stood still: none for an adapter.
+        Returns:
+            Seconds for which generation was paused; 0 for an adapter.
 
         Raises:
-            EngineError: the weights do not fit (the server goes on with those it had), or did not
-                arrive whole (the error says that the engine must be restarted).
+            EngineError: the weights do not match the model (the server keeps its current weights),
+                or did not arrive completely (the error says that the engine must be restarted).
         """
         if isinstance(weights, AdapterTensors):
             await self._adapters.load(weights, version)
@@ -232,13 +238,14 @@ class WeightSession:
                     self._open.set()
 
     async def sleep(self, *, whole: bool = False) -> None:
-        """Has the server release its GPU memory; requests wait until it is awake again.
+        """Make the server release its GPU memory; requests wait until the server is awake again.
 
         Args:
-            whole: samples under way end first, whatever becomes of them at a load.
+            whole: wait until samples in progress have ended, whatever `on_weight_update` is.
 
         Raises:
-            EngineError: it did not: it serves on, or, where it cannot be known, must be restarted.
+            EngineError: the server did not release its memory and continues to serve; or it is
+                unknown whether it did, and the server must be restarted.
         """
         async with self._loading:
             if self._released:
@@ -249,17 +256,18 @@ class WeightSession:
                 await self._pause()
                 await self._release()
             except BaseException:
-                self._open.set()  # who waits learns of it
+                self._open.set()  # waiting requests continue, or fail if the weights are torn
                 raise
 
     async def wake(self, prove: Callable[[], Awaitable[None]]) -> None:
-        """Have the server take all memory back, with the weights that it has kept.
+        """Make the server resume all memory, with the weights that it kept in main memory.
 
         Args:
-            prove: checks the weights by requests of its own before any other is served.
+            prove: verifies the weights with requests of its own, before any waiting request is
+                served.
 
         Raises:
-            EngineError: the server failed, or its weights are not proven: it must be restarted.
+            EngineError: the server failed, or `prove` raised; the server must be restarted.
         """
         async with self._loading:
             try:
@@ -273,14 +281,14 @@ class WeightSession:
                 self._open.set()
 
     async def _quiet(self, *, whole: bool = False) -> None:
-        """Waits for the requests under way that no load interrupts."""
+        """Wait for the requests in progress that a load must not interrupt."""
         await self._scorings.ended()
         if whole or self._on_weight_update == "finish":
             await self._generations.ended()
         self._count += 1
 
     async def _pause(self) -> None:
-        """Stops generation, if it does not stand still already."""
+        """Pause generation, unless the server sleeps and is already paused."""
         if self._released:
             return
         self._still_since = time.perf_counter()
@@ -298,7 +306,7 @@ class WeightSession:
         self._released = frozenset((*_WEIGHTS, *_REST))
 
     async def _take_back(self, tags: Sequence[str]) -> None:
-        """Memory that was released; it holds nothing yet."""
+        """Resume released memory. It is uninitialised, except weights that SGLang has backed up."""
         if not self._released.isdisjoint(tags):
             await self._admin.order("/resume_memory_occupation", {"tags": list(tags)})
             self._released -= frozenset(tags)
