@@ -17,7 +17,7 @@ reward; with mode=pairs, the mean probability that it is preferred to another of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import tanh
@@ -261,6 +261,10 @@ class Judged(ChatEnvConfig):
                 f"group_size={group_size}, so that each response is in equally many",
                 field="env.max_pairs",
             )
+
+    @property
+    def metric_names(self) -> Collection[str]:
+        return self._counts_and()
 
     def evaluation(self) -> EnvConfig:
         """Scores: a response to a problem may be its only one there."""

@@ -23,7 +23,7 @@ from cluster.config.pools import (
     VerifySettings,
     WeightsSettings,
 )
-from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings, check_read
+from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings, by_source, check_read
 from cluster.config.teachers import (
     TeacherConfig,
     TeachersSettings,
@@ -32,7 +32,6 @@ from cluster.config.teachers import (
 from distill.data.feedback import FeedbackTemplate
 from distill.data.row_forms import check_example
 from distill.data.row_reader import RowReader
-from distill.envs.single_turn import SingleTurn
 from distill.errors import ConfigError
 from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
 from distill.objective.settings import (
@@ -213,16 +212,18 @@ class RolloutConfig(
         Raises:
             ConfigError: they do not.
         """
-        names = {"eval/response_length", "eval/eos_share"}
+        own = self.env.evaluation().metric_names
+        names = {"eval/response_length", "eval/eos_share", "eval/turns"}
+        names |= {f"eval/{name}" for name in own or ()}
         if judged:
             most = self.eval.samples
             names |= {"eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"}
+            names.update(by_source(["eval/accuracy"], self.eval.source or self.data.source))
             names |= {f"eval/pass@{2**n}" for n in range(1, most.bit_length()) if 2**n <= most}
             names |= {f"eval/majority@{most}"} if most > 1 else set()
         if self.teacher_models():
-            names.add("eval/reverse_kl")
-        own = type(self.env) is not SingleTurn
-        self.checkpoint.check_measured("eval/", names, own=own)
+            names |= {"eval/reverse_kl", "eval/reverse_kl_low", "eval/reverse_kl_high"}
+        self.checkpoint.check_measured("eval/", names, own=own is None)
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
         """Readers of the rows of settings, and what checks a row's fields."""

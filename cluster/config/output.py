@@ -59,14 +59,14 @@ class CheckpointSettings:
 
         Args:
             family: prefix of the metrics of the run's evaluations: eval/ or validation/.
-            known: metrics of that family that the run measures, without those per source.
+            known: metrics of that family that the run measures.
             own: an environment may measure more, under names known only in the run.
 
         Raises:
             ConfigError: the run will not measure the metric.
         """
         metric = self.keep_best
-        if metric is None or metric.split("/source=")[0] in known:
+        if metric is None or metric in known:
             return
         names, bare = [name.removeprefix(family) for name in known], metric.removeprefix(family)
         near = get_close_matches(bare, names, n=1, cutoff=0.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 import chz
@@ -154,6 +154,14 @@ def unweighted_sources(setting: str, value: str) -> list[Source]:
             field=setting,
         )
     return sources
+
+
+def by_source(metrics: Iterable[str], rows: str | None) -> list[str]:
+    """Names of the same metrics of each source of held-out rows, if there are several sources."""
+    sources = parse_sources("eval.source", rows) if rows else []
+    if len(sources) < 2:
+        return []
+    return [f"{metric}/source={source.name}" for metric in metrics for source in sources]
 
 
 def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:

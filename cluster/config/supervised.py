@@ -12,7 +12,7 @@ from chz.mungers import default_munger
 from cluster.config.common import CommonConfig
 from cluster.config.evaluation import RowEvaluationSettings
 from cluster.config.model import ReferredModelSettings
-from cluster.config.rows import RowCheck, RowSettings, reader_of
+from cluster.config.rows import RowCheck, RowSettings, by_source, reader_of
 from distill.data.row_forms import EXAMPLE_FIELDS, PAIR_FIELDS, check_example, check_pair
 from distill.data.row_reader import RowReader
 from distill.errors import ConfigError
@@ -68,7 +68,8 @@ class SupervisedConfig(CommonConfig):
 
     def check_keep_best(self) -> None:
         """Raises ConfigError if evaluations do not measure `checkpoint.keep_best`."""
-        known = {f"validation/{name}" for name in self.measured}
+        known = [f"validation/{name}" for name in self.measured]
+        known += by_source(known, self.eval.source or self.data.source)
         self.checkpoint.check_measured("validation/", known, own=False)
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:

@@ -286,6 +286,11 @@ class EnvConfig(ABC):
         """Checkpoint of the reward model that the environments query, if `reward` names none."""
         return None
 
+    @property
+    def metric_names(self) -> Collection[str] | None:
+        """Names of all metrics of its episodes; None: they are known only in the run."""
+        return None
+
     def evaluation(self) -> EnvConfig:
         """The environment of evaluations."""
         return self

@@ -173,9 +173,12 @@ class ChatSetting:
     condensing: Condensing | None
 
 
-_TOOL_COUNTS = (
-    "tool_calls", "tool_errors", "tool_seconds", "tool_truncated", "tool_neutralised",
-)  # fmt: skip
+def counts(*, tools: bool, condenses: bool) -> dict[str, float]:
+    """Metrics of every episode of messages, at its start."""
+    names = ["cut_turns", "prefix_breaks", *["condensed"] * condenses]
+    if tools:
+        names += ["tool_calls", "tool_errors", "tool_seconds", "tool_truncated", "tool_neutralised"]
+    return dict.fromkeys(names, 0.0)
 
 
 def offered_tools(
@@ -211,11 +214,7 @@ class ChatEnv(Env):
         self._conversation: Conversation | None = None
         self._started = time.monotonic()
         self._turns = 0
-        self._counts: dict[str, float] = {"cut_turns": 0.0}
-        if setting.condensing:
-            self._counts["condensed"] = 0.0
-        if offered:
-            self._counts |= dict.fromkeys(_TOOL_COUNTS, 0.0)
+        self._counts = counts(tools=bool(offered), condenses=setting.condensing is not None)
 
     async def initial_observation(self) -> TokenArray | None:
         await self._env.start(self.models)
@@ -266,14 +265,13 @@ class ChatEnv(Env):
             if not goes_on:
                 reward += await self._env.unfinished()
                 told = f"{told}\nIt was cut off by a limit ({ended}) before its end.".lstrip()
-        prefix_breaks = len(self.conversation.prefix_breaks)
-        counts = {**self._counts, "prefix_breaks": prefix_breaks}
+        self._counts["prefix_breaks"] = len(self.conversation.prefix_breaks)
         return StepResult(
             reward=reward,
             observation_T=self.conversation.observation_T if goes_on else None,
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
-            metrics=counts | dict(answered.metrics),
+            metrics=self._counts | dict(answered.metrics),
             feedback=told,
         )
 

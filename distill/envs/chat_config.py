@@ -31,6 +31,7 @@ from distill.envs.chat import (
     ChatSetting,
     Condensing,
     MessageEnv,
+    counts,
     offered_tools,
 )
 from distill.errors import ConfigError, DataError
@@ -250,6 +251,11 @@ class ChatConfig(EnvConfig):
             temperature=self.condenser_temperature,
             max_new_tokens=self.condenser_tokens or max_new_tokens,
         )
+
+    def _counts_and(self, *own: str, tools: bool = False) -> Collection[str]:
+        """Names of the counts of every episode of messages, and of an environment's own metrics."""
+        condenses = self.condenser is not None
+        return {*counts(tools=tools or self.recall, condenses=condenses), *own}
 
     def toolbox(self) -> Sequence[Tool]:
         """The tools of these environments; the chat template must support tool calls."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -235,6 +235,10 @@ class Reading(ChatEnvConfig):
         default=64,
         doc="most turns: one for each part, and one for the answer",
     )
+
+    @property
+    def metric_names(self) -> Collection[str]:
+        return self._counts_and(*["facts_kept"] * (self.by == MODEL))
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING

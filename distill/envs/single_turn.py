@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -217,6 +217,10 @@ class SingleTurn(EnvConfig):
 
     format: str | None = format_field()
     format_reward: float = format_reward_field()
+
+    @property
+    def metric_names(self) -> Collection[str]:
+        return ["format"] if self.format else []
 
     def __call__(self, path: str | None, setting: EnvContext) -> PromptDataset:
         source = require_path(path, "SingleTurn")

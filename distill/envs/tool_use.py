@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 
 import chz
@@ -71,6 +71,10 @@ class ToolUse(ChatEnvConfig):
     system: str | None = chz.field(default=None, doc="system message before every prompt")
     format: str | None = format_field()
     format_reward: float = format_reward_field()
+
+    @property
+    def metric_names(self) -> Collection[str]:
+        return self._counts_and(*["format"] * bool(self.format), tools=True)
 
     def check_here(self) -> None:
         require_tools(self.tools)

@@ -2,14 +2,23 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import chz
 import pytest
 
+from cluster.config.on_policy import OpdConfig
 from cluster.config.output import CheckpointSettings
 from cluster.config.recipes import make
 from cluster.config.supervised import SupervisedConfig
 from cluster.run_files.best_checkpoint import BestCheckpoint
+from distill.envs.base import EnvConfig, EnvContext
+from distill.envs.chat_config import ChatEnvConfig, MessageProblem
+from distill.envs.games.tic_tac_toe import TicTacToeGames
+from distill.envs.reading import Reading
+from distill.envs.single_turn import SingleTurn
+from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError
 from distill.model_paths import trained_model
 from learner.checkpoint import Best, CheckpointStore
@@ -156,7 +165,6 @@ KNOWN = {"eval/accuracy", "eval/reverse_kl", "eval/response_length"}
     ("metric", "own", "good"),
     [
         ("eval/accuracy", False, True),
-        ("eval/accuracy/source=a.jsonl", False, True),
         ("eval/acc", True, False),
         ("accuracy", True, False),
         ("eval/reverse_KL", True, False),
@@ -188,15 +196,55 @@ def test_a_recipe_s_held_out_rows_measure_what_it_names(
 ) -> None:
     def check(keep_best: str) -> None:
         settings = make(
-            recipe, model="m", data="d", out="o", eval_every=1, eval_size=2, keep_best=keep_best
+            recipe, model="m", data="a,b", out="o", eval_every=1, eval_size=2, keep_best=keep_best
         )
         assert isinstance(settings, SupervisedConfig)
         settings.check_keep_best()
 
     check(metric)
     check(f"{metric}/source=a")
+    for unknown in (other, f"{metric}/source=c"):
+        with refuses(ConfigError, "checkpoint.keep_best"):
+            check(unknown)
+
+
+@chz.chz
+class Own(ChatEnvConfig):
+    """An environment of a user's, whose metrics are known only in the run."""
+
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("env", "good", "bad"),
+    [
+        (SingleTurn(), "reverse_kl_low", "format"),
+        (SingleTurn(format="a"), "format", "NONSENSE"),
+        (ToolUse(), "tool_errors", "condensed"),
+        (ToolUse(format="a", condenser="keywords"), "format", "won"),
+        (Reading(), "facts_kept", "tool_errors"),
+        (Reading(by="keywords"), "cut_turns", "facts_kept"),
+        (TicTacToeGames(), "won", "NONSENSE"),
+        (Own(), "its_own", "accuracyy"),
+        (SingleTurn(), "accuracy/source=b", "accuracy/source=c"),
+        (SingleTurn(), "turns", "reverse_kl/source=b"),
+    ],
+    ids=str,
+)
+def test_an_environment_names_what_it_measures(env: EnvConfig, good: str, bad: str) -> None:
+    def check(keep_best: str) -> None:
+        prompts = {"prompts": "a,b"} if env.reads_prompts else {}
+        settings = make(
+            "opd", student="s", teacher="t", out="o", temperature=1.0, steps=1, env=env,
+            eval_every=1, keep_best=f"eval/{keep_best}", **prompts,
+        )  # fmt: skip
+        assert isinstance(settings, OpdConfig)
+        settings.check_keep_best()
+
+    check(good)
     with refuses(ConfigError, "checkpoint.keep_best"):
-        check(other)
+        check(bad)
 
 
 def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:

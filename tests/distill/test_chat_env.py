@@ -141,7 +141,7 @@ def test_a_tool_is_called_and_answered(tmp_path: Path) -> None:
     policy = Scripted(TOKENIZER, [CALL, "it is 42"])
     made = trajectory(tool_use(questions(tmp_path)), policy)
     assert made.reward == 1.0
-    assert made.metrics["tool_seconds"] > 0
+    assert made.metrics["tool_seconds"] > 0 and set(made.metrics) == set(ToolUse().metric_names)
     assert {n: v for n, v in made.metrics.items() if n != "tool_seconds"} == {
         "tool_calls": 1, "tool_errors": 0, "tool_truncated": 0, "tool_neutralised": 0,
         "prefix_breaks": 0, "cut_turns": 0,

@@ -67,6 +67,7 @@ def test_a_document_is_read_in_parts(tmp_path: Path) -> None:
     policy = Scripted(TOKENIZER, reads(ROWS[0]))
     made = played(dataset(tmp_path, fact_bonus=0.5), policy)
     assert made.reward == 1.0 and made.metrics["facts_kept"] == 1.0
+    assert set(made.metrics) == set(Reading().metric_names)
     assert len(made.segments) == len(policy.seen) > 3  # each turn begins afresh
     shown = "".join(policy.seen)
     assert all(line in shown for line in ROWS[0]["document"].split("\n"))

@@ -41,6 +41,7 @@ def test_both_seats_play_the_game_to_its_end() -> None:
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
     assert first.metrics == game_metrics(won=1)
+    assert set(first.metrics) == set(TextArena().metric_names)
     assert first.stop_reason is second.stop_reason is StopReason.DONE
     assert "You are Player 0" in policy.seen[0] and "You are Player 1" in policy.seen[1]
     assert all(seen.count("You are Player") == 1 for seen in policy.seen)  # the rules, once

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -364,6 +364,10 @@ class TwoPlayerConfig(ChatConfig):
     @property
     def asks(self) -> Sequence[str]:
         return [FROZEN] if self.opponent == FROZEN else []
+
+    @property
+    def metric_names(self) -> Collection[str]:
+        return self._counts_and("won", "drawn", "illegal")
 
     def evaluation(self) -> EnvConfig:
         return chz.replace(self, opponent=self.eval_opponent, opponent_temperature=None)
