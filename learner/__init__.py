@@ -1,5 +1,5 @@
 """The learner: forward, optimizer, checkpoints, and the loop. Plain classes.
 
-It imports `distill` alone and knows neither the actors nor Ray: the loop is given a source of
-groups and a `publish` callable.
+The package imports only `distill`, neither `actors` nor Ray: the loop receives a source of groups
+and a `publish` callable.
 """

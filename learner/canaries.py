@@ -1,7 +1,8 @@
 """Canaries of a learner's frozen models: copies of teachers or their heads, adapters' bases.
 
-    checksums   of every weight on the worker: they never change for a frozen model, so a single
-                changed number is detected, whatever its effect on rows, and its tensor is named
+    checksums   of every weight on the worker: the weights of a frozen model never change, so a
+                single changed number is detected, whatever its effect on rows, and the changed
+                tensor is named
     answers     log-probs of fixed rows by the forward pass of the loss: they reveal a wrong T, or a
                 change of the computation, which leave the weights unchanged
 
@@ -34,7 +35,8 @@ from learner.sharding import local, stored
 # Number of tokens at each position, besides the row's own, whose log-probs are compared. They are
 # taken from the whole distribution, as for estimator=full.
 _LISTED = 16
-# As `Teacher.read`: log-probs at T of each row's own tokens, and of given tokens there.
+# Signature of `Teacher.read`: log-probs at T of each row's trained tokens, and of given tokens at
+# the same positions.
 Read = Callable[[Sequence[TrainingRow], TokenArray], list[tuple[FloatArray, FloatArray]]]
 
 
@@ -43,7 +45,7 @@ class CopyQuestion:
     """Canary request to every worker.
 
     Attributes:
-        company: numbers of other rows in the batch; the canary rows are scored once for each.
+        company: number of other rows in the batch; the canary rows are scored once for each entry.
         base: also check the model without its adapter, which is the reference.
     """
 
@@ -160,7 +162,7 @@ class Base(NamedTuple):
     def read(
         self, rows_B: Sequence[TrainingRow], _ids_K: TokenArray
     ) -> list[tuple[FloatArray, FloatArray]]:
-        """See `Read`; it lists no tokens."""
+        """Log-probs of the rows' trained tokens, and none of other tokens. See `Read`."""
         return [(own_N, np.empty(0, np.float32)) for own_N in self.logprobs([list(rows_B)])[0]]
 
 
@@ -212,7 +214,7 @@ def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
 def _read_head(
     head: TeacherHead, rows_B: Sequence[TrainingRow], ids_K: TokenArray
 ) -> list[tuple[FloatArray, FloatArray]]:
-    """Log-probs at drawn hidden states, alike for the same tokens: no engine is asked for any."""
+    """Log-probs at random hidden states, seeded by the row's tokens. No engine is called."""
     weight = head.projection.weight
     given_B = []
     for row in rows_B:

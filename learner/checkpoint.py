@@ -1,18 +1,17 @@
-"""Checkpoints: written whole or not at all, newest complete one found again, old ones dropped.
+"""Checkpoints of a run: written completely or not at all, read back, and deleted when superseded.
 
     out/checkpoints/step-000010/
         model/          Hugging Face checkpoint with its tokenizer: transformers and SGLang load it
-        adapter/        with LoRA: the adapter alone, as peft saves it
-        optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint's
-                        safetensors)
+        adapter/        with LoRA: only the adapter, in peft's format
+        optimizer/      AdamW's state, a part per worker (torch.distributed.checkpoint, safetensors)
         trainer.json    schedule and RNG
         manifest.json   step, delivery state, size and SHA-256 of every file: written last
     out/checkpoints/best.json       the step of the best evaluation, its metric and value
-    out/checkpoints/held.json       the step that is being evaluated beside training
+    out/checkpoints/held.json       the step that is evaluated concurrently with training
     out/checkpoints/trusted.json    the step up to which the teacher's scores are proven
 
-A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint; and
-none whose files have changed since, which is looked at when a run resumes.
+A directory is written under a temporary name, synced, and renamed. A directory without a manifest
+is not a checkpoint. A run that resumes rejects a checkpoint whose files were changed later.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Checkpoint:
     """A complete checkpoint on disk.
 
     Attributes:
-        delivery: which prompt groups its weights contain.
-        seal: digest of all that is in it.
+        delivery: the prompt groups that the weights were trained on.
+        seal: digest of the whole checkpoint.
     """
 
     path: Path
@@ -72,7 +71,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best evaluation: of which step's weights, and the value of which metric."""
+    """The best evaluation: the step of its weights, and the metric with its value."""
 
     step: int
     metric: str
@@ -80,14 +79,14 @@ class Best:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: the newest, the best, and some of those between."""
+    """Checkpoints of one run: the newest, the best, and some older ones."""
 
     def __init__(self, root: str | Path, keep: int, keep_every: int = 0, window: int = 0) -> None:
         """
         Args:
-            keep: how many of the newest stay.
-            keep_every: so do those of steps that it divides; 0: none of them.
-            window: so do those from which any of the newest so many steps can be done again.
+            keep: number of newest checkpoints to keep.
+            keep_every: keep also each checkpoint whose step is divisible by this; 0: disabled.
+            window: number of newest steps of which each can be replayed from a kept checkpoint.
         """
         assert keep >= 1 and keep_every >= 0
         self.root = Path(root)
@@ -101,15 +100,15 @@ class CheckpointStore:
         write: Callable[[Path], object],
         delivery: Mapping[str, Any],
     ) -> Checkpoint:
-        """Writes a checkpoint into a new directory, and drops older ones that are not to be kept.
+        """Write a checkpoint into a new directory, and delete superseded checkpoints.
 
-        A step has one state: where it is saved already, it is left as it is.
+        An intact checkpoint of the same step and delivery state is not written again.
 
         Raises:
-            CheckpointError: it could not be written (disk full, say). Earlier ones are untouched.
+            CheckpointError: writing failed (full disk, say). Earlier checkpoints are unchanged.
         """
         final = self.root / f"step-{step:06d}"
-        for left in self.root.glob(".step-*.partial"):  # by a process that was killed
+        for left in self.root.glob(".step-*.partial"):  # left by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         if (saved := self._saved(final, delivery)) is not None:
             return saved
@@ -128,7 +127,7 @@ class CheckpointStore:
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
             raise CheckpointError(self._explain(final, error)) from error
         for old in self._superseded():
-            gone = old.path.with_name(f".{old.path.name}.partial")  # removed by the next one
+            gone = old.path.with_name(f".{old.path.name}.partial")  # the next save removes the rest
             try:
                 old.path.rename(gone)
                 shutil.rmtree(gone)
@@ -139,7 +138,7 @@ class CheckpointStore:
         return made
 
     def _superseded(self) -> list[Checkpoint]:
-        held = self._held()  # before the best, which it may become
+        held = self._held()  # before `best`: the held checkpoint may become the best between them
         best = self.best()
         complete = self.complete()
         trusted = self._newest_trusted(complete)
@@ -154,23 +153,22 @@ class CheckpointStore:
         ]
 
     def _first_needed(self, complete: Sequence[Checkpoint]) -> float:
-        """The step of the oldest checkpoint that the window needs."""
+        """Step of the oldest checkpoint that the window needs."""
         if not self._window or not complete:
             return float("inf")
         before = complete[-1].step - self._window
         return max((each.step for each in complete if each.step <= before), default=before)
 
     def hold(self, step: int) -> None:
-        """Keeps the checkpoint of a step, written or not yet, until `release`, or another is held.
+        """Keep the checkpoint of a step, written or not yet, until `release` or the next `hold`.
 
-        Raises:
-            CheckpointError: the mark could not be written.
+        Raises CheckpointError if the mark cannot be written.
         """
         self._mark(_HELD, {"step": step})
 
     def release(self) -> None:
-        """Leaves the checkpoint that was held to the rules of all."""
-        with suppress(OSError):  # of a disk that may only be read: one checkpoint more stays
+        """End `hold`: the checkpoint is deleted when it is superseded."""
+        with suppress(OSError):  # on a read-only disk the mark, and so the checkpoint, stays
             (self.root / _HELD).unlink(missing_ok=True)
 
     def _held(self) -> int | None:
@@ -183,10 +181,9 @@ class CheckpointStore:
             return None
 
     def trust(self, step: int) -> None:
-        """Notes that the weights up to this step are proven: the newest checkpoint of those stays.
+        """Record that weights up to this step are proven, and keep the newest such checkpoint.
 
-        Raises:
-            CheckpointError: the mark could not be written.
+        Raises CheckpointError if the mark cannot be written.
         """
         self._mark(_TRUSTED, {"step": step})
 
@@ -197,18 +194,17 @@ class CheckpointStore:
         )
 
     def best(self) -> Best | None:
-        """The best evaluation that `mark_best` was told of; None if its checkpoint is gone."""
+        """Evaluation of the last `mark_best`; None if its checkpoint no longer exists."""
         try:
             best = Best(**json.loads((self.root / _BEST).read_bytes()))
-        except (OSError, ValueError, TypeError):  # there is none, or it was edited: the next counts
+        except (OSError, ValueError, TypeError):  # a missing or edited file is the same as no mark
             return None
         return best if any(each.step == best.step for each in self.complete()) else None
 
     def mark_best(self, best: Best) -> None:
-        """Marks the checkpoint of the best evaluation: it stays until there is a better one.
+        """Mark the checkpoint of the best evaluation, and keep it until another one is marked.
 
-        Raises:
-            CheckpointError: the mark could not be written.
+        Raises CheckpointError if the mark cannot be written.
         """
         self._mark(_BEST, asdict(best))
 
@@ -224,15 +220,15 @@ class CheckpointStore:
     def latest(
         self, say: Callable[[str], None] = logger.warning, before: int | None = None
     ) -> Checkpoint | None:
-        """The newest checkpoint whose files are as they were written; None where no step was saved.
+        """Read the newest intact checkpoint, every file of it; None if there are none.
 
-        With `before`, that of an earlier step; None where no step before it was saved, ever.
-
-        Reads all of it. `say` is told which newer ones are damaged, by which file, and what is
-        lost with them.
+        Args:
+            say: receives a message for each newer checkpoint that is damaged: the damaged file,
+                and the steps that are lost.
+            before: consider only checkpoints of earlier steps.
 
         Raises:
-            CheckpointError: checkpoints exist and not one of them is intact, or of an earlier step.
+            CheckpointError: none of the checkpoints is intact.
         """
         damaged: dict[str, str] = {}
         for path in reversed(self._directories()):
@@ -259,10 +255,10 @@ class CheckpointStore:
         return None
 
     def of_step(self, step: int) -> Checkpoint | None:
-        """The checkpoint of a step, None if there is none. Reads all of it.
+        """Read the checkpoint of a step, every file of it; None if there is none.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the checkpoint is damaged.
         """
         path = self.root / f"step-{step:06d}"
         if not path.is_dir():
@@ -273,10 +269,10 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
 
     def set_aside_after(self, step: int) -> None:
-        """Renames later checkpoints, which `latest` passed over, to `*.damaged`.
+        """Rename checkpoints of later steps, which `latest` skipped, to `*.damaged`.
 
         Raises:
-            CheckpointError: it cannot be done.
+            CheckpointError: a directory cannot be renamed.
         """
         for path in self._directories():
             if _step(path) > step:
@@ -290,7 +286,7 @@ class CheckpointStore:
                     ) from error
 
     def complete(self) -> list[Checkpoint]:
-        """Checkpoints with all their files in full size, oldest first; contents are not read."""
+        """Checkpoints whose files have their full sizes, oldest first. Contents are not read."""
         found = []
         for path in self._directories():
             with suppress(_Damaged):
@@ -303,7 +299,7 @@ class CheckpointStore:
         return sorted((p for p in self.root.iterdir() if _NAME.match(p.name)), key=_step)
 
     def _saved(self, path: Path, delivery: Mapping[str, Any]) -> Checkpoint | None:
-        """The checkpoint at `path`, if it is intact and of this state."""
+        """Checkpoint at `path` if it is intact and has this delivery state, otherwise None."""
         try:
             found = _read(path)
             if found.delivery != delivery:
@@ -328,7 +324,7 @@ class CheckpointStore:
 
 
 class _Damaged(Exception):
-    """A directory that is no whole checkpoint; the message says why."""
+    """Directory that is not a complete checkpoint; the message has the reason."""
 
 
 def _step(path: Path) -> int:
@@ -348,14 +344,14 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    """Digest of a manifest's other fields: through their digests, of the whole checkpoint."""
+    """Digest of the manifest's other fields, which include the digests of all files."""
     rest = {name: value for name, value in manifest.items() if name != "seal"}
     written = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(written.encode(errors="backslashreplace")).hexdigest()
 
 
 def _read(path: Path) -> Checkpoint:
-    """The checkpoint at `path` if its manifest is there and every file has the size it names."""
+    """Read the manifest at `path` and compare the sizes of all files; raises _Damaged."""
     manifest = _manifest(path)
     if manifest.get("seal") != (seal := _seal(manifest)):
         raise _Damaged("manifest.json was edited: its fields are not those it was sealed with")
@@ -376,7 +372,7 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _verify(path: Path) -> None:
-    """Raises _Damaged if a file is not as it was written."""
+    """Raise _Damaged if the contents of a file have changed since it was written."""
     try:
         written = _manifest(path)["sha256"]
         there = digests(path, written)
@@ -388,7 +384,7 @@ def _verify(path: Path) -> None:
 
 
 def _read_whole(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, all of whose files are read; raises _Damaged."""
+    """Read the checkpoint at `path`, and verify the contents of its files; raises _Damaged."""
     found = _read(path)
     _verify(path)
     return found
@@ -397,5 +393,5 @@ def _read_whole(path: Path) -> Checkpoint:
 def link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or a file system without hard links
         shutil.copy2(source, target)

@@ -1,10 +1,10 @@
-"""Checkpoints of a training loop: at once, or from a copy of the state while training goes on.
+"""Writer of a training loop's checkpoints: in the caller's thread, or concurrently with training.
 
     save      writes the state; returns the checkpoint
     begin     copies the state and returns; a thread writes the copy
-    written   what has become of it          waits for: the thread, if it is asked to
+    written   returns the checkpoint of the last `begin`    waits for: the thread, with `wait=True`
 
-One checkpoint is written at a time, whole or not at all in either way.
+One checkpoint is written at a time, completely or not at all.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A checkpoint that was written beside training, and the seconds that its thread took."""
+    """Checkpoint that was written concurrently with training, and the seconds that it took."""
 
     checkpoint: Checkpoint
     seconds: float
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one loop."""
+    """Writes the checkpoints of one training loop."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class CheckpointWriter:
     ) -> None:
         """
         Args:
-            background: whether `begin` copies; None: where the copy takes at most half of the
-                memory that is free.
+            background: whether `begin` copies the state; None: if the copy takes at most half of
+                the free memory.
         """
         self._learner, self._tokenizer, self._store = learner, tokenizer, store
         self._background = background
@@ -57,19 +57,23 @@ class CheckpointWriter:
         self._latest: Future[Written] | None = None
 
     def save(self, step: int, delivery: Mapping[str, Any]) -> Checkpoint:
-        """Writes the present state, after the copy that is being written, if one is.
+        """Write the current state. First wait until the thread has written its copy, if any.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self._wait()
         write = partial(self._learner.save, tokenizer=self._tokenizer)
         return self._store.save(step=step, write=write, delivery=delivery)
 
     def begin(self, step: int, delivery: Mapping[str, Any]) -> Checkpoint | None:
-        """Copies the present state, which a thread then writes: None.
+        """Copy the current state, start a thread that writes the copy, and return None.
 
-        Waits for the copy before it. Where nothing is copied it is `save`, and raises as that does.
+        First wait until the previous copy is written. If the state is not copied, the same as
+        `save`.
+
+        Raises:
+            CheckpointError: the state was not copied, and the checkpoint could not be written.
         """
         self._wait()
         self._latest = None
@@ -80,10 +84,10 @@ class CheckpointWriter:
         return None
 
     def written(self, *, wait: bool) -> Written | None:
-        """The checkpoint that was begun last; None if there is none, or it is not written yet.
+        """Checkpoint of the last `begin`; None if there is none, or it is not written yet.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._latest is None or not (wait or self._latest.done()):
             return None

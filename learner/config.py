@@ -26,7 +26,7 @@ TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
 # A step of AdamW changes every trained number by about lr. An adapter's change is a product of two
 # small numbers, which bfloat16 engines round away until it exceeds half of their spacing.
 FULL_LR, LORA_LR = 1e-5, 1e-4
-# lora.targets: every Linear but the vocabulary projection.
+# lora.targets: every Linear except the vocabulary projection.
 ALL_LINEAR = "all-linear"
 
 
@@ -202,7 +202,9 @@ class LearnerSettings:
 
 
 def _with_rate(config: Any, settings: LearnerSettings) -> LearnerSettings:
-    """The settings of the section `learner` with a learning rate: the default for what is trained.
+    """Settings of the section `learner`, with the default learning rate if none is given.
+
+    The default depends on whether an adapter or the whole model is trained.
 
     Args:
         config: the object with the sections `learner` and `lora`.
@@ -213,7 +215,7 @@ def _with_rate(config: Any, settings: LearnerSettings) -> LearnerSettings:
 
 
 def learner_section(kind: type[LearnerSettings]) -> Any:
-    """The section `learner`, beside a section `lora`."""
+    """The section `learner` of a class that also has a section `lora`."""
     return section_field(kind, munger=default_munger(_with_rate))
 
 

@@ -1,6 +1,6 @@
 """Export of the learner's weights, with the names and shapes of the checkpoint it started from.
 
-    check_export(path)                    rejects models that no server could read, before a run
+    check_export(path)                    rejects models that servers could not read, before a run
     names = Names.of(model, path)         for the leader's model, before an adapter or sharding
     plain = plain_weights(model)          the model's own tensors, an adapter merged into them
     Exported(model, names, plain, ...)    one tensor for each tensor of the checkpoint
@@ -63,7 +63,7 @@ def check_export(
 
     Raises:
         CheckpointError: there is no such model at `path`; or a tensor or a field of its config
-            differs from what is saved; the message names the first one.
+            differs from what would be saved; the message names the first one.
     """
     if not weight_files(path):
         return
@@ -109,15 +109,15 @@ class RoundedUpdate:
 
         lost share = 1 - sum(E D) / sum(D D)
 
-    A weight moves in the rounded model only once its change passes half a step of the grid, a few
-    thousandths of its size in bfloat16; so at first next to nothing arrives.
+    A rounded weight moves only when its change exceeds half of the spacing of the grid, in bfloat16
+    a few thousandths of its size. So at first almost the whole change is lost.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def note(self, name: str, delta: Tensor, weight: Tensor, rounded: Tensor) -> None:
-        """One weight's D, W and round(W'); the newest of each name counts."""
+        """Record D, W and round(W') of one weight; replaces an earlier record of its name."""
         arrived = rounded.float().sub_(weight.to(rounded.dtype))
         self._sums[name] = torch.stack([(arrived * delta).sum(), delta.square().sum()])
 
@@ -133,11 +133,11 @@ class RoundedUpdate:
 def plain_weights(
     model: PreTrainedModel, rounded: RoundedUpdate | None = None
 ) -> dict[str, LazyTensor]:
-    """Every weight of the model by its name in it; of a model with an adapter, W' in place of W.
+    """Every weight of the model by its name; with an adapter, W' in place of W.
 
-    Each tensor once: a tied lm_head is left to its embedding. A weight without an adapter is
-    itself, not a copy. Sums are float32, rounded to the weight's own precision at the end; if to
-    another that was asked for, `rounded` notes what is lost.
+    Each tensor occurs once: a tied lm_head occurs as its embedding. A weight without an adapter is
+    not copied. Sums are computed in float32 and rounded to the weight's own dtype at the end.
+    If another dtype is requested, `rounded` records the share that is lost.
     """
     layers = adapted_layers(model)
     made: dict[str, LazyTensor] = {}
@@ -174,9 +174,9 @@ def _merging(
 
 
 class Exported:
-    """Exported tensors of a model. Each unit is converted once for all of its tensors.
+    """Exported tensors of a model. Each conversion unit is converted once for all of its tensors.
 
-    The tensors of the last unit are cached until they are read, or the weights change (`forget`).
+    The tensors of the last unit are cached until they are read, or until `forget`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Exported:
         """
         Args:
             plain: every stored tensor of the model, by its name in the model.
-            leads: True on the leader. Other workers take part in gathering, and keep nothing.
+            leads: True on the leader. Other workers take part in gathering, and keep no tensors.
         """
         self._model, self._plain, self._leads = model, plain, leads
         self._keeps = leads
@@ -206,7 +206,7 @@ class Exported:
             self._keeps = kept
 
     def forget(self) -> None:
-        """Drop cached tensors. Call it before the weights change."""
+        """Drop cached tensors. Call this before the weights change."""
         self._held = None
 
     def _make(self, unit: ConversionUnit, name: str, dtype: torch.dtype | None) -> Tensor:
@@ -214,7 +214,7 @@ class Exported:
             of, precision, tensors = self._held
             if of is unit and precision == dtype and name in tensors:
                 return tensors.pop(name)
-        self._held = None  # first, so that two units are never in memory together
+        self._held = None  # release the cached unit first: two units may not fit into memory
         self._held = (unit, dtype, self._convert(unit, dtype))
         return self._held[2].pop(name)
 
@@ -272,7 +272,7 @@ def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
-    """All names of each tensor, by the first name, under which it is stored."""
+    """All names of each tensor, by its first name, under which the tensor is stored."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
         names[id(tensor)].append(name)

@@ -1,15 +1,15 @@
 """FLOPs of a training step.
 
-Model FLOPs are what an ideal implementation needs, each row in full and once: matrix products only,
-a multiply-add being two. Recomputed activations do not count, nor does padding; a context that is
-run once for several rows counts for each of them. So
+Model FLOPs are those of an ideal implementation that runs each row in full and once. Only matrix
+products count, and a multiply-add counts as two. Recomputed activations and padding do not count; a
+context that is run once for several rows counts for each row. So
 
     model FLOPs utilisation (MFU) = model FLOPs / seconds / peak FLOPs per second of all devices
 
-as in Chowdhery et al. 2022 (PaLM), appendix B, except that a token's attention is to what it sees,
-half of the row on average, and not to all of it. The backward pass takes twice the forward pass
-(Kaplan et al. 2020, section 2.1): once for the gradients of the inputs, and once for those of the
-weights, which frozen weights do without.
+as in Chowdhery et al. 2022 (PaLM), appendix B, except that a token attends only to the tokens
+that it sees, half of the row on average. The backward pass takes twice the forward pass
+(Kaplan et al. 2020, section 2.1): once for the gradients of the inputs, and once for the gradients
+of the weights, which frozen weights do not have.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from distill.objective.batching import RowShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """FLOPs of matrix products by weights, for one token."""
+    """FLOPs of matrix products with weights, for one token."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     @classmethod
     def by(cls, weights: float, *, trained: bool) -> Products:
-        """Products of a linear map with so many weights."""
+        """Products of a linear map with `weights` weights."""
         return cls(forward=2 * weights, backward=2 * weights * (2 if trained else 1))
 
     def __add__(self, other: Products) -> Products:
@@ -48,10 +48,11 @@ class ModelFlops:
     """FLOPs of a causal LM, or of a reward model, by part.
 
     Attributes:
-        decoder: of every token.
-        projection: of every trained token: the vocabulary projection.
-        attention: of every pair of a token and one that it sees, forward: 4 x heads x head_dim,
-            one entry for each layer, with the layer's sliding window (None: it sees all).
+        decoder: FLOPs of the decoder per token.
+        projection: FLOPs of the vocabulary projection per trained token.
+        attention: one entry for each layer: its sliding window in tokens (None: full attention),
+            and the forward FLOPs for each pair of a token and a token that it sees,
+            4 x heads x head_dim.
     """
 
     decoder: Products
@@ -60,23 +61,23 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
-        """Read off its modules and config; None where they do not determine it.
+        """FLOPs from the model's modules and config; None if these do not determine the FLOPs.
 
-        They do not for layers that are not attention (or attend by another rule than a window),
-        nor for experts whose config does not say how many of them a token visits.
+        That is the case for layers that are not attention (or use another mask than a window), and
+        for experts if the config has no number of experts per token.
         """
         decoder = _decoder(model)
         attention = _attention(model.config.get_text_config())
         if decoder is None or attention is None:
             return None
         weight: Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
-        projection = Products()  # a reward model's is one number of one token
+        projection = Products()  # neglected for a reward model: one number of one token
         if weight is not None:
             projection = Products.by(weight.numel(), trained=weight.requires_grad)
         return cls(decoder=decoder, projection=projection, attention=attention)
 
     def forward(self, rows_D: Iterable[RowShape]) -> float:
-        """FLOPs of the rows' log-probs."""
+        """FLOPs of computing the rows' log-probs."""
         return sum(
             len(row) * self.decoder.forward
             + row.num_trained * self.projection.forward
@@ -85,7 +86,7 @@ class ModelFlops:
         )
 
     def training(self, rows_D: Iterable[RowShape]) -> float:
-        """FLOPs of the rows' log-probs and their gradients."""
+        """FLOPs of computing the rows' log-probs and their gradients."""
         rows_D = list(rows_D)
         return self.forward(rows_D) + sum(
             len(row) * self.decoder.backward
@@ -99,7 +100,7 @@ class ModelFlops:
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees, itself and at most the `window` last ones."""
+    """Number of pairs of a token and a token that it sees: the last `window`, itself included."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
@@ -121,7 +122,7 @@ def _decoder(model: PreTrainedModel) -> Products | None:
                 continue  # biases of experts
             elif of_experts or weight.ndim > 2:
                 return None
-            elif isinstance(module, nn.Linear):  # whose weights may be stored packed
+            elif isinstance(module, nn.Linear):  # its weights may be stored packed
                 used = module.in_features * module.out_features
             else:
                 used = weight.numel()
@@ -130,11 +131,11 @@ def _decoder(model: PreTrainedModel) -> Products | None:
 
 
 def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
-    """Each layer's window, and FLOPs of a pair of tokens."""
+    """Window of each layer, and its FLOPs for a pair of tokens; None if the config lacks them."""
     if not isinstance(getattr(config, "num_attention_heads", None), int):
         return None
     heads, _, head_dim = HeadSizes.of(config)
-    # Keys and values differ in size where they are compressed (DeepSeek's latent attention).
+    # Compressed keys and values differ in size (DeepSeek's latent attention).
     query_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     window = getattr(config, "sliding_window", None)

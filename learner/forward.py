@@ -1,7 +1,7 @@
 """Forward pass of the learner over a batch: log-probs of the trained tokens only, or scores.
 
-The samples of a group have a common prompt. If that saves enough, the prompt is run once for all of
-them, forward and backward: their gradients accumulate in its keys and values.
+The samples of a group have a common prompt. If this saves enough, the prompt is run once for all
+samples, forward and backward: the samples' gradients accumulate in the prompt's keys and values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Forward:
         event: Event = (),
         replay: RoutingReplay | None = None,
     ) -> None:
-        """Replace the model's attention function. Run the model only through this object then.
+        """Replace the model's attention function. Then run the model only through this object.
 
         Args:
             dtype: autocast dtype of matrix products; None: the dtype of the weights. Log-probs are
@@ -59,9 +59,9 @@ class Forward:
             root: FSDP root of a sharded model; the model is used inside its forward.
             shares: result of `shares_prefixes` before the model was sharded: inside FSDP, a forward
                 pass that raises would leave a layer unsharded. None: probe here.
-            packs: rows are concatenated without padding into one row.
+            packs: concatenate rows into one row without padding.
             event: tokens that are one outcome in all statistics (`distill.stops`).
-            replay: makes the model's routers choose the experts that the rows contain.
+            replay: makes the model's routers choose the experts that are recorded in the rows.
 
         Raises:
             ConfigError: the model's logits cannot be reproduced, or packing is not supported.

@@ -1,13 +1,14 @@
 """Frozen models in the learner: its copies of teachers or their heads, and DPO's reference.
 
-A learner with several workers shards them as it does the student (`learner.sharding`): each worker
-holds its share of the weights, and a layer is gathered while it runs. A pass is collective then:
-all workers run the same models in the same order, each on rows of its own. `LearnerWorker` gets as
-many micro-batches as the others; where those of one round have different teachers, `LocalTeachers`
-runs each of these teachers on every worker.
+A learner with several workers shards frozen models like the student (`learner.sharding`): each
+worker holds its share of the weights, and a layer is gathered while it runs. A pass is then
+collective: all workers run the same models in the same order, each on its own rows. Every
+`LearnerWorker` gets the same number of micro-batches. If the micro-batches of one round have
+different teachers, `LocalTeachers` runs each of these teachers on every worker.
 
-A head needs no pass: a teacher's engine has given the hidden states (`distill.states`), and from
-these on both kinds are the same (`VocabularyHead.distribution_of`).
+A head needs no pass of the model: the teacher's engine returned the hidden states
+(`distill.states`). The computation from hidden states to distributions is the same for copies and
+heads (`VocabularyHead.distribution_of`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from learner.sharding import Root, reshard, shard
 
 
 class Teacher(ABC):
-    """A teacher's distributions in the learner, by a copy of the teacher or by its head alone.
+    """A teacher in the learner: a copy of the model, or only its head.
 
     Attributes:
         path: the checkpoint.
@@ -57,8 +58,11 @@ class Teacher(ABC):
     def read(
         self, rows_B: Sequence[TrainingRow], ids_K: TokenArray
     ) -> list[tuple[FloatArray, FloatArray]]:
-        """(log q_T of each row's trained tokens, of the tokens `ids_K` there): (N,) and (N, K), off
-        the distribution that the loss is given."""
+        """Read log q_T from the distributions that the loss uses.
+
+        Returns for each row log q_T of its N trained tokens, (N,), and of the tokens `ids_K` at the
+        same positions, (N, K).
+        """
         batch = collate(rows_B, self._device)
         log_q = self.distribution_of(batch)
         columns_N = as_outcomes(batch.tokens_N, self.event)
@@ -79,17 +83,17 @@ class Teacher(ABC):
 
 
 class TeacherHead(Teacher):
-    """A served teacher's vocabulary projection, which the rows' hidden states are given to.
+    """Vocabulary projection of a served teacher, applied to the hidden states in the rows.
 
-    The whole head is on every worker. It is used in the dtype that the teacher is served in, which
-    the states have.
+    Every worker holds the whole head. It is used in the dtype of the states, which is the dtype
+    that the teacher is served in.
     """
 
     def __init__(self, path: str, *, device: str, event: Event = ()) -> None:
-        """Load the head, and nothing else of the checkpoint.
+        """Load only the head of the checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the head cannot be read.
         """
         self.path, self.event, self._device = path, event, device
         self.head, self.config = load_head(path, device=device, event=event)
@@ -98,7 +102,7 @@ class TeacherHead(Teacher):
 
     @property
     def projection(self) -> nn.Linear:
-        """The projection as it was loaded."""
+        """The projection in the dtype of its checkpoint."""
         return cast(nn.Linear, self.head.projection)
 
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
@@ -110,7 +114,7 @@ class TeacherHead(Teacher):
 
 
 class FrozenModel(Teacher):
-    """A checkpoint without optimizer; each worker of a replica holds a share of its weights.
+    """A model without optimizer; each worker of a replica holds a share of its weights.
 
     Attributes:
         model: the model; its parameters are sharded if the group has several workers.
@@ -133,7 +137,7 @@ class FrozenModel(Teacher):
             dtype: dtype of the weights.
             compute_dtype: dtype of matrix products; None: that of the weights.
             event: tokens that are one outcome (`distill.stops`).
-            room: bytes that its workers here may fill; None: those that are free.
+            room: bytes that the workers on this device may fill; None: the free memory.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
@@ -176,16 +180,19 @@ class FrozenModel(Teacher):
             self._release()
 
     def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
-        """log q_T of each row's trained tokens, by batch and row. All workers pass as many
-        batches."""
+        """log q_T of each row's trained tokens, by batch and row.
+
+        All workers pass the same number of batches.
+        """
         made = [self._forward.logprobs_by_row(collate(rows, self._device)) for rows in batches]
         self._release()
         return made
 
 
 class LocalTeachers:
-    """The learner's copies or heads of teachers by name; each has the distributions for the rows
-    that name it, at their own T.
+    """The learner's copies and heads of teachers by name.
+
+    Each teacher returns distributions for the rows with its name, at each row's own T.
 
     Attributes:
         models: the copies and heads by name.
@@ -201,12 +208,16 @@ class LocalTeachers:
         group: WorkerGroup | None = None,
         heads: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`models` and `heads` are checkpoints by the teachers' names: those that are copied, and
-        those whose head alone is loaded; the others as for `FrozenModel`.
+        """
+        Args:
+            models: checkpoints to copy, by the teachers' names.
+            heads: checkpoints of which only the head is loaded, by the teachers' names.
+
+        The other arguments are those of `FrozenModel`.
 
         Raises:
-            CheckpointError: one cannot be loaded.
-            ConfigError: one does not fit into memory.
+            CheckpointError: a checkpoint cannot be loaded.
+            ConfigError: a copy does not fit into memory.
         """
         group = group or WorkerGroup(None, device)
         load = partial(FrozenModel, group=group, dtype=dtype, device=device, event=event)
@@ -216,7 +227,7 @@ class LocalTeachers:
 
     @property
     def heads(self) -> list[str]:
-        """Names of the teachers of which the learner has the head alone."""
+        """Names of the teachers of which the learner has only the head."""
         return [name for name, each in self.models.items() if isinstance(each, TeacherHead)]
 
     def distribution_of(
@@ -225,8 +236,8 @@ class LocalTeachers:
         """log q_T of slices of the batch's trained tokens, by the batch's teacher.
 
         Args:
-            in_round: names of the teachers of the batches that all workers run in this round, alike
-                on all of them; None: there is one worker.
+            in_round: names of the teachers of all workers' batches in this round, the same on every
+                worker; None: there is one worker.
         """
         own, *others = {row.teacher for row in batch.rows}
         assert not others, "a batch has one teacher"
@@ -256,10 +267,10 @@ def _shortest(row: TrainingRow) -> TrainingRow:
 
 
 def as_seen(row: TrainingRow) -> TrainingRow:
-    """The row as its teacher sees it: with the privileged context, where there is one.
+    """The row as its teacher sees it: with the privileged context, if any.
 
-    Its trained tokens are the row's own, in the same order. Which experts the engine sent them to
-    is forgotten: a teacher routes by itself.
+    Its trained tokens are those of the row, in the same order. The experts that the engine chose
+    are dropped, because the teacher's own routers choose.
     """
     row = row if row.experts_TLK is None else replace(row, experts_TLK=None)
     context_T = row.teacher_context_T

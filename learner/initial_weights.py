@@ -2,13 +2,13 @@
 
     initial = InitialWeights(path, group)           the model: shapes, and uninitialised memory
     initial.probe()                                 on the leader
-    add_lora(initial.model, config), ...            the model's own Linears stay in it
+    add_lora(initial.model, config), ...            the model keeps its own Linears
     shard(initial.model, group, dtype, initial)     calls `fill`, which sets the values
 
 The leader reads the checkpoint one conversion unit at a time (a tensor, or a layer's experts), and
-sends each worker its shard. So main memory holds the shards, and on the leader one more unit. A
-checkpoint that cannot be read tensor by tensor (pytorch_model.bin, or quantised) is held whole by
-the leader until it is sharded.
+sends each worker its shard. So main memory holds the shards, and on the leader one more unit. If a
+checkpoint cannot be read tensor by tensor (pytorch_model.bin, or quantised), the leader holds the
+whole model until it is sharded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from learner.sharding import hand_out, layers_of
 
 
 class InitialWeights:
-    """The initial model of the workers, with values that are read from the checkpoint in `fill`.
+    """Initial model of the workers; `fill` sets its values from the checkpoint.
 
     Attributes:
-        model: the model; present on every worker.
+        model: the model, on every worker.
 
     Raises:
         CheckpointError: the weights are missing, corrupt or incomplete.
@@ -68,7 +68,7 @@ class InitialWeights:
         self._places = {name: _place(self.model, name) for name in self._dtypes}
 
     def probe(self) -> bool:
-        """Result of `shares_prefixes`. Leader only: other workers have no values."""
+        """Result of `shares_prefixes`. Call only on the leader: other workers have no values."""
         if self._values is None:
             return shares_prefixes(self.model.eval())
         return shares_prefixes(self._shallow(self._values))
@@ -107,7 +107,7 @@ class InitialWeights:
         """Read the checkpoint's headers, and the buffers, which are not sharded."""
         fresh = () if self._padding is None else (HEAD_WEIGHT,)
         self._values = values = CheckpointValues(self.model, self._path, fresh)
-        needed = values.bytes_of(_probed(self.model))  # more than any unit takes
+        needed = values.bytes_of(_probed(self.model))  # more than any conversion unit
         require_main_memory(needed, f"loading {self._path} tensor by tensor")
         allocate(self.model, values.missing)
         buffers = dict(self.model.named_buffers())

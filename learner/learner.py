@@ -38,8 +38,7 @@ from learner.sharded_model import ShardedModel
 
 
 class Learner(ShardedModel):
-    """Trains a model with losses on rows. Leads the workers that hold the model, or is the only
-    worker.
+    """Trains a model with losses on rows. It leads the other workers, if there are any.
 
     Raises: as `ShardedModel`.
     """
@@ -70,7 +69,7 @@ class Learner(ShardedModel):
         self._flops = ModelFlops.of(self.model)
 
     def step(self, *parts: Part) -> dict[str, float]:
-        """One optimizer step over all rows, accumulated in micro-batches under the token budget.
+        """Take one optimizer step over all rows, in micro-batches under the token budget.
 
         Returns `train/*` metrics, and those of the parts' losses; `time/forward`, `time/backward`
         and `time/optimizer`, in seconds; and `train/tflops_per_s` of all workers together, from the
@@ -107,7 +106,7 @@ class Learner(ShardedModel):
             "train/grad_norm": norm,
             "train/lr": updates[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),
-            # counted before shared contexts are deduplicated
+            # Counted before shared contexts are deduplicated.
             "train/padding_share": 1 - sum(map(len, rows_D)) / sum(s.in_full for s in shapes),
         }
 
@@ -119,10 +118,11 @@ class Learner(ShardedModel):
         return finish_metrics(made)
 
     def forward_backward(self, part: Part) -> dict[str, float]:
-        """Adds the gradient of a part's loss to that of earlier calls, for `optim_step`.
+        """Add the gradient of a part's loss to that of earlier calls, for `optim_step`.
 
-        The loss is a mean over the part. With its number of tokens (or sequences) as `coef`, and
-        their total as the divisor of `optim_step`, several calls are one on all their rows.
+        The loss is a mean over the part. If `coef` is the part's number of tokens (or sequences),
+        and the divisor of `optim_step` is their total, several calls are equal to one call with all
+        rows.
 
         Returns the loss's metrics, `train/loss` (times `coef`), `time/forward`, `time/backward`.
 
@@ -176,18 +176,18 @@ class Learner(ShardedModel):
         return self._logprobs("logprobs", rows_D)
 
     def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """`logprobs` by the teacher of that name in the learner: a copy, or lagged or EMA."""
+        """`logprobs` by the lagged or EMA teacher, if any, else by the copy of teacher `name`."""
         if self.own_teacher is not None:
             with self.as_teacher():
                 return self.logprobs(rows_D)
         return self._logprobs("teacher_logprobs", rows_D, partial(FrozenBatches, name))
 
     def reference_logprobs(self, path: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """`logprobs` by a frozen checkpoint. It stays in memory until `drop_reference`.
+        """`logprobs` by a frozen checkpoint. Its model stays in memory until `drop_reference`.
 
         Raises:
-            CheckpointError: it cannot be loaded.
-            ConfigError: it does not fit into memory.
+            CheckpointError: the checkpoint cannot be loaded.
+            ConfigError: the model does not fit into memory.
         """
         return self._logprobs("reference_logprobs", rows_D, partial(FrozenBatches, path))
 

@@ -7,8 +7,8 @@
                                                 end of an engine's turn (distill/gpu_turn.py)
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
-The loop takes a source of groups and a `publish` callable, and is independent of queue and engines.
-A `publish` may return before the acknowledgements, once it no longer reads the weights.
+The loop receives a source of groups and a `publish` callable, and is independent of queue and
+engines. A `publish` may return before the acknowledgements, once it no longer reads the weights.
 Groups arrive as metadata; their tokens, and the rows built from them, are on the learner's workers
 (`learner.rollouts`).
 """
@@ -89,12 +89,11 @@ class Keep(Protocol):
         rows_D: Sequence[TrainingRow],
         tables: Sequence[TokenTable | None],
     ) -> None:
-        """Store chosen groups, their rows (see `rows_by_group`), and tables of all tokens of the
-        step."""
+        """Store chosen groups, their rows (see `rows_by_group`), and tables of all step tokens."""
         ...
 
     def flush(self) -> None:
-        """Write what a full disk did not take."""
+        """Write the groups that could not be written earlier because the disk was full."""
         ...
 
 
@@ -102,7 +101,7 @@ class Record(Protocol):
     """Stores the inputs of steps, so that they can be replayed."""
 
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
-        """Record the input of `step` before it trains: `groups_P` are the taken groups."""
+        """Record the input of `step` before it trains. `groups_P` are the taken groups."""
         ...
 
     def trained(
@@ -121,7 +120,7 @@ class SupervisedMix:
 
 
 class PolicyLoop:
-    """Trains a `Learner` on groups, a step at a time. The weight version is the step count."""
+    """Trains a `Learner` on groups, one step at a time. The weight version is the step count."""
 
     def __init__(
         self,
@@ -147,11 +146,12 @@ class PolicyLoop:
     ) -> None:
         """
         Args:
-            sleep: makes engines that share the learner's GPUs, and hold this version, release their
-                memory until the next `publish`, before which the learner releases its own; or
-                waits until they have released it in their turns.
+            sleep: called with the weight version before a step trains, for engines that share the
+                learner's GPUs and hold this version. Makes the engines release their memory until
+                the next `publish`, before which the learner releases its own; or waits until they
+                have released it in their turns.
             push_dtype: dtype that pushed weights are rounded to; None: not rounded.
-            pushes_adapter: the policy's engines hold the base, and get the adapter alone.
+            pushes_adapter: the policy's engines hold the base, and receive only the adapter.
             teach: pushes the learner's EMA or lagged teacher to its engines, if it has any.
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: receives the groups of each step after training; None: disabled.
@@ -172,7 +172,7 @@ class PolicyLoop:
         self.rollouts = Rollouts(learner, source, loss, teacher_weights)
         self._foresight = None
         if foresee is not None:
-            # These advantages, and the assignment of rows to several workers, need all groups.
+            # Advantages that compare groups, and the rows' assignment to workers, need all groups.
             together = loss.objective.compares_groups
             self._foresight = Foresight(
                 foresee, self.rollouts.fetch_ahead, whole=together or learner.workers > 1
@@ -270,8 +270,7 @@ class PolicyLoop:
         }
 
     def _take(self) -> tuple[StepGroups, StepPlan]:
-        """Take the step's groups, and wait until every worker has the trajectories that it trains
-        on."""
+        """Take the step's groups, and wait until every worker has the trajectories of its rows."""
         while True:
             taken = self._source.take(self._trained)
             if self._foresight is not None:
@@ -323,7 +322,7 @@ class PolicyLoop:
     def save(self) -> Checkpoint:
         """Write a checkpoint of the current state: weights, optimizer, RNG, trained groups."""
         saved = self.writer.save(self.step_count, self._trained.to_json())
-        if self._keep is not None:  # the disk has room, and this may be the run's end
+        if self._keep is not None:  # the disk has room now, and this may be the end of the run
             self._keep.flush()
         return saved
 

@@ -1,18 +1,17 @@
-"""LoRA through peft: a low-rank change of chosen Linears is trained, all other weights are frozen.
+"""LoRA through peft: train a low-rank change of chosen Linears, and freeze all other weights.
 
     W' = W + scale B A,   A (rank, in),  B (out, rank), zero at first,  scale = alpha / rank
 
-(Hu et al. 2021, arXiv:2106.09685, section 4.1.) peft puts its layers into the model that it is
-given, so that model remains the one to run. In order:
+(Hu et al. 2021, arXiv:2106.09685, section 4.1.) peft inserts its layers into the given model:
 
-    check_lora(settings, base)                      all that can be wrong, with no weights loaded
+    check_lora(settings, base)                      every check, without loading weights
     model = load_causal_lm(base, ...)
-    lora = add_lora(model, settings)                before anything looks at the model's modules
+    lora = add_lora(model, settings)                before other code inspects the model's modules
     Forward(model)                                  the model, not peft's wrapper of it
-    with adapter_off(lora): ...                     the base itself: a reference that costs nothing
+    with adapter_off(lora): ...                     the base: a reference without extra memory
     plain_weights(model)                            W', under the base's names (`learner.export`)
-    served_form(lora)                               or the adapter alone, for servers that can
-    save_adapter(path, lora, adapter_tensors(lora)) in peft's own format; `adapter=path` reads it
+    served_form(lora)                               for servers that compute the adapter themselves
+    save_adapter(path, lora, adapter_tensors(lora)) in peft's format; read by `lora.adapter=path`
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from learner.sharding import whole
 
 logger = logging.getLogger(__name__)
 
-# peft's name for an adapter that was given none. A learner has one.
+# peft's default name of an adapter. A learner has only one adapter.
 ADAPTER = "default"
 
-# Models whose adapters SGLang was seen to serve exactly (tests/actors/test_sglang_adapters.py), and
-# modules that it fuses, and so knows together. It fills in a k_proj that has no adapter.
+# Models whose adapters SGLang serves exactly (tests/actors/test_sglang_adapters.py), and modules
+# that SGLang fuses and serves only together. It fills in a k_proj without an adapter.
 _SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SERVED_TARGETS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -62,12 +61,12 @@ _SERVED_TARGETS = (
     ("down_proj",),
 )
 
-# Of an adapter's config: what says which W' it stands for,
+# Fields of an adapter's config that determine W',
 _READ = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
-# and what says nothing about it. Anything else must be off: it would not be merged.
+# and fields that do not affect W'. All other fields must be off: they would not be merged.
 _PASSED_OVER = (
     *("peft_type", "peft_version", "task_type", "auto_mapping", "inference_mode"),
     *("base_model_name_or_path", "revision", "lora_dropout"),
@@ -75,9 +74,7 @@ _PASSED_OVER = (
 
 
 def check_lora(settings: LoraSettings, base: str) -> float:
-    """Checks all that `add_lora` refuses, on a model of `base` without weights.
-
-    Returns the share of the model's weights that are adapted.
+    """Run the checks of `add_lora` without weights; return the share of weights that are adapted.
 
     Raises:
         CheckpointError: there is no model config at `base`, or no readable adapter.
@@ -102,10 +99,10 @@ def check_lora(settings: LoraSettings, base: str) -> float:
 
 
 def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
-    """Checks that the adapter that the settings describe is of the same form as a saved one.
+    """Check that the adapter of the settings has the same form as a saved one.
 
     Raises:
-        ConfigError: its rank, alpha or targets are others, or it does not fit the base.
+        ConfigError: rank, alpha or targets differ, or the adapter does not fit the base.
         CheckpointError: there is no readable adapter.
     """
     saved, _ = _adapter_fields(adapter)
@@ -129,14 +126,13 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Puts an adapter into `model` itself and freezes the rest; returns peft's wrapper of it.
+    """Insert an adapter into `model`, and freeze its other weights; return peft's wrapper.
 
-    The adapter is float32 whatever the model is. A fresh one is drawn from torch's generator, and
-    leaves the model's values as they are.
+    The adapter is always float32. A new one is drawn from torch's generator, and B = 0.
 
     Raises:
         CheckpointError: the adapter to start from cannot be read.
-        ConfigError: it, or the settings, do not fit the model.
+        ConfigError: the adapter, or the settings, do not fit the model.
     """
     lora = _inject(model, settings)
     if settings.adapter is not None:
@@ -147,22 +143,22 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     return lora
 
 
-@lru_cache(maxsize=8)  # asked for by the plan, and for each server
+@lru_cache(maxsize=8)  # called by the plan, and for each server
 def served_adapter(settings: LoraSettings, base: str) -> AdapterForm:
-    """`served_form` of the adapter that these settings describe, with no weights loaded.
+    """`served_form` of the adapter of these settings, without loading weights.
 
     Raises:
-        ConfigError: SGLang does not serve it beside the base.
+        ConfigError: as `served_form`.
         CheckpointError: there is no model config at `base`, or no readable adapter.
     """
     return served_form(_inject(meta_causal_lm(base), settings))
 
 
 def served_form(lora: PeftModel) -> AdapterForm:
-    """Form in which SGLang computes the adapter beside the base, instead of merged into it.
+    """Form in which SGLang computes the adapter in addition to the base, not merged into it.
 
     Raises:
-        ConfigError: SGLang has no such form of this adapter, or was not seen to serve it exactly.
+        ConfigError: SGLang has no such form of this adapter, or may not serve it exactly.
     """
     model = lora.get_base_model()
     if why := _unservable(model):
@@ -178,12 +174,12 @@ def served_form(lora: PeftModel) -> AdapterForm:
 
 
 def not_served(why: str) -> ConfigError:
-    """The error of weights=adapter where servers cannot compute the adapter, for a reason."""
+    """Error for weights=adapter if servers cannot compute the adapter."""
     return ConfigError(f"weights=adapter: {why}; or use weights=auto", field="weights.transport")
 
 
 def _unservable(model: nn.Module) -> str:
-    """Reason why SGLang does not serve the adapter in `model`; empty if it does."""
+    """Reason why SGLang cannot serve the adapter in `model`; empty if it can."""
     config: Any = model.config
     if (family := config.model_type) not in _SERVED_FAMILIES:
         return (
@@ -216,51 +212,47 @@ def _last(name: str) -> str:
 
 @contextmanager
 def adapter_off(lora: PeftModel) -> Iterator[None]:
-    """Within it the model is its base, exactly; the adapter is back on afterwards, come what may.
+    """Context manager in which the model is exactly its base.
 
-    No backward pass of what was computed outside may run within: layers that recompute their
-    activations would do so without the adapter.
+    Run no outer pass's backward in it: layers that recompute activations would lack the adapter.
     """
     trained = [parameter for parameter in lora.parameters() if parameter.requires_grad]
     with lora.disable_adapter():
-        # peft freezes them as well. FSDP takes note of that in its first forward pass, for good.
+        # peft also freezes the adapter. FSDP would record that for good in its first forward pass.
         for parameter in trained:
             parameter.requires_grad_(True)
         yield
 
 
 def adapter_tensors(lora: PeftModel) -> dict[str, Tensor]:
-    """The adapter's present tensors under the names that peft saves; the next step changes them.
+    """The adapter's current tensors by peft's names. The next step changes them.
 
-    Where they are sharded this is a collective, and the tensors are whole on every rank.
+    If the model is sharded, this is a collective, and every rank gets whole tensors.
     """
     named = get_peft_model_state_dict(lora, adapter_name=ADAPTER, save_embedding_layers=False)
     return {name: whole(tensor.detach()) for name, tensor in named.items()}
 
 
 def save_adapter(path: str | Path, lora: PeftModel, tensors: Mapping[str, Tensor]) -> None:
-    """Writes `adapter_tensors` and their config: `PeftModel.from_pretrained(base, path)` loads it.
-
-    Of `lora` only the config is read, so one rank of several may call it alone.
-    """
+    """Write tensors and config for `PeftModel.from_pretrained(base, path)`. Not a collective."""
     Path(path).mkdir(parents=True, exist_ok=True)
     on_cpu = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
     save_file(on_cpu, Path(path) / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
     config: Any = copy(lora.peft_config[ADAPTER])
-    config.inference_mode = True  # who loads it has it frozen, unless told otherwise
+    config.inference_mode = True  # loading the adapter freezes it by default
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(path))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Layers of a model with an adapter, by the names that their Linears have without it."""
+    """Layers with an adapter, by the names of their Linears in the model without the adapter."""
     modules = model.named_modules()
     return {name: module for name, module in modules if isinstance(module, LoraLayer)}
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """`add_lora` without the values of an adapter to start from; the model may have none either."""
+    """`add_lora` without loading the values of an adapter. The model may be on the meta device."""
     if settings.adapter is None:
         source, made_for = f"lora.targets={settings.targets or ALL_LINEAR}", None
         fields = _fresh(settings, model)
@@ -304,11 +296,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
 
 
 def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
-    """LoraConfig's fields of a fresh adapter.
-
-    Raises:
-        ConfigError: a target is none of the model, or the rank is above the model's width.
-    """
+    """LoraConfig's fields of a new adapter. Raise ConfigError if they do not fit the model."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = model.get_output_embeddings()
     adaptable = {name for name in linears if model.get_submodule(name) is not head}
@@ -316,7 +304,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
         raise ConfigError(
             f"{model.name_or_path!r} has no Linear that LoRA could adapt", field="lora.rank"
         )
-    # Servers know modules by their last names.
+    # Servers identify modules by the last part of their names.
     known = sorted({_last(name) for name in adaptable})
     if settings.targets in (None, ALL_LINEAR):
         targets = _but_for_experts(known, model)
@@ -341,10 +329,10 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """The names that peft does not take for a mixture's experts.
+    """The names that peft does not map to the experts of a mixture.
 
-    In some architectures a shared expert's Linears are named as the experts once were, whose
-    weights are one parameter now, and peft puts the parameter in the place of the name.
+    In some architectures the Linears of a shared expert have the names that the experts had before
+    their weights became one parameter. peft replaces such names with that parameter.
     """
     probe = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(probe, model, None)
@@ -353,12 +341,7 @@ def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
 
 
 def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
-    """LoraConfig's fields of a saved adapter, and the base that it names.
-
-    Raises:
-        CheckpointError: its config cannot be read.
-        ConfigError: it is not LoRA, or LoRA with an addition.
-    """
+    """LoraConfig's fields of a saved plain LoRA adapter, and the name of its base."""
     file = Path(path) / CONFIG_NAME
     try:
         saved = json.loads(file.read_text())
@@ -373,7 +356,7 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
             f"{file}: peft_type={kind!r}; LORA is the one that is trained here",
             field="lora.adapter",
         )
-    if saved.get("init_lora_weights") == "gaussian":  # like the default: how A was drawn
+    if saved.get("init_lora_weights") == "gaussian":  # only affects how A was drawn
         del saved["init_lora_weights"]
     defaults = LoraConfig().to_dict()
     for name in sorted(saved.keys() - {*_READ, *_PASSED_OVER}):
@@ -388,7 +371,7 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
-    """Raises ConfigError if the adapter's tensors are not those that the injected model has."""
+    """Raise ConfigError if the saved adapter has other tensors or shapes than the model."""
     if not (Path(path) / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise CheckpointError(
             f"lora.adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. "
@@ -404,7 +387,7 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
 
 
 def _other_shape(lora: PeftModel, path: str) -> str:
-    """The first tensor whose shape in the saved adapter is another; "" if all are alike."""
+    """Message about the first tensor whose shape in the saved adapter differs; "" if none does."""
     saved = tensor_shapes(path)
     made = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
     for name in [*made, *saved]:

@@ -1,6 +1,6 @@
-"""Memory estimate of a learner before its model is loaded: an error in place of an OOM kill.
+"""Memory estimate of a learner before its model is loaded, to raise an error before an OOM kill.
 
-Weights, gradients and moments are computed from the checkpoint's headers (`estimate_memory`);
+Weights, gradients and moments are computed from the checkpoint's headers (`estimate_memory`),
 passes from its config (`learner.pass_memory`). `learner.memory_plan` adds them up.
 """
 
@@ -101,8 +101,10 @@ def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
 
 
 def head_bytes(model: str, dtype: str) -> int:
-    """Bytes of a teacher's head in a worker (`learner.frozen.TeacherHead`): in the precision of its
-    checkpoint, and again in the `dtype` of its states where that is another."""
+    """Bytes of a teacher's head in a worker (`learner.frozen.TeacherHead`).
+
+    It is held in the dtype of its checkpoint, and in the `dtype` of its states if that differs.
+    """
     config = load_config(model)
     text = config.get_text_config()
     held = {text.dtype or config.dtype or torch.float32, getattr(torch, dtype)}
@@ -112,8 +114,8 @@ def head_bytes(model: str, dtype: str) -> int:
 def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
     """Shapes of the model's tensors by name, from the headers of its safetensors files.
 
-    For a model on the hub whose files are not on this machine, the shapes follow from its config.
-    None if neither is available.
+    If the model is on the hub and its files are not on this machine, the shapes come from its
+    config. None if neither is available.
     """
     if weight_files(model):
         return tensor_shapes(model)
@@ -124,7 +126,7 @@ def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
 def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
     try:
         tensors = meta_causal_lm(name).named_parameters()
-    except CheckpointError:  # the hub is unreachable, or it is not a causal language model
+    except CheckpointError:  # the hub is unreachable, or the model is not a causal language model
         return None
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
@@ -132,7 +134,7 @@ def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
 def largest_bucket(model: str, dtype: torch.dtype) -> int:
     """Bytes of the largest bucket of a push in this dtype.
 
-    If the checkpoint has no files on this machine: bytes of a full bucket.
+    A full bucket if the checkpoint has no files on this machine.
     """
     if not weight_files(model):
         return BUCKET_BYTES
@@ -147,7 +149,7 @@ def check_fits(
     """Raise ConfigError if a share of the learner's `model` exceeds the memory of `device`.
 
     Args:
-        room: bytes that it may fill; None: those that are free.
+        room: bytes that the share may fill; None: the free memory.
     """
     estimate = estimate_memory(model, holding)
     if estimate is None:
@@ -166,7 +168,7 @@ def check_fits(
 def check_offload_fits(model: str, holding: Holding, workers: int, workers_here: int) -> None:
     """Raise ConfigError if main memory is too small for the moments of this host's workers.
 
-    `workers`: those that share a replica.
+    `workers`: number of workers that share a replica.
     """
     if (estimate := estimate_memory(model)) is not None:
         moments = holding.moments * estimate.parameters * workers_here // workers
@@ -176,9 +178,10 @@ def check_offload_fits(model: str, holding: Holding, workers: int, workers_here:
 def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:
     """Memory in bytes that a learner may fill: the free memory of the device.
 
-    Of a GPU that it shares it is its `share`, less the bytes of others `beside` it, as the plan has
-    it, whatever the others hold at the moment: servers fill their part after the learner starts.
-    What this process holds already, frozen models say, is not free in either case.
+    On a shared GPU: the planned `share` of its memory, less the bytes of other processes, `beside`.
+    The memory that these processes hold at the moment is ignored, because servers fill their part
+    after the learner starts. Memory that this process already holds, such as frozen models, is
+    never free.
     """
     if not device.startswith("cuda"):
         return free_bytes(device)
@@ -192,6 +195,6 @@ def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:
 def free_bytes(device: str) -> int:
     """Free memory in bytes: of the GPU, or of the machine within its container's limit."""
     if device.startswith("cuda"):
-        torch.cuda.empty_cache()  # of blocks that this process has freed
+        torch.cuda.empty_cache()  # blocks that this process has freed
         return torch.cuda.mem_get_info(device)[0]
     return free_main_memory()

@@ -1,6 +1,6 @@
-"""Memory of a learner's worker, model and passes together, and the plan of its passes by it.
+"""Memory of a learner's worker, for the model and its passes, and the plan of passes that fit.
 
-`dry_run=True` prints the plan for a GPU's size; a worker makes it for the memory that is free.
+`dry_run=True` prints the plan for a GPU's size. A worker computes its plan for the free memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from learner.process_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-# A refusal looks for what fits among so many times the workers, and lengths in such steps.
+# Candidates that an error message tries as remedies: multiples of the number of workers, and row
+# lengths in multiples of this many tokens.
 _MORE_WORKERS = (2, 4, 8)
 _LENGTH_STEP = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Facts of a model on which its learner's memory depends.
+    """Properties of a model that determine its learner's memory.
 
     Attributes:
-        config: the model's, as transformers reads it.
-        parameters: number of the model's.
+        config: transformers config of the model.
+        parameters: number of parameters.
         query_norm: attention normalises queries and keys.
     """
 
@@ -51,7 +52,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: str) -> ModelSize | None:
-        """Facts from config and shapes; None where those are not known."""
+        """Size of a checkpoint's model; None if its config or shapes are unknown."""
         estimate, shapes = estimate_memory(model), known_shapes(model)
         if estimate is None or shapes is None:
             return None
@@ -61,13 +62,13 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of a model's learner. Its properties are bytes of one worker, without passes.
+    """Memory of a model's learner. The properties are bytes of one worker, without passes.
 
     Attributes:
         holding: bytes per parameter, without passes.
         frozen: bytes of the frozen models that the workers share.
         workers: number of workers.
-        replicas: number of replicas, each of which is shared by as many of the workers.
+        replicas: number of replicas of the model, each shared by `workers / replicas` workers.
         offloads: the moments are on the GPU only during the optimizer's step, when no pass runs.
     """
 
@@ -154,17 +155,17 @@ class LearnerMemory:
                 workers=self.workers,
                 query_norm=self.model.query_norm,
             )
-        except AttributeError:  # not attention and an MLP: a config of other names
+        except AttributeError:  # the model is not attention and an MLP, so its config differs
             return None
 
     def plan(self, room: int, asked: PassRequest) -> PassPlan | None:
         """Plan of a worker whose context, states and passes share `room` bytes.
 
-        What the passes leave free may hold whole gradients (`PassPlan.reduces_once`): no pass is
-        made smaller for them. None if the config does not say what a pass takes.
+        Memory that the passes leave free may hold whole gradients (`PassPlan.reduces_once`); no
+        pass is made smaller for this. None if the memory of a pass is unknown for this config.
 
         Raises:
-            ConfigError: nothing fits; it names the settings that would.
+            ConfigError: no plan fits; the message names settings that would fit.
         """
         passes = self.passes
         if passes is None:
@@ -186,7 +187,7 @@ class LearnerMemory:
         )
 
     def _remedies(self, room: int, asked: PassRequest) -> Iterator[str]:
-        """Changes of other settings than lengths, each of which makes the pass fit."""
+        """Changes of settings other than lengths, each of which makes the pass fit."""
         if asked.gradient_checkpointing is False:
             asked = asked._replace(gradient_checkpointing=None)
             if self._fits(room, asked):
@@ -210,7 +211,7 @@ class LearnerMemory:
 def _refusal(
     passes: PassMemory, left: int, asked: PassRequest, device: str, remedies: list[str]
 ) -> ConfigError:
-    """Error of a pass that does not fit into `left` bytes."""
+    """Error for a pass that does not fit into `left` bytes."""
     recomputed, rows = asked.gradient_checkpointing is not False, asked.longest_rows
     budget = asked.token_budget or SMALLEST_BUDGET
 
@@ -241,10 +242,10 @@ def _refusal(
 
 
 def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassPlan:
-    """Plan of the passes for the memory that the model leaves; alike on all workers. Collective.
+    """Plan passes for the memory that the model leaves; the same on all workers. Collective.
 
     Raises:
-        ConfigError: the model does not fit, or no pass beside it.
+        ConfigError: the model does not fit, or no pass fits in addition to the model.
     """
     settings, offloads = config.learner, config.learner.offload_optimizer
     holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
@@ -269,7 +270,7 @@ def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
             offloads=offloads,
         )
         request = PassRequest.of(settings, config.longest_rows)
-        # This process has its context already: it is not in what is free.
+        # The context of this process exists already, so the free memory does not include it.
         room = room // sharers + CONTEXT_BYTES
         plan = memory.plan(room, request)
     plan = plan or asked

@@ -20,18 +20,19 @@ from learner.own_teacher import SUFFIX
 from learner.sharding import local
 from learner.state import read_tensors, tensor_sizes
 
-# What AdamW keeps of a weight that had a gradient.
+# AdamW's state of a weight that had a gradient.
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 
-# That a learner alone is alone. Not around each call: a thread's would undo the main thread's.
+# torch warns if a learner has only one worker. `catch_warnings` around each call would not do: a
+# thread that leaves it restores the filters for all threads.
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
 
 
 def build_optimizer(model: nn.Module, settings: LearnerSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices and spares vectors (norms, biases, also those of experts)."""
+    """AdamW that decays matrices, but not vectors (norms, biases, also biases of experts)."""
     groups: dict[float, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in _trained(model):
-        # GPT-OSS holds the biases of a layer's experts in one matrix.
+        # GPT-OSS has the biases of a layer's experts in one matrix.
         decays = parameter.ndim >= 2 and not name.endswith("bias")
         groups[settings.weight_decay if decays else 0.0].append(parameter)
     return torch.optim.AdamW(
@@ -43,7 +44,7 @@ def build_optimizer(model: nn.Module, settings: LearnerSettings) -> torch.optim.
 
 
 def assert_optimizes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Asserts that the optimizer has every trained parameter of the model once, and no other."""
+    """Assert that the optimizer has every trained parameter of the model once, and no other."""
     known = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     for name, parameter in _trained(model):
         count = known.pop(id(parameter), 0)
@@ -52,7 +53,7 @@ def assert_optimizes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def lr_factor(step: int, settings: LearnerSettings, total_steps: int) -> float:
-    """The rate at 0-based `step` as a share of the peak."""
+    """Learning rate at 0-based `step`, as a fraction of the peak."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     span = max(1, total_steps - settings.warmup_steps)
@@ -73,10 +74,10 @@ def build_schedule(
 
 
 def offload_moments(optimizer: torch.optim.AdamW) -> None:
-    """Keeps AdamW's moments in main memory, but for the duration of its own step.
+    """Keep AdamW's moments in main memory, except during the optimizer's step.
 
-    Activations and moments are then never on a GPU at the same time; both ways over the bus are
-    the price of a step.
+    Activations and moments are then never on a GPU at the same time. Each step copies the moments
+    to the GPU and back.
     """
 
     def bring(*_: Any) -> None:
@@ -88,12 +89,12 @@ def offload_moments(optimizer: torch.optim.AdamW) -> None:
 
 
 def put_away(optimizer: torch.optim.AdamW) -> None:
-    """Moves AdamW's moments, this worker's share of them, into main memory."""
+    """Move this worker's share of AdamW's moments into main memory."""
     memory = torch.device("cpu")
     for state in optimizer.state.values():
         _move(state, memory)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the copies are not waited for one by one
+        torch.cuda.synchronize()  # the copies are asynchronous
     for state in optimizer.state.values():
         for name, tensor in state.items():
             assert local(tensor).device == memory, f"{name} stayed on {local(tensor).device}"
@@ -103,8 +104,8 @@ def _move(state: dict[str, Tensor], device: torch.device) -> None:
     for name, tensor in state.items():
         moved = _copy(local(tensor), device)
         if isinstance(tensor, DTensor):
-            # Not from_local, which moves the share to the devices of the mesh. FSDP's own
-            # CPUOffloadPolicy makes its tensors so.
+            # Not from_local, which moves the share to the devices of the mesh. FSDP's
+            # CPUOffloadPolicy constructs its tensors like this, too.
             spec = tensor._spec
             moved = DTensor(moved, spec, requires_grad=False)  # pyright: ignore
         state[name] = moved
@@ -118,7 +119,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def moments(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """This worker's share of AdamW's state itself, by the names of the weights."""
+    """This worker's share of AdamW's state, not copied, by the names of the weights."""
     return {
         f"{name}.{key}": value
         for name, parameter in _trained(model)
@@ -132,14 +133,14 @@ def load_moments(
     optimizer: torch.optim.AdamW,
     collectives: dist.ProcessGroup | None,
 ) -> None:
-    """Fills the optimizer's state with what any number of workers wrote.
+    """Load the optimizer's state, which any number of workers wrote.
 
-    A weight that never had a gradient has no state there, and gets none.
+    A weight that never had a gradient has no state in the checkpoint, and gets none.
 
     Raises:
-        CheckpointError: it was written for another model, or cannot be read.
+        CheckpointError: the state was written for another model, or cannot be read.
     """
-    # Without a teacher that moves, whose run this one may be a fork of.
+    # Skip a lagged or EMA teacher: this run may be a fork of a run that had one.
     written = {n: size for n, size in tensor_sizes(path).items() if not n.endswith(SUFFIX)}
     trained = {
         name: parameter
@@ -158,10 +159,10 @@ def load_moments(
 def load_shadow(
     path: str, state: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
 ) -> None:
-    """Fills `Shadow.state()` with what was written beside the moments.
+    """Load `Shadow.state()`, which was written together with the moments.
 
     Raises:
-        CheckpointError: it is not there, was written for another model, or cannot be read.
+        CheckpointError: the state is missing, was written for another model, or cannot be read.
     """
     written = {n: size for n, size in tensor_sizes(path).items() if n.endswith(SUFFIX)}
     _check_fits(written, state, path)

@@ -1,18 +1,18 @@
-"""A teacher that is the learner's own model: as it is, lagged or averaged.
+"""Teacher that is the learner's own model, with its current, lagged or averaged weights.
 
-`Shadow` is a second set of the trained weights that follows the first:
+`Shadow` is a second set s of the trained weights w, updated from them:
 
     every=n    s <- w, at each version that n divides: the student as it was 0 to n - 1 steps before
     ema=a      s <- a s + (1 - a) w, after every step (Polyak & Juditsky 1992; Tarvainen & Valpola
                2017): at version v it is  a^v w_0 + (1 - a) sum_{i=1}^{v} a^{v-i} w_i
 
-It is in fp32, and sharded as the weights are: each worker follows with its own share. What is not
-trained is the same in both.
+The shadow is fp32, and sharded like the weights: each worker updates its own share. Weights that
+are not trained exist once.
 
-`OwnTeacher` reads the distribution of estimator=full off the learner's model. No second model is
-held: the teacher is the weights at this update, or the shadow, which takes their place for one
-pass. The pass comes before the student's own on the same micro-batch, so nothing that a backward
-pass will need is touched.
+`OwnTeacher` computes the teacher's distribution for estimator=full with the learner's model, not
+with a second one: by the current weights, or by the shadow, which is swapped in for one pass. This
+pass runs before the student's pass on the same micro-batch, so it changes no tensor that a
+backward pass needs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from learner.forward import Forward
 from learner.frozen import as_seen
 from learner.sharding import local
 
-# Ends the names of its tensors, beside AdamW's moments of the same weights.
+# Suffix of the shadow's tensors, which are saved with AdamW's moments of the same weights.
 SUFFIX = ".teacher"
 
 
 class Shadow:
-    """A worker's share of the second set; its first values are those of the weights."""
+    """A worker's share of the second set of weights, initially equal to the weights."""
 
     def __init__(self, model: nn.Module, rule: ShadowRule) -> None:
         self._rule = rule
@@ -48,7 +48,7 @@ class Shadow:
 
     @torch.no_grad()
     def follow(self, version: int) -> None:
-        """Call after each step, with the version of the weights that it has made."""
+        """Update the shadow. Call this after each step, with the new version of the weights."""
         if not self._rule.moves_at(version):
             return
         shadows, weights = map(list, zip(*self._pairs(), strict=True))
@@ -60,14 +60,14 @@ class Shadow:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges the values of the weights and its own, bit by bit; call it again to undo."""
+        """Exchange the exact values of the weights and the shadow. Call it again to undo."""
         for shadow, weight in self._pairs():
             own = weight.clone()
             weight.copy_(shadow)
             shadow.copy_(own)
 
     def state(self) -> Mapping[str, Tensor]:
-        """The tensors themselves, by the names that checkpoints know."""
+        """The tensors, not copied, by their names in checkpoints."""
         return {f"{name}{SUFFIX}": shadow for name, shadow in self._shadows.items()}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -77,11 +77,11 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnTeacher:
-    """The learner's own model as a teacher, on one worker of it.
+    """The learner's own model as a teacher, on one worker.
 
     Attributes:
-        shadow: the teacher that follows the weights; None: it is the weights themselves.
-        reshard: drops what a pass without gradients has gathered of the other workers' shares.
+        shadow: the lagged or EMA teacher; None: the teacher is the current weights.
+        reshard: drops the other workers' shares, which a pass without gradients leaves gathered.
     """
 
     forward: Forward
@@ -90,9 +90,9 @@ class OwnTeacher:
     reshard: Callable[[], None]
 
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
-        """log q_T of slices of the batch's trained tokens, for the learner's next pass over it.
+        """log q_T of slices of the batch's trained tokens, without dropout or router noise.
 
-        It has no noise.
+        The result is for the learner's next pass over the batch.
         """
         batch_seen = collate([as_seen(row) for row in batch.rows], self.device)
         if self.shadow is None:

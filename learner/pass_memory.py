@@ -1,9 +1,9 @@
-"""Memory of forward and backward passes, and the passes that fit into a given room.
+"""Memory of forward and backward passes, and a plan of passes that fit into a given memory.
 
-What a pass takes follows from the config, the precision and the tokens that run together
-(`PassMemory`). Where it does not fit, layers are recomputed, or fewer tokens run at a time
-(`fit_pass`). A row that is longer than the token budget runs whole, so the longest one has to fit
-in any case.
+The memory of a pass follows from the config, the precision and the number of tokens that run
+together (`PassMemory`). If it does not fit, layers are recomputed, or fewer tokens run together
+(`fit_pass`). A row that is longer than the token budget runs whole, so the longest row must fit in
+any case.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from distill.models.linear_stats import positions_per_trained_chunk, positions_t
 from distill.models.loading import exact_attention, vocab_size
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
 
-# Of a pass's bytes: gradients of activations, and what an allocator cannot use.
+# Factor of a pass's bytes for gradients of activations and fragmentation of the allocator.
 _PASS_MARGIN = 1.1
-# Smallest micro-batches that `fit_pass` chooses by itself.
+# Smallest token budget that `fit_pass` chooses by itself.
 SMALLEST_BUDGET = 1024
-# Of some logits: divided by T, their log-softmax, which becomes its gradient, a divergence's
-# gradient, and their own.
+# Number of float32 tensors in the size of a chunk's logits: the logits divided by T, their
+# log-softmax (overwritten by its gradient), a divergence's gradient, and the logits' gradient.
 _STATISTICS = 4
-# Tensors of heads x tokens x tokens of an eager layer: at once in its backward pass, and kept of
-# every other layer. torch's tracker finds 3.8 and 1 (sinks), 4.3 and 2 (soft caps).
+# Number of tensors of heads x tokens x tokens of a layer with eager attention: during its backward
+# pass, and kept by every other layer. torch's memory tracker measures 3.8 and 1 (attention sinks),
+# 4.3 and 2 (soft caps).
 _SCORES_AT_ONCE, _SCORES_KEPT = 5, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassMemory:
-    """Bytes that a forward and backward pass takes besides weights, gradients and moments.
+    """Memory of a forward and backward pass, without weights, gradients and moments. In bytes.
 
     Attributes:
-        layers: of the decoder.
-        in_layer: what a layer keeps of a token for its backward pass.
-        between_layers: of those, its input: all that is kept where layers are recomputed.
-        scores: bytes of one tensor of attention scores, a pair of tokens; 0 with fused kernels.
-        logits: (most positions, bytes of each) of the logits that are held at once, and of what is
-            made of a part of them. No layer is recomputed at that time.
-        head: the head's gradient in float32, beside them.
-        fixed: weights and gradients in the precision of computation.
-        ending: at the end of the backward pass, when activations are gone: embedding and head
-            whole, their gradients, and the float32 copy that is summed over the workers.
+        layers: number of layers of the decoder.
+        in_layer: activations that a layer keeps for its backward pass, per token.
+        between_layers: the layer's input among these, which is all that a recomputed layer keeps.
+        scores: one tensor of attention scores, per pair of tokens; 0 with fused kernels.
+        logits: pairs (largest number of positions, bytes per position): of the logits that exist
+            at a time, and of the tensors computed from a part of them. No layer is recomputed then.
+        head: float32 gradient of the head, which exists together with the logits.
+        fixed: weights and gradients in the precision of the computation.
+        ending: the end of the backward pass, when activations are freed: whole embedding and head,
+            their gradients, and the float32 copy that is summed over the workers.
     """
 
     layers: int
@@ -69,12 +70,13 @@ class PassMemory:
         workers: int,
         query_norm: bool,
     ) -> PassMemory:
-        """Pass memory of a decoder of attention and a gated MLP. A token's tensors by their width:
+        """Pass memory of a decoder with attention and a gated MLP.
 
-        two norms (x, and x normalised), the inputs of q, k, v, gate and up; q, k, v and what they
-        attend to; gate, its activation, up, and their product; with `query_norm` two more of q and
-        k. In bfloat16 norms are float32 inside. Autocast (one worker) has float32 between layers,
-        and a copy for each Linear. Checked against what autograd keeps: tests/learner/test_memory.
+        Tensors of a token in a layer: x and normalised x of two norms, and the inputs of q, k, v,
+        gate and up; q, k, v and the output of attention; gate, its activation, up, and their
+        product; with `query_norm` two more of q and k. In bfloat16, norms compute in float32.
+        Autocast (one worker) has float32 between layers, and a copy for each Linear.
+        tests/learner/test_memory.py compares this with the tensors that autograd saves.
         """
         text = config.get_text_config()
         hidden, heads = text.hidden_size, HeadSizes.of(text)
@@ -96,8 +98,9 @@ class PassMemory:
             (positions_per_trained_chunk(on, vocab), vocab * (4 + number * half)),
             (positions_together(on, vocab), vocab * 4 * _STATISTICS),
         )
-        # Autocast copies every weight once. FSDP has two layers whole, and what is in no layer; of
-        # one layer also the gradients, and the float32 copy that is summed over the workers.
+        # Autocast copies every weight once. FSDP holds two whole layers and the weights outside of
+        # layers; for one layer also the gradients, and the float32 copy that is summed over the
+        # workers.
         copied, ending = parameters * number * half, 0
         if workers > 1:
             ending = 2 * embedding * (2 * number + 4)
@@ -115,7 +118,7 @@ class PassMemory:
         )
 
     def bytes(self, tokens: int, *, checkpointing: bool, row: int | None = None) -> int:
-        """Memory of micro-batches of so many tokens, in rows of `row` tokens; None: in one row."""
+        """Memory of a micro-batch of `tokens` tokens, in rows of `row` tokens; None: one row."""
         per_layer = self.between_layers if checkpointing else self.in_layer
         pairs = tokens * min(tokens, row or tokens) * self.scores
         kept = int(tokens * self.layers * per_layer * _PASS_MARGIN)
@@ -132,7 +135,7 @@ class PassMemory:
         return self.bytes(tokens, checkpointing=plan.gradient_checkpointing, row=row)
 
     def describe(self, tokens: int, gradient_checkpointing: bool | None) -> str:
-        """Text that is printed before a run."""
+        """Description of the memory, printed before a run."""
         kept, again = (readable(self.bytes(tokens, checkpointing=way)) for way in (False, True))
         what = f"for a pass of {tokens} tokens"
         if gradient_checkpointing is None:
@@ -141,14 +144,15 @@ class PassMemory:
 
 
 def _score_bytes(config: Any, *, half: bool) -> int:
-    """Bytes of the attention scores of one pair of tokens, over all heads; 0 where a fused kernel
-    never holds them: it computes no soft caps (Gemma-2) and no attention sinks (GPT-OSS).
+    """Bytes of the attention scores of one pair of tokens, over all heads; 0 with a fused kernel.
+
+    Fused kernels support neither soft caps (Gemma-2) nor attention sinks (GPT-OSS).
 
     Args:
-        half: weights are bfloat16; under autocast the softmax has its scores in float32.
+        half: weights are bfloat16. Under autocast the softmax has float32 scores.
     """
     heads = config.get_text_config().num_attention_heads
-    if exact_attention(config) is not None:  # soft caps, whose softmax is float32 as well
+    if exact_attention(config) is not None:  # soft caps: their softmax is always float32
         return 4 * heads
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     eager = model is not None and not model._supports_sdpa
@@ -156,7 +160,7 @@ def _score_bytes(config: Any, *, half: bool) -> int:
 
 
 def _mlp_widths(text: Any) -> tuple[int, int]:
-    """Width of a token's MLP (experts: of all that it visits), and copies of its input to them."""
+    """Width of a token's MLP (sum over its experts), and copies of its input for the experts."""
     dense = mlp_width(text)
     visited = getattr(text, "num_experts_per_tok", None)
     if not visited:
@@ -167,11 +171,11 @@ def _mlp_widths(text: Any) -> tuple[int, int]:
 
 
 class PassRequest(NamedTuple):
-    """Settings of passes; None of one that is left open.
+    """Requested settings of passes; None: to be chosen.
 
     Attributes:
-        longest_rows: tokens of the longest row, or pair of rows that stay together, which runs
-            whole whatever the token budget; 0: not known.
+        longest_rows: tokens of the longest row, or pair of rows that stay together. It runs whole,
+            even if it exceeds the token budget. 0: unknown.
     """
 
     token_budget: int | None = None
@@ -187,8 +191,8 @@ class PassPlan(NamedTuple):
     """Token budget and gradient checkpointing with which passes fit into memory.
 
     Attributes:
-        reduces_once: gradients are summed over the workers in the last micro-batch of a step alone.
-            Until then each worker has its own ones whole.
+        reduces_once: gradients are summed over the workers only in the last micro-batch of a step.
+            Until then each worker holds its own whole gradients.
     """
 
     token_budget: int
@@ -197,9 +201,9 @@ class PassPlan(NamedTuple):
 
 
 def fit_pass(memory: PassMemory, room: int, asked: PassRequest, *, device: str) -> PassPlan | None:
-    """The settings asked for; for those left open, the fastest that fit into `room` bytes.
+    """Requested settings, completed with the fastest ones that fit into `room` bytes.
 
-    None if nothing fits.
+    None if no settings fit.
     """
     budgets = [asked.token_budget or TOKEN_BUDGET[device.partition(":")[0]]]
     while asked.token_budget is None and budgets[-1] // 2 >= SMALLEST_BUDGET:

@@ -1,11 +1,11 @@
 """Arguments and results of calls of a learner's workers: micro-batches of a step, its metrics.
 
-    Part          rows with one loss                                       given by the loop
+    Part          rows with one loss                                       made by the loop
     Dealing       parts as micro-batches under the token budget, by worker
     MicroBatch    rows that run together                                   argument of `step`
     PassShare, UpdateShare    metrics and seconds of one worker            its result; `summed`
 
-They travel between processes (`learner.process_group.Followers`), so they hold no tensors of a
+They are sent between processes (`learner.process_group.Followers`), so they contain no tensors of a
 device, and no code.
 """
 
@@ -41,7 +41,7 @@ class Part:
     """Rows with one loss. An optimizer step has one or several parts, such as distillation and SFT.
 
     Attributes:
-        rows_D: rows; or metadata of rows of rollouts, which workers build (`learner.rollouts`).
+        rows_D: rows; or metadata of rows that workers build from rollouts (`learner.rollouts`).
         rows_per_unit: number of consecutive rows that stay in one micro-batch: 2 for pairs.
         coef: factor of the loss.
         dealt: micro-batches by worker, as `deal` returns them; None: not dealt yet.
@@ -59,8 +59,8 @@ class Dealing:
     """Assignment of rows to workers, in micro-batches.
 
     Attributes:
-        workers: their number.
-        token_budget: most tokens of a micro-batch, except one of a single unit.
+        workers: number of workers.
+        token_budget: largest number of tokens in a micro-batch of more than one unit.
         most_mask, packs: see `distill.objective.batching.BatchShape`.
     """
 
@@ -82,8 +82,8 @@ class Dealing:
     def split(self, rows_D: Sequence[Row], rows_per_unit: int) -> list[list[Row]]:
         """Split rows into micro-batches under the token budget.
 
-        With several workers, smaller budgets are tried as well. The one with the fewest tokens on
-        the workers' critical path is used, which keeps all workers busy.
+        With several workers, smaller budgets are tried as well. The budget with the fewest tokens
+        on the workers' critical path is used, which keeps all workers busy.
         """
         workers, most_mask, packs = self.workers, self.most_mask, self.packs
 
@@ -102,7 +102,7 @@ class Dealing:
         """The part's micro-batches, by worker.
 
         Args:
-            loss: the number of its loss among those of the workers.
+            loss: index of its loss in the workers' `losses`.
         """
         counts = StepCounts(
             tokens=sum(row.num_trained for row in part.rows_D),
@@ -135,11 +135,11 @@ class MicroBatch:
     """Rows that run together, under one loss.
 
     Attributes:
-        rows_B: rows, or the places of rows of rollouts that the worker has made itself.
-        loss: its number among the worker's losses, which cannot travel.
-        counts: of the whole step, over all workers.
-        coef: what the loss is multiplied by.
-        counted: False where the rows are another worker's, run only to keep step with it.
+        rows_B: rows, or the places of rows that the worker has built from rollouts.
+        loss: index in the worker's `losses`. Losses cannot be sent between processes.
+        counts: counts of the whole step, over all workers.
+        coef: factor of the loss.
+        counted: False if the rows are another worker's, and run only because passes are collective.
         teachers: names of the teachers of all workers' micro-batches that run at the same time.
     """
 
@@ -152,7 +152,7 @@ class MicroBatch:
 
 
 class FrozenBatches(NamedTuple):
-    """Rows to score with a frozen model: a teacher by its name, a reference by its path."""
+    """Rows to score with a frozen model. `model`: name of a teacher, or path of a reference."""
 
     model: str
     batches: Sequence[list[TrainingRow]]
@@ -163,8 +163,8 @@ class PassShare:
     """A worker's report of forward and backward passes.
 
     Attributes:
-        metrics: of its own micro-batches; `train/loss` among them.
-        non_finite: its first micro-batch, by number, whose loss is NaN or infinite; and that loss.
+        metrics: metrics of its own micro-batches, including `train/loss`.
+        non_finite: (index, loss) of its first micro-batch whose loss is NaN or infinite, or None.
         seconds: `time/forward` and `time/backward`.
     """
 
@@ -178,8 +178,8 @@ class UpdateShare:
     """A worker's report of an optimizer update.
 
     Attributes:
-        grad_norm: of the whole gradient, before clipping.
-        lr: of the update.
+        grad_norm: norm of the whole gradient, before clipping.
+        lr: learning rate of the update.
         seconds: `time/optimizer`.
     """
 
@@ -189,9 +189,9 @@ class UpdateShare:
 
 
 class Portion(NamedTuple):
-    """Some of the weights, by name, to gather in this precision; None: in their own.
+    """Names of weights to gather, in this dtype; None: in their own dtypes.
 
-    `readers`: number of processes that each worker lends them to, by rank.
+    `readers`: number of processes that each worker lends the weights to, by rank.
     """
 
     names: Sequence[str]
@@ -208,5 +208,5 @@ def summed(shares: Sequence[PassShare]) -> dict[str, float]:
 
 
 def slowest(shares: Sequence[PassShare] | Sequence[UpdateShare]) -> dict[str, float]:
-    """Times of the slowest worker, for which the others wait."""
+    """For each stage, the seconds of the slowest worker, for which the others wait."""
     return {name: max(share.seconds[name] for share in shares) for name in shares[0].seconds}

@@ -1,4 +1,7 @@
-"""Losses of rollouts, supervised rows, pairs and scores, each on a forward pass."""
+"""Loss functions for rollouts, supervised rows, preference pairs and reward models.
+
+Each runs the forward pass itself (`LossFunction`).
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ from learner.frozen import LocalTeachers
 class PolicyObjectiveLoss:
     """The `LossFunction` of rollouts: policy loss, entropy bonus, divergence from the teacher.
 
-    `teachers` are needed by estimator=full alone; `own_teacher` is true where the learner's own
-    model is the teacher instead (`learner.own_teacher`). The tokens of the `stop_event` are one
-    outcome (`distill.stops`) of the forward pass, too.
+    Attributes:
+        teachers: teachers in the learner; needed only for estimator=full.
+        own_teacher: the learner's own model is the teacher instead (`learner.own_teacher`).
+        stop_event: tokens that are one outcome (`distill.stops`), also in the forward pass.
     """
 
     objective: ObjectiveConfig
@@ -39,7 +43,7 @@ class PolicyObjectiveLoss:
 
     @property
     def needs_distribution(self) -> bool:
-        """True if it has to be given the teacher's distribution."""
+        """True if the loss must be called with the teacher's distribution."""
         return self.objective.estimator == "full" and self.objective.kl_coef != 0
 
     def __call__(
@@ -49,7 +53,7 @@ class PolicyObjectiveLoss:
         counts: StepCounts,
         distribution: TeacherDistribution | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """`distribution`: the teacher's, if `needs_distribution`."""
+        """`distribution`: distribution of the teacher, if `needs_distribution`."""
         how = self.objective
         stats = forward(
             batch,
@@ -68,7 +72,7 @@ def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSamplesLoss:
-    """The `LossFunction` of groups that the teacher sampled: cross-entropy at their T."""
+    """The `LossFunction` of groups that the teacher sampled: cross-entropy at the groups' T."""
 
     normalisation: Normalisation
 
@@ -89,7 +93,7 @@ def cross_entropy_loss(
 
 
 def _nll_by_source(logprobs_N: Tensor, batch: Batch, counts: StepCounts) -> Metrics:
-    """`train/nll/source=NAME`, of rows that say which of several sources they were drawn from."""
+    """`train/nll/source=NAME` for rows with the name of one of several sources."""
     nll_B = -batch.sum_by_row(logprobs_N)
     metrics: Metrics = {}
     for source in sorted({row.data_source for row in batch.rows} - {""}):
@@ -108,10 +112,10 @@ def reward_model_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """The `LossFunction` of DPO. Rows come in pairs, the chosen one first, with a reference.
+    """The `LossFunction` of DPO. Rows are pairs, the chosen one first, with reference log-probs.
 
-    `sft_coef` adds the chosen response's mean negative log-likelihood per token, a mean over pairs
-    (Pang et al. 2024): DPO alone may lower both sides' likelihood.
+    `sft_coef` is the coefficient of the chosen response's mean negative log-likelihood per token,
+    averaged over pairs (Pang et al. 2024): DPO alone may lower the likelihood of both responses.
     """
 
     beta: float

@@ -1,12 +1,12 @@
-"""One worker's end of a learner's workers: the leader's calls of the others, and collectives.
+"""Worker group of a learner: the leader's calls of the other workers, and their collectives.
 
     leader     calls a method of each follower -> runs its own -> waits for the followers' results
-    follower   runs what is called, in order of submission within a lane
+    follower   runs the called methods, in order of submission within a lane
 
-Calls are not this package's matter: `Followers` makes them (actor calls on Ray). A method's own
-collectives are in the same sequence on all workers. FSDP's gathers and reductions use the default
-process group (with replicas: a replica's own), exchanges in main memory `collectives`, and the
-writing of a checkpoint, which runs concurrently with other methods, `aside`.
+`Followers` makes the calls (actor calls on Ray), outside of this package. A method's collectives
+run in the same sequence on all workers. FSDP's gathers and reductions use the default process group
+(with replicas: one per replica). Exchanges in main memory use `collectives`. Writing a checkpoint,
+which runs concurrently with other methods, uses `aside`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
 
 LOOPBACK = "127.0.0.1"
-# Calls in different lanes run concurrently. Only `main` has collectives of the default group and
-# of `collectives`; `checkpoint` has those of `aside`, and `ahead` none.
+# Calls in different lanes run concurrently. Methods in `main` use collectives of the default group
+# and of `collectives`, those in `checkpoint` collectives of `aside`, those in `ahead` none.
 Lane: TypeAlias = Literal["main", "ahead", "checkpoint"]
 
 
 class Followers(Protocol):
-    """The leader's calls of the other workers."""
+    """Calls the other workers, for the leader."""
 
     def __call__(
         self, method: str, arguments: Sequence[Any], lane: Lane, /
     ) -> AbstractContextManager[Callable[[], list[Any]]]:
         """Begin a method of `LearnerWorker` on each follower, each with its own argument.
 
-        The leader runs its own part in the context, and then calls its function, which waits for
-        the results, by rank. It raises what a follower raised, or an error of its own if a follower
-        is lost, or does not answer in time.
+        The leader runs its own part in the context. Then it calls the context's function, which
+        waits for the results and returns them by rank. The function raises the error of a follower,
+        or another error if a follower died or does not answer in time.
         """
         ...
 
@@ -61,10 +61,10 @@ class Membership:
     """A worker's place in its group.
 
     Attributes:
-        address, port: of the TCPStore at which the workers meet; see `open_store`.
-        rank: 0 leads.
-        timeout_s: longest that a worker waits for another in a collective.
-        followers: calls of the others, on the leader.
+        address, port: TCPStore for the rendezvous of the workers; see `open_store`.
+        rank: rank of the worker; 0 is the leader.
+        timeout_s: longest time that a worker waits for another in a collective, seconds.
+        followers: calls the other workers; used on the leader.
         replicas: number of replicas of the model, each on `size / replicas` consecutive ranks.
     """
 
@@ -78,7 +78,7 @@ class Membership:
 
 
 class WorkerGroup:
-    """One process's end of the group. Of size 1 it needs no process group, and has none.
+    """Worker group, as seen by one worker. A group of size 1 has no process groups.
 
     Attributes:
         mesh: the workers that share this worker's replica of the model.
@@ -87,10 +87,10 @@ class WorkerGroup:
     """
 
     def __init__(self, membership: Membership | None, device: str) -> None:
-        """Returns when every worker has joined.
+        """Join the group, and wait until every worker has joined.
 
         Raises:
-            DistError, RuntimeError: another did not join within the time-out.
+            DistError, RuntimeError: another worker did not join within the timeout.
         """
         self.rank = membership.rank if membership else 0
         self.size = membership.size if membership else 1
@@ -101,7 +101,7 @@ class WorkerGroup:
         self.collectives: dist.ProcessGroup | None = None
         self.aside: dist.ProcessGroup | None = None
         kind = device.partition(":")[0]
-        if kind == "cuda":  # read once, with the first communicator: a push must find them so
+        if kind == "cuda":  # NCCL reads these once, at the first communicator; a push needs them
             os.environ.update(nccl_settings())
         if membership is None or membership.size == 1:
             return
@@ -119,7 +119,7 @@ class WorkerGroup:
         if self.replicas == 1:
             self.mesh = init_device_mesh(kind, (self.size,))
             return
-        # With the time-out, which a mesh of two dimensions would not give to its groups.
+        # A mesh of two dimensions would not pass the timeout to its groups.
         ranks = torch.arange(self.size).view(self.replicas, self.shards)
         groups: list[Any] = [
             dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0]
@@ -134,11 +134,11 @@ class WorkerGroup:
         return self.size // self.replicas
 
     def total(self, value: float) -> float:
-        """The sum of every worker's value; NaN and infinities spread to all."""
+        """Sum of the values of all workers; NaN and infinities propagate."""
         return self._reduced(value, dist.ReduceOp.SUM)
 
     def most(self, value: float) -> float:
-        """The largest of every worker's values."""
+        """Maximum of the values of all workers."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
     def _reduced(self, value: float, by: Any) -> float:
@@ -148,21 +148,21 @@ class WorkerGroup:
         return reduced.item()
 
     def agree(self, value: Any) -> Any:
-        """The leader's value, on every worker, at their start: it cannot call them yet."""
+        """Broadcast the leader's value. For the start, when the leader cannot call workers yet."""
         agreed = [value]
         if self.size > 1:
             dist.broadcast_object_list(agreed, src=0, group=self.collectives)
         return agreed[0]
 
     def sharers(self, device: str) -> int:
-        """Number of workers with one memory: one on a GPU, else all of this host.
+        """Number of workers that share this worker's memory: 1 on a GPU, else those on this host.
 
         Collective on a CPU.
         """
         return 1 if device.startswith("cuda") else self.workers_here()
 
     def workers_here(self) -> int:
-        """Number of workers on this host."""
+        """Number of workers on this host. Collective."""
         here = socket.gethostname()
         hosts = [here] * self.size
         if self.size > 1:
@@ -171,14 +171,14 @@ class WorkerGroup:
 
 
 def _in_memory(timeout: timedelta) -> dist.ProcessGroup:
-    """A group of all workers that passes what is in main memory."""
+    """Process group of all workers for tensors in main memory."""
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Rendezvous store of the workers. Listens on this address alone; torch itself would on all."""
+    """Rendezvous store of the workers. By itself, torch would listen on all addresses."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen()

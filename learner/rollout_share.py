@@ -2,15 +2,15 @@
 
 Per-token data stays on the worker that trains it. Workers exchange sums for rows that depend on
 other rows. They exchange whole arrays only if segments of one trajectory are assigned to several
-workers, and the learner itself is the reference.
+workers, and the learner's model without its adapter is the reference.
 
-The next step's rollouts are fetched ahead, and made into rows, while the learner computes:
+The next step's rollouts are prefetched, and their rows built, while the learner computes:
 
     ahead     waits for: groups that the next step would take     unblocked by: the workers' puts
-    hold      waits for: what `ahead` is fetching
+    hold      waits for: the prefetch that is running
 
-Nothing is chosen by this: the next step takes what its rule says when it is taken. What was fetched
-ahead counts where it is what is held then, to the very object; the rest is let go of.
+Prefetching does not change which groups a step takes. A prefetched trajectory is used only if it is
+the same object that `hold` receives; others are discarded.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TrajectoryShare(NamedTuple):
 
     Attributes:
         advantage, coef: arguments of `trajectory_terms`.
-        trained: numbers of the segments that this worker trains; other workers train the rest.
-        shared: another worker has the trajectory as well.
+        trained: indices of the segments that this worker trains; other workers train the rest.
+        shared: other workers hold the trajectory as well.
         by_teacher: the teacher sampled the trajectory.
     """
 
@@ -65,8 +65,8 @@ class Shares(NamedTuple):
     """A worker's shares of a step, or of groups prefetched for the next step.
 
     Attributes:
-        turn: counter of `hold` calls. It is the step's own number, or, for a prefetch, that of the
-            step that is held meanwhile.
+        turn: number of the `hold` call of the step; for a prefetch, of the step before it, which is
+            held during the prefetch.
     """
 
     turn: int
@@ -97,7 +97,7 @@ class _Ahead(NamedTuple):
     rows: Sequence[TrainingRow]
 
     def rows_for(self, share: TrajectoryShare) -> Sequence[TrainingRow]:
-        """The prefetched rows, if `share` has the terms that they were built with; else none."""
+        """The prefetched rows if they were built with the terms of `share`; otherwise empty."""
         mine = self.share
         alike = (mine.teacher, mine.advantage, mine.coef) == (
             share.teacher,
@@ -122,13 +122,12 @@ class RolloutShare:
     A method that scores is collective: each worker calls it with its own rows. The leader calls
     methods by name (`LearnerWorker.execute`), each with one argument.
 
-    It also stores the trajectories that were prefetched for the next step. They are used only if
-    the next `hold` holds the same objects.
+    Trajectories that were prefetched for the next step are stored here as well.
 
     Attributes:
         score: log-probs of rows by the current weights.
-        score_by_reference: those by the reference policy.
-        heads: names of the teachers whose heads the learner has, in place of the teachers.
+        score_by_reference: log-probs of rows by the reference policy.
+        heads: names of the teachers of which the learner has only the head.
     """
 
     source: TrajectorySource
@@ -168,7 +167,8 @@ class RolloutShare:
         return lost
 
     def _without_states(self) -> dict[int, str]:
-        """Groups that a teacher's head is for, without its hidden states: read from disk, say."""
+        """Groups that lack the hidden states for their teacher's head, such as groups read from
+        disk."""
         lost = {}
         for share in self._shares:
             if share.by_teacher or share.teacher not in self.heads:
@@ -182,7 +182,7 @@ class RolloutShare:
         """Prefetch trajectories that the next step may train on, and build their rows.
 
         They are added to those of earlier calls. Runs in a thread, concurrently with other methods.
-        No-op if the step that `step.turn` names is no longer held.
+        No-op if the step of number `step.turn` is no longer held.
         """
         with self._fetching:
             if step.turn != self._turn:
@@ -195,7 +195,7 @@ class RolloutShare:
                     )
 
     def _rows_ahead(self, share: TrajectoryShare, trajectory: Trajectory) -> Sequence[TrainingRow]:
-        if self.objective.reference_kl_coef:  # all rows depend on the mean of the whole step
+        if self.objective.reference_kl_coef:  # every row depends on the mean of the whole step
             return ()
         return self._rows_of(share, trajectory, 0.0)
 
@@ -207,15 +207,15 @@ class RolloutShare:
     def any_row(self) -> TrainingRow:
         """An arbitrary row to score, as a filler in collective passes.
 
-        Of a trajectory: rows do not exist while the reference scores. Every worker holds one, if
-        only to repeat another worker's micro-batch.
+        It is made from a trajectory, because rows do not exist yet when the reference scores. Every
+        worker holds at least one trajectory, if only to repeat another worker's micro-batch.
         """
         return segment_to_score(next(iter(self._trajectories.values())).segments[0])
 
     def score_reference(self, _: None) -> dict[RowPlace, FloatArray]:
         """Score the segments that the policy sampled with the reference policy.
 
-        Returns the log-probs that other workers need as well, for `add_reference`.
+        Returns those log-probs that other workers need as well, for `add_reference`.
         """
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
@@ -286,7 +286,7 @@ class RolloutShare:
             self._rows[place] = replace(row, proximal_logprobs_T=proximal_T)
 
     def sums(self, places: Sequence[RowPlace]) -> dict[RowPlace, RowSums]:
-        """Sums of these rows, for `join`, which adds up those of other rows of a sequence."""
+        """Sums of these rows, for `join`."""
         rows = [self._rows[place] for place in places]
         return {
             place: row_sums(row, logprobs_N, self.objective)
@@ -297,7 +297,7 @@ class RolloutShare:
         """Add to each of these rows the sums of the other rows of its sequence.
 
         Args:
-            sums: of all rows of an update's sequences, from all workers.
+            sums: sums of all rows of an update's sequences, from all workers.
         """
         for place in self._rows.keys() & sums.keys():
             row, count = self._rows[place], len(self._trajectories[place.trajectory].segments)
@@ -307,7 +307,7 @@ class RolloutShare:
     def kept(self, group_ids: Collection[int]) -> tuple[list[KeptRow], list[TokenTable | None]]:
         """Rows of these groups on this worker, and a table of the tokens of all its policy samples.
 
-        The list of tables is empty if the worker has no policy samples.
+        The list of tables has one entry, or is empty if the worker has no policy samples.
         """
         trained = self._trained()
         kept = [

@@ -1,14 +1,13 @@
-"""A step's rollouts at the leader: metadata, dealt to the workers, which do the rest.
+"""A step's rollouts on the leader: metadata that is assigned to workers, which build the rows.
 
-    plan           the rows of each update, by their metadata, dealt to the workers
-    hold           each worker fetches the trajectories of its rows: `learner.rollout_share`
-    Foresight      they are fetched before, for the next step
-    build          it makes them
-    before_update  rows of one sequence hear of each other, wherever they are
-    kept           what people will look at comes back
+    plan           assigns the rows of each update to workers, by their metadata
+    hold           makes each worker fetch the trajectories of its rows (`learner.rollout_share`)
+    Foresight      prefetches the trajectories of the next step
+    build          makes each worker build its rows
+    before_update  exchanges sums between rows of one sequence that are on different workers
+    kept           returns groups and their rows, for inspection
 
-So all that passes the leader is metadata, sums and the numbers of rows; of tokens, those that it
-trains itself.
+The leader handles only metadata, sums and the places of rows, and the tokens that it trains itself.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Who trains on what.
+    """Assignment of a step's groups to updates and workers.
 
     Attributes:
-        groups_P: those that the step trains on.
-        updates: the parts of each optimizer update, dealt: what the policy sampled, and what the
-            teacher did; empty: no group is left for it.
-        shares: of the trajectories, by worker.
+        groups_P: groups that the step trains on.
+        updates: parts of each optimizer update, assigned to workers: rows that the policy sampled,
+            and rows that the teacher sampled. Empty if no group is left for the update.
+        shares: shares of trajectories, by worker.
     """
 
     groups_P: Sequence[TrajectoryGroupMeta]
@@ -58,8 +57,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRollouts:
-    """Groups of a step with the rows that it trained on, one a segment, in order; and the tokens of
-    the whole step."""
+    """Groups of a step with their training rows, one per segment, and tables of all step tokens."""
 
     groups_P: Sequence[TrajectoryGroup]
     rows_D: Sequence[TrainingRow]
@@ -67,7 +65,7 @@ class KeptRollouts:
 
 
 class Rollouts:
-    """Deals rollouts to a learner's workers, and has them make the rows."""
+    """Assigns rollouts to a learner's workers, which build the rows."""
 
     def __init__(
         self,
@@ -78,12 +76,12 @@ class Rollouts:
     ) -> None:
         self._learner, self._loss, self.teacher_weights = learner, loss, teacher_weights
         self._objective = loss.objective
-        self.turn = 0  # of the step that is held, as `Shares` has it
+        self.turn = 0  # `Shares.turn` of the step that is held
         self._teacher_loss = TeacherSamplesLoss(normalisation=loss.objective.normalisation)
-        learner.worker.take_rollouts_from(source, loss)  # the others were told at their start
+        learner.worker.take_rollouts_from(source, loss)  # other workers got both at their start
 
     def plan(self, groups_P: Sequence[TrajectoryGroupMeta]) -> StepPlan:
-        """Deals the rows of the groups, but for those that are filtered out."""
+        """Assign the rows of the groups, without groups that are filtered out."""
         objective = self._objective
         if objective.constant_groups == "drop":
             groups_P = [group for group in groups_P if group.constant_reward is None]
@@ -93,8 +91,11 @@ class Rollouts:
         return StepPlan(groups_P=groups_P, updates=updates, shares=self._shares(groups_P, updates))
 
     def _parts(self, groups_P: Sequence[TrajectoryGroupMeta]) -> list[Part]:
-        """The parts of one update. Each has its own mean over tokens, and weighs as many of the
-        update as groups of it: long samples of a teacher do not drown the policy's."""
+        """Parts of one update.
+
+        Each part is a mean over its own tokens, weighted by its fraction of the groups. So long
+        samples of a teacher do not outweigh the policy's samples.
+        """
         losses = (False, self._loss), (True, self._teacher_loss)
         parts = []
         for by_teacher, loss in losses:
@@ -138,15 +139,16 @@ class Rollouts:
         return shares
 
     def hold(self, plan: StepPlan) -> dict[int, str]:
-        """Has each worker fetch its share; returns the groups that are lost, and why."""
+        """Make each worker fetch its share; return the reasons of lost groups, by group id."""
         self.turn += 1
         return _united(self._learner.on_each("rollouts.hold", self._by_worker(plan, self.turn)))
 
     def fetch_ahead(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
-        """Has each worker fetch its share of groups that the step after `turn` may train on, and
-        make rows of it, beside all else. Called in a thread.
+        """Make each worker prefetch its share of groups for the step after `turn`, and build rows.
 
-        A worker alone may be told of them bit by bit; several are dealt a whole step.
+        Call in a thread; runs concurrently with other methods. With one worker, calls may pass some
+        of the groups each. With several, one call passes all groups of the step, because their
+        assignment depends on all of them.
         """
         shares = self._by_worker(self.plan(groups_P), turn)
         self._learner.on_each("rollouts.fetch_ahead", shares, "ahead")
@@ -155,12 +157,12 @@ class Rollouts:
         return [Shares(turn, shares) for shares in plan.shares]
 
     def add_reference(self) -> None:
-        """Has them score their segments by the model without its adapter."""
+        """Make the workers score their segments with the model without its adapter."""
         scored = _united(self._learner.on_all("rollouts.score_reference"))
         self._learner.on_all("rollouts.add_reference", scored)
 
     def build(self, plan: StepPlan) -> dict[str, float]:
-        """Has them make the rows; returns metrics of the advantages, if there are any."""
+        """Make the workers build the rows; return metrics of the advantages, if any."""
         if not plan.groups_P:
             return {}
         built: list[Built] = self._learner.on_all("rollouts.build")
@@ -174,8 +176,10 @@ class Rollouts:
         return metrics
 
     def before_update(self, part: Part) -> None:
-        """Has rows of one sequence told what the loss needs of each other, by the present weights;
-        asked only where it joins their tokens."""
+        """Exchange the sums that the loss needs between rows of one sequence.
+
+        They are computed with the current weights. No-op if the loss has no terms across rows.
+        """
         if part.loss is not self._loss or not joins_tokens(self._objective):
             return
         assert part.dealt is not None
@@ -184,7 +188,7 @@ class Rollouts:
                 row.place
                 for rows_B, counted in batches
                 for row in rows_B
-                # Its sequence has other rows.
+                # The row's sequence has other rows.
                 if counted and (row.place.segment > 0 or not row.ends_sequence)
             ]
             for batches in part.dealt
@@ -194,7 +198,7 @@ class Rollouts:
             self._learner.on_all("rollouts.join", _united(sums))
 
     def kept(self, plan: StepPlan, group_ids: Collection[int]) -> KeptRollouts:
-        """Groups of the step as they were trained on."""
+        """Groups of the step with the rows that were trained."""
         ids = frozenset(group_ids)
         rows: list[KeptRow] = []
         tables: list[TokenTable | None] = []
@@ -211,9 +215,9 @@ class Rollouts:
         return KeptRollouts(groups_P=groups_P, rows_D=rows_D, tables=tables)
 
 
-# Returns groups that the step after these weights would take if it were taken now. Waits briefly
-# for groups besides those of the given ids; if True, for the whole step. None: the step was taken,
-# or never will be.
+# (trained groups, ids of known groups, whole) -> groups that the next step would take now. Waits
+# briefly until there are groups besides the known ones or, if `whole`, until all groups of the
+# step are available. None: the step was taken already, or will never be taken.
 Foresee: TypeAlias = Callable[
     [TrainedGroups, Collection[int], bool], Sequence[TrajectoryGroupMeta] | None
 ]
@@ -232,7 +236,7 @@ class Foresight:
         """
         Args:
             fetch: `Rollouts.fetch_ahead`.
-            whole: prefetch only once the step may be taken; else groups as they come.
+            whole: prefetch once all groups of the step are available; else as they arrive.
         """
         self._foresee, self._fetch, self._whole = foresee, fetch, whole
         self._over = threading.Event()
@@ -241,7 +245,7 @@ class Foresight:
     def begin(self, trained: TrainedGroups, turn: int) -> None:
         """Start prefetching the step after weights that account for `trained`.
 
-        `turn` is that of the step that is held.
+        `turn`: `Rollouts.turn` of the step that is held now.
         """
         self._over = threading.Event()
         arguments = (trained, turn, self._over)
@@ -262,7 +266,7 @@ class Foresight:
                 with self._telling:  # an earlier thread may still run
                     if groups_P and not over.is_set():
                         self._fetch(groups_P, turn)
-        except Exception as error:  # whatever it is, `hold` meets it again, and raises
+        except Exception as error:  # not fatal: if the fault persists, `hold` raises it
             logger.warning("the next step's rollouts are not fetched ahead: %s", error)
 
 

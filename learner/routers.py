@@ -4,14 +4,14 @@
 
     aux = E sum_e f_e P_e
 
-E experts, f_e the tokens that choose e (each counted once for each of its experts) over all tokens,
-P_e the mean probability that the router gives e; over all tokens and layers (Fedus et al. 2021,
+with E experts, f_e the number of tokens that choose expert e divided by the number of tokens, and
+P_e the mean probability of expert e in the router, over all tokens and layers (Fedus et al. 2021,
 arXiv:2101.03961, equations 4 to 6). aux equals the number of experts per token if all experts are
 used equally, and is larger otherwise. transformers computes it (`load_balancing_loss_func`) from
 the recorded outputs of its routers.
 
-`RoutingReplay` runs rows through the experts that the engine routed their tokens to. The experts
-are the engine's, but their weights are those of the learner's routers, so the gradient reaches the
+`RoutingReplay` runs rows through the experts that the engine routed their tokens to. The engine
+chooses the experts, but their weights come from the learner's routers, so the gradient reaches the
 routers. Known as R3 (Ma et al. 2025, arXiv:2510.11370).
 """
 
@@ -57,7 +57,7 @@ class RouterBalance:
             router.register_forward_hook(self._note)
 
     def _note(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        # None in the backward pass, where checkpointed layers run again.
+        # None in the backward pass, in which checkpointed layers run again.
         if self._logits is not None:
             self._logits.append(outputs[self._index].float())
 
@@ -66,7 +66,7 @@ class RouterBalance:
         self._logits = []
 
     def take(self, real: Tensor | None) -> Tensor:
-        """Loss of the pass since `begin`; `real` masks the tokens that count (None: all)."""
+        """Loss of the pass since `begin`. `real`: mask of tokens without padding; None: all."""
         logits, self._logits = self._logits, None
         assert logits, "no router has run"
         return self._loss(tuple(logits), self._experts, self._top_k, real)
@@ -113,10 +113,10 @@ _UNKNOWN = -1
 
 
 class RoutingReplay:
-    """Makes a model's routers choose the experts that are recorded in the rows of the pass.
+    """Makes a model's routers choose the experts that are recorded in the rows of a pass.
 
     A layer that is recomputed in the backward pass (gradient checkpointing) uses the experts of the
-    same pass.
+    forward pass.
 
     Raises:
         ConfigError: the model is dense, or the class of its routers is not supported.
@@ -184,8 +184,8 @@ class RoutingReplay:
     def take(self) -> dict[str, Tensor]:
         """Mismatch metrics of the pass since `begin`.
 
-        The number of routings (of a token in a layer) for which the learner would have chosen other
-        experts, and the number of routings that were given. Empty if none were given.
+        The number of routings (one per token and layer) for which the learner would have chosen
+        other experts, and the number of recorded routings. Empty if there are no recorded ones.
         """
         differ, self._differ = self._differ, None
         if not self._known or not differ:

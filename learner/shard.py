@@ -1,6 +1,6 @@
-"""A worker's shard of a model and its optimizer: how it is made, exported, saved and restored.
+"""A worker's shard of a model and its optimizer: construction, export, saving and restoring.
 
-A learner without other workers has one shard, which holds everything.
+A learner with one worker has one shard, which holds the whole model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from learner.state import CopyCost, copied, write_tensors
 
 
 class ModelShard:
-    """A shard of a model, of its optimizer, and of an EMA or lagged teacher that follows it.
+    """A shard of a model, of its optimizer, and of its EMA or lagged teacher, if any.
 
     Weights, gradients and moments are fp32. Methods with one argument are called on all workers,
     see `LearnerWorker`.
@@ -153,7 +153,7 @@ class ModelShard:
         return load_causal_lm(path, dtype=torch.float32, device=self.device)
 
     def _files(self) -> ModelFiles:
-        """Files of checkpoints other than the weights."""
+        """Files of a checkpoint except the weights."""
         path, stops = self._config.model, self._config.stops
         generation = None
         if self.model.can_generate():
@@ -173,16 +173,16 @@ class ModelShard:
             torch.cuda.empty_cache()
 
     def take_turn(self, within_s: float) -> bool:
-        """Wait for the turn on this worker's GPU; False if it did not come in time."""
+        """Wait for the turn on this worker's GPU; False after `within_s` seconds without it."""
         return self.turn is None or self.turn.take(within_s)
 
     def give_turn(self, _: None) -> None:
-        """Give up the turn, or the place in the line for it."""
+        """Give up the turn, or the place in the queue for it."""
         if self.turn is not None:
             self.turn.give()
 
     def _update(self) -> None:
-        """Update with gradients that are finite on every worker."""
+        """Take the optimizer's step. The gradients must be finite on every worker."""
         assert_optimizes(self.optimizer, self.model)
         self._exported.forget()
         self.optimizer.step()
@@ -209,7 +209,7 @@ class ModelShard:
     def lend(self, portion: Portion) -> list[LentBucket]:
         """Gather weights into a bucket, and return one handle for each of this worker's readers.
 
-        A worker without readers takes part in gathering, and keeps nothing.
+        A worker without readers takes part in gathering, and keeps no tensors.
         """
         readers = portion.readers[self._group.rank]
         self._exported.keep(bool(readers))
@@ -228,7 +228,7 @@ class ModelShard:
         self._lender.take_back()
 
     def carried_over(self) -> StoredWeights:
-        """Tensors of the initial checkpoint that the model does not have. Leader only."""
+        """Tensors of the initial checkpoint that the model does not have. Call on the leader."""
         layouts = carried_over(self.model, self.names, self.origin)
         return StoredWeights(path=self.origin, layouts=layouts)
 
@@ -238,11 +238,11 @@ class ModelShard:
         return first_non_finite({name: local(tensor) for name, tensor in tensors})
 
     def follow(self, version: int) -> None:
-        """Update the EMA or lagged teacher with the weights, which are now of this version."""
+        """Update the EMA or lagged teacher from the weights. `version`: their current version."""
         self._followed_by.follow(version)
 
     def swap_teacher(self, _: None) -> None:
-        """Swap the weights with those of the EMA or lagged teacher; call it again to undo."""
+        """Swap the weights with those of the EMA or lagged teacher. Call it again to undo."""
         self._exported.forget()
         self._followed_by.swap()
 
@@ -260,12 +260,12 @@ class ModelShard:
         """Load the EMA or lagged teacher from a checkpoint.
 
         Raises:
-            CheckpointError: it was written for another model, or cannot be read.
+            CheckpointError: the teacher was written for another model, or cannot be read.
         """
         load_shadow(path, self._followed_by.state(), self._group.collectives)
 
     def gather_adapter(self, _: None) -> dict[str, Tensor]:
-        """Gather the adapter whole, under peft's names. Only the leader returns it."""
+        """Gather the whole adapter, under peft's names. Only the leader returns it."""
         assert self.lora is not None
         made = adapter_tensors(self.lora)
         return made if self._group.rank == 0 else {}
@@ -285,7 +285,7 @@ class ModelShard:
         self._copied = copied(self._state)
 
     def write_moments(self, path: str | None) -> None:
-        """Write the copy of `copy_moments`, and drop it; None: drop it only.
+        """Write the copy of `copy_moments` to `path`, and drop it. None: only drop it.
 
         Collective in the lane `checkpoint`.
 
@@ -305,7 +305,7 @@ class ModelShard:
         """Load this worker's shards of AdamW's moments from a checkpoint.
 
         Raises:
-            CheckpointError: they were written for another model, or cannot be read.
+            CheckpointError: the moments were written for another model, or cannot be read.
         """
         load_moments(path, self.model, self.optimizer, self._group.collectives)
         if self._config.learner.offload_optimizer:
@@ -327,7 +327,7 @@ class ModelShard:
 
     def skip_update(self, _: None) -> None:
         """Advance the learning-rate schedule without an update."""
-        with warnings.catch_warnings():  # torch warns of a schedule ahead of its optimizer
+        with warnings.catch_warnings():  # torch warns if a schedule is ahead of its optimizer
             warnings.simplefilter("ignore", UserWarning)
             self.schedule.step()
 
@@ -339,19 +339,19 @@ class ModelShard:
 
 
 def _turn_of(files: Sequence[str]) -> GpuTurn | None:
-    """Turn of the last of these workers, by their files; None if an earlier one has the same."""
+    """Turn of the last of these workers, by lock file; None if an earlier worker has the file."""
     if not files or files[-1] in files[:-1]:
         return None
     return GpuTurn(Path(files[-1]))
 
 
-# Not its fused cross-entropy: that is at temperature 1, and `distill.models.logprobs` has ours.
+# Liger's cross-entropy is not used: it is at temperature 1. Ours is in `distill.models.logprobs`.
 _KERNELS = {"rope": True, "rms_norm": True, "swiglu": True}
 _NOT_OURS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Switches the model's own modules over. Raises ConfigError if Liger does not know it."""
+    """Replace the kernels of the model's modules. Raise ConfigError if Liger has none for it."""
     before = _forwards(model)
     apply_liger_kernel(model, _KERNELS | _NOT_OURS)
     if _forwards(model) == before:

@@ -1,4 +1,4 @@
-"""A model over the workers of a learner, as the leader sees it: its weights, its saved state."""
+"""A model that is sharded over a learner's workers, as seen by the leader: weights and state."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from learner.state import (
 )
 from learner.worker import LearnerWorker
 
-# Longest call in which a worker waits for its turn, seconds: each counts as progress.
+# Longest wait of one `take_turn` call of a worker, seconds. Each call counts as progress.
 _TURN_CALL_S = 1.0
 
 
 class ShardedModel:
-    """A model that the workers hold together, and its training state.
+    """A model and its training state, sharded over the workers.
 
     Raises:
         CheckpointError: the initial checkpoint cannot be loaded.
@@ -76,21 +76,20 @@ class ShardedModel:
         return self.worker.model
 
     def skip_update(self) -> None:
-        """Skip an update that the schedule counts: only the learning rate changes."""
+        """Advance the learning-rate schedule without an update."""
         self.on_all("skip_update")
 
     def rest(self) -> None:
-        """Release the memory of gradients and of cached blocks until the next pass, and then the
-        turn on the GPUs."""
+        """Release the memory of gradients and cached blocks, and then the turn on the GPUs."""
         self.on_all("rest")
-        if self.worker.turn is not None:  # a server's GPUs may be those of several workers
+        if self.worker.turn is not None:  # all workers first: a server may use several of the GPUs
             self.on_all("give_turn")
 
     def take_turn(self, within_s: float) -> None:
         """Wait for the turn on the GPUs of all workers, until `rest` (distill/gpu_turn.py).
 
         Raises:
-            EngineError: it did not come within so many seconds.
+            EngineError: the learner did not get the turn within `within_s` seconds.
         """
         end = time.monotonic() + within_s
         while not all(self.on_all("take_turn", _TURN_CALL_S)):
@@ -104,7 +103,7 @@ class ShardedModel:
     def on_each(self, method: str, arguments: Sequence[Any], lane: Lane = "main") -> list[Any]:
         """Call a method on every worker, each with its own argument; return the results by rank.
 
-        A lane has one call at a time: the transports of a push gather weights in several threads.
+        A lane runs one call at a time, because a push gathers weights in several threads.
         """
         with (
             self._turns[lane],
@@ -121,9 +120,9 @@ class ShardedModel:
         return whole_fingerprints(self.on_all("fingerprints"))
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
-        """Current weights under the checkpoint's names. They are read lazily: a step changes them.
+        """Current weights under the checkpoint's names, read lazily: the next step changes them.
 
-        Rounded to `dtype` if one is given, except tensors that stay exact (`learner.export`).
+        If `dtype` is not None, weights are rounded to it, except exact tensors (`learner.export`).
         """
         return _GatheredWeights(self, dtype)
 
@@ -143,7 +142,7 @@ class ShardedModel:
         return self.worker.own_teacher
 
     def follow(self, version: int) -> None:
-        """Update the EMA or lagged teacher. Call it after each step, with the new version."""
+        """Update the EMA or lagged teacher, if any. Call this after each step, with its version."""
         if self.own_teacher is not None:
             self.on_all("follow", version)
 
@@ -169,7 +168,7 @@ class ShardedModel:
         it, and also written to `adapter/`. Any number of workers can resume from the checkpoint.
 
         Raises:
-            CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
+            CheckpointError, OSError, RuntimeError, SafetensorError: writing failed.
         """
         self.export(path / "model", tokenizer)
         if self.worker.lora is not None:
@@ -180,8 +179,8 @@ class ShardedModel:
     def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
         """Copy the state that `save` writes into main memory.
 
-        The copy takes 12 bytes for each trained number: 8 of moments, sharded over the workers, and
-        4 of weights, on the leader. It must be written or dropped before the next copy.
+        The copy takes 12 bytes per trained parameter: 8 for moments, sharded over the workers, and
+        4 for weights, on the leader. It must be written or dropped before the next copy.
         """
         write_adapter = None
         if (lora := self.worker.lora) is not None:
@@ -215,7 +214,7 @@ class ShardedModel:
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
 
-        Includes tensors of the initial checkpoint that the model's class ignores, but servers use.
+        Tensors of the initial checkpoint that servers use and the model's class ignores are copied.
 
         Raises: as `save`.
         """
@@ -234,14 +233,15 @@ class ShardedModel:
         The first checkpoint of a forked run contains only the moments.
 
         Raises:
-            CheckpointError: it cannot be read, or was written for another model.
+            CheckpointError: the state cannot be read, or was written for another model.
         """
         state = read_trainer(path)
         if state.moments:
             self.on_all("load_optimizer", str(path / "optimizer"))
         if state.schedule is not None:
             self.on_all("set_schedule", state.schedule)
-        if state.schedule is not None and self.own_teacher is not None:  # a fork starts a new one
+        # A fork, which has no schedule, starts a new teacher.
+        if state.schedule is not None and self.own_teacher is not None:
             self.on_all("load_teacher", str(path / "optimizer"))
         # Workers that are not in the checkpoint keep their initial RNG state.
         missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(state.rng))

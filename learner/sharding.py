@@ -1,18 +1,18 @@
 """One model over several workers: each holds a shard of every weight, gradient and moment (FSDP2).
 
-A decoder layer is the unit: its weights are gathered right before it runs, forward and backward,
-and released afterwards; its gradients are summed over the workers as soon as they are computed, or
-in the last micro-batch of a step alone if each worker has room for whole ones
+The unit is a decoder layer. Its weights are gathered right before it runs, forward and backward,
+and released afterwards. Its gradients are summed over the workers as soon as they are computed, or
+only in the last micro-batch of a step if each worker has room for whole gradients
 (`PassPlan.reduces_once`). Weights outside of layers (embedding, last norm, vocabulary projection)
 are gathered for a micro-batch.
 
-With several replicas (HSDP) each is sharded over workers of its own, and gathers and sums within
-those. Gradients are summed over the replicas once, before an update (`sum_over_replicas`), which is
-then the same on all of them.
+With several replicas (HSDP) each replica is sharded over its own workers, and gathers and sums
+within them. Before an update, gradients are summed once over the replicas (`sum_over_replicas`), so
+the update is the same on all replicas.
 
-Fingerprints of tensors are independent of how these are sharded. The sum of a tensor's bits, and of
-its squares, is the total of the sums of its shards. The sum of bits is exactly equal for any number
-of workers that hold equal tensors.
+Fingerprints of tensors do not depend on the sharding. The sum of a tensor's bits, and of its
+squares, is the total of the sums of its shards. The sum of bits is exactly equal for any number of
+workers that hold equal tensors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Root(nn.Module):
         return run()
 
     def sum_gradients(self, now: bool) -> None:
-        """Sum gradients within a replica in the following backward passes, or keep whole ones.
+        """Sum gradients within a replica in the next backward passes, or accumulate whole ones.
 
         Whole gradients are float32, like the sums. The next sum includes them.
         """
@@ -77,11 +77,11 @@ def shard(
     compute_dtype: torch.dtype,
     pending: PendingValues | None = None,
 ) -> Root:
-    """Shard a model over the group, a layer at a time, with the leader's values.
+    """Shard a model over the group, one layer at a time, with the leader's values.
 
     Without `pending` the leader holds the whole model until it is sharded, and the other workers
-    one layer besides their shards. Gradients are sums over a replica's workers, not means: losses
-    are normalised by global counts.
+    one layer in addition to their shards. Gradients are sums over a replica's workers, not means,
+    because losses are normalised by global counts.
 
     Args:
         pending: values that the leader has not read yet.
@@ -134,8 +134,8 @@ def _agree_on_tensors(model: PreTrainedModel, group: WorkerGroup) -> None:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each decoder layer with torch.compile when it first runs, for rows of any length.
 
-    Call it before `shard`. Attention stays eager: a pass that holds the keys and values of every
-    layer would be recompiled for each layer.
+    Call this before `shard`. Attention stays eager: a pass with the keys and values of every layer
+    would be recompiled for each layer.
     """
     keep_attention_eager()
     for layer in layers_of(model):
@@ -159,7 +159,7 @@ def _spread(parameters: Iterable[nn.Parameter], group: WorkerGroup) -> None:
 def hand_out(
     whole: Tensor | None, dtype: torch.dtype, parameter: Tensor, group: WorkerGroup
 ) -> None:
-    """Copy the leader's whole tensor into a sharded parameter; each worker receives its shard only.
+    """Copy the leader's whole tensor into a sharded parameter; each worker receives only its shard.
 
     Args:
         whole: the tensor in main memory; None on other workers.
@@ -172,7 +172,7 @@ def hand_out(
             dist.recv(part, src=0, group=group.collectives)
             own.copy_(part)
         return
-    parts = whole.chunk(group.shards)  # as FSDP2 cuts it; the last workers may get nothing
+    parts = whole.chunk(group.shards)  # like FSDP2; the last workers may get empty shards
     sent = [
         dist.isend(part.contiguous(), dst=rank, group=group.collectives)
         for shard, part in enumerate(parts)
@@ -188,8 +188,8 @@ def hand_out(
 def sum_over_replicas(model: nn.Module, group: WorkerGroup) -> None:
     """Sum the gradients, which are summed within each replica, over the replicas. Collective.
 
-    Each worker sends its shards only. Not by a mesh of two dimensions in `fully_shard`: that sums
-    over the replicas in every micro-batch, unless each worker has room for whole gradients.
+    Each worker sends only its shards. `fully_shard` with a mesh of two dimensions would sum over
+    the replicas in every micro-batch, unless each worker has room for whole gradients.
     """
     if group.same_shard is None:
         return
@@ -204,14 +204,14 @@ def sum_over_replicas(model: nn.Module, group: WorkerGroup) -> None:
 
 
 def reshard(root: Root) -> None:
-    """Release gathered weights, and keep the shards, which optimizer and checkpoints use."""
+    """Release gathered weights and keep the shards, which the optimizer and checkpoints use."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded. Collective: every worker must call it."""
+    """The whole tensor of one that may be sharded. Collective: every worker must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -229,8 +229,8 @@ def local(tensor: Tensor) -> Tensor:
 class LazyTensor:
     """A tensor that is computed on demand by `make(dtype)`, with minimal allocation.
 
-    `make` reads the current weights. If they are sharded, it is a collective: every rank calls it,
-    for the same tensors in the same order. `exact`: the tensor is never rounded.
+    `make` reads the current weights. If they are sharded, `make` is a collective: every rank calls
+    it for the same tensors in the same order. `exact`: the tensor is never rounded.
     """
 
     layout: TensorLayout
@@ -249,8 +249,8 @@ class LazyTensor:
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the model's tensors by name, each once: a tied lm_head is omitted."""
     seen: set[int] = set()
-    # Compares parameter objects, which are identical if tied. Addresses would not do: empty shards
-    # of different parameters have the same one.
+    # Compares objects, which are identical for tied parameters. Addresses of data do not work:
+    # empty shards of different parameters have the same address.
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) not in seen:
             seen.add(id(weight))
@@ -258,9 +258,9 @@ def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def shard_fingerprints(model: nn.Module, group: WorkerGroup) -> Fingerprints:
-    """Fingerprints of this worker's shards; of no tensor, except in the first replica.
+    """Fingerprints of this worker's shards; empty on workers outside of the first replica.
 
-    A tensor that is not sharded, so that every worker holds it whole, is counted on rank 0 only.
+    A tensor that is not sharded, which every worker holds whole, is counted only on rank 0.
     """
     found: dict[str, dict[str, Fingerprint]] = {"gradient": {}, "weights": {}}
     for name, parameter in model.named_parameters():

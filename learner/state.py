@@ -1,13 +1,13 @@
-"""State of a learner in checkpoints, beside its model: as files, and as a copy in main memory.
+"""State of a learner in checkpoints, except the model: as files, and as a copy in main memory.
 
     optimizer/      write_tensors, tensor_sizes, read_tensors      safetensors
     trainer.json    write_trainer, read_trainer
 
-No file of a checkpoint is a pickle: reading another person's checkpoint runs none of its code.
+No file of a checkpoint is a pickle, so reading an untrusted checkpoint runs no code from it.
 
 For `StateCopy` each worker copies its own shard of AdamW's moments to main memory, and the leader
-the weights as well. All workers write the moments together, in the lane `checkpoint` and with a
-process group of their own, because the next step's collectives run meanwhile.
+also copies the weights. All workers write the moments together, in the lane `checkpoint` and with a
+separate process group, because the next step's collectives run concurrently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from distill.weights.model_weights import HeldWeights, Weights, names_of, plan_b
 from learner.sharding import local
 
 TRAINER = "trainer.json"
-# The writer makes the bytes of a file in memory. A file holds tensors of about so many, unsharded.
+# Approximate size of a file: bytes of its tensors, unsharded. The writer builds a file in memory.
 FILE_BYTES = 1 << 30
 
 
@@ -48,12 +48,13 @@ def write_tensors(
     """Write each worker's share of the tensors to `path`, a directory that every worker reaches.
 
     Args:
-        collectives: by which the workers agree on who writes what; None: there is one.
+        collectives: process group in which the workers agree on the parts that each writes; None:
+            there is one worker.
 
     Raises:
         CheckpointError: a worker could not write.
     """
-    # safetensors takes contiguous tensors alone; those of a transposed weight are strided.
+    # safetensors supports only contiguous tensors; the moments of a transposed weight are strided.
     contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
     with _plainly(f"cannot write tensors to {path}"):
         save(
@@ -70,22 +71,22 @@ def tensor_sizes(path: str) -> dict[str, torch.Size]:
     """Sizes of the whole tensors that `write_tensors` wrote to `path`, by name.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the tensors cannot be read.
     """
     try:
         written = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
         return {name: entry.size for name, entry in written.items()}  # pyright: ignore
-    except Exception as error:  # a missing or cut file has many faces
+    except Exception as error:  # missing and truncated files raise errors of several classes
         raise CheckpointError(f"cannot read the tensors in {path}: {error}") from error
 
 
 def read_tensors(
     path: str, wanted: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
 ) -> None:
-    """Fill the tensors, whole or shares, with what any number of workers wrote.
+    """Read into the tensors, whole or sharded, what any number of workers wrote.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the tensors cannot be read.
     """
     with _plainly(f"cannot read the tensors in {path}"):
         load(
@@ -98,12 +99,12 @@ def read_tensors(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Schedule and random numbers of a learner.
+    """State of the learning-rate schedule and of the random generators.
 
     Attributes:
-        schedule: state of the learning-rate schedule; None: it begins anew.
-        rng: states of each worker's generators, by kind of device.
-        moments: True if optimizer/ is to be read.
+        schedule: state of the learning-rate schedule; None: a new schedule.
+        rng: states of each worker's random generators, by device type.
+        moments: whether to read optimizer/.
     """
 
     schedule: Mapping[str, Any] | None = None
@@ -122,14 +123,14 @@ def read_trainer(directory: Path) -> TrainerState:
     """Read what `write_trainer` wrote.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     path = directory / TRAINER
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rng = [{kind: _decoded(text) for kind, text in states.items()} for states in fields["rng"]]
         for states in rng:
-            torch.Generator().set_state(states["cpu"])  # as every worker will
+            torch.Generator().set_state(states["cpu"])  # validates it; workers restore it later
         return TrainerState(schedule=fields["schedule"], rng=rng, moments=fields["moments"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
@@ -144,7 +145,7 @@ def _decoded(text: str) -> Tensor:
 
 
 def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number, from 1, of the file for each tensor."""
+    """Number of the file for each tensor, from 1."""
     numbers: dict[str, int] = {}
     taken = 0
     for name, tensor in state.items():
@@ -155,10 +156,10 @@ def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 @contextmanager
 def _plainly(what: str) -> Iterator[None]:
-    """CheckpointErrors that begin with `what`."""
+    """Context manager that converts torch's errors to CheckpointErrors that begin with `what`."""
     try:
         yield
-    except CheckpointException as error:  # no Exception; holds those of every worker
+    except CheckpointException as error:  # a BaseException with the errors of all workers
         why, _ = next(iter(error.failures.values()))
         raise CheckpointError(f"{what}: {why}") from why
 
@@ -177,9 +178,9 @@ class StateCopy:
 
     Attributes:
         write_moments: writes all workers' copies of the moments to a directory, and drops them;
-            None: drops them only.
+            with None it only drops them.
         write_model: writes weights as a Hugging Face checkpoint with its tokenizer.
-        write_adapter: writes the adapter; None if there is none.
+        write_adapter: writes the adapter; None if there is no adapter.
     """
 
     weights: HeldWeights
@@ -210,7 +211,7 @@ class StateCopy:
 
 
 def copied_weights(weights: Weights) -> HeldWeights:
-    """The weights in main memory, gathered in portions. With several workers, a collective."""
+    """Copy of the weights in main memory, gathered in portions. A collective if sharded."""
     copies: dict[str, Tensor] = {}
     for bucket in plan_buckets(weights.layouts):
         copies |= copied(weights.gather(names_of(bucket)))

@@ -1,4 +1,4 @@
-"""Training on data that is there already: SFT, DPO, reward models; one optimizer step per call.
+"""Training on fixed data: SFT, DPO and reward models, one optimizer step per call.
 
 DPO's reference scores every row once, before the first step (`with_reference`).
 """
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class RowStream:
-    """Units of rows in a seeded order, epoch after epoch: position -> the batch that starts there.
+    """Batches of units of rows, in a seeded order over repeated epochs.
 
-    A unit is a row, or rows that belong together: the two of a preference pair. `parts` tell the
-    units of several sources, one after another, with their weights; None: there is one source.
+    A unit is a row, or the two rows of a preference pair. `parts`: consecutive units of each
+    source, with the sources' weights; None: there is one source.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RowStream:
         self._order = MixedStream(self._parts, seed)
 
     def batch(self, index: int) -> list[TrainingRow]:
-        """The rows of the batch with that number, from 0; of several sources they say which."""
+        """Rows of a batch, numbered from 0. With several sources, each row names its source."""
         return [row for position in self._positions(index) for row in self._unit(position)]
 
     def _unit(self, position: int) -> Sequence[TrainingRow]:
@@ -70,7 +70,7 @@ class RowStream:
         return [replace(row, data_source=source) for row in rows]
 
     def source_shares(self, index: int) -> dict[str, float]:
-        """`train/share/source=NAME` of that batch: which part of its units is of each source."""
+        """`train/share/source=NAME` of a batch: the fraction of its units from each source."""
         if len(self._parts) == 1:
             return {}
         drawn = Counter(self._order.source(i) for i in self._positions(index))
@@ -84,7 +84,7 @@ class RowStream:
 
 
 class SupervisedLoop:
-    """Trains on a stream's batches with one loss; a resumed run continues the order."""
+    """Trains on a stream's batches with one loss. A resumed run continues the stream's order."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SupervisedLoop:
     ) -> None:
         """
         Args:
-            held_out: rows that `evaluate` looks at, by source; they are not trained.
+            held_out: rows for `evaluate`, by source; they are not trained.
         """
         self.step_count = 0
         self.learner = learner
@@ -120,7 +120,10 @@ class SupervisedLoop:
             learner.load_trainer_state(resume_from.path)
 
     def step(self, waited_s: float = 0.0) -> dict[str, float]:
-        """One optimizer step on the next batch; `waited_s` are seconds that the caller waited."""
+        """Take one optimizer step on the next batch; return its metrics.
+
+        `waited_s`: seconds that the caller has already waited, which count as the step's time.
+        """
         started = time.perf_counter() - waited_s
         with self._trace.around(self.step_count + 1):
             metrics = self.learner.step(self._next())
@@ -134,9 +137,9 @@ class SupervisedLoop:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """`validation/*`: the loss's metrics on the held-out rows, under the present weights.
+        """`validation/*`: metrics of the loss on the held-out rows, with the current weights.
 
-        Where these are of several sources, those of each as well: `validation/*/source=NAME`.
+        With several sources, also the metrics of each: `validation/*/source=NAME`.
         """
         started = time.perf_counter()
         made = self._validated([row for source in self._held_out for row in source.rows_D])
@@ -171,12 +174,12 @@ def with_reference(
     compute: Callable[[Sequence[TrainingRow]], list[FloatArray]],
     rows_per_portion: int = 512,
 ) -> list[TrainingRow]:
-    """The rows with `reference_logprobs_T`, computed once and kept in `path` for a resumed run.
+    """The rows with `reference_logprobs_T`, computed once and saved to `path` for a resumed run.
 
-    Every portion is written as soon as it is scored: a run that ends meanwhile goes on behind it.
+    Each portion is written when it is scored, so that an interrupted run resumes after it.
 
     Args:
-        compute: the reference's log-probs of each row's trained tokens.
+        compute: returns the reference's log-probs of each row's trained tokens.
 
     Raises:
         CheckpointError: `path` is unreadable, or was written for other rows.
@@ -187,7 +190,7 @@ def with_reference(
     done = int(np.searchsorted(ends, len(reference_N), side="right"))
     path.parent.mkdir(parents=True, exist_ok=True)
     while done < len(rows_D):
-        # Portions that grow: each write is of the whole file.
+        # Portions grow, because each write rewrites the whole file.
         scored = compute(rows_D[done : done + max(rows_per_portion, done // 8)])
         done += len(scored)
         reference_N = np.concatenate([reference_N, *scored])
@@ -199,7 +202,7 @@ def with_reference(
 
 
 def _digest(rows_D: Sequence[TrainingRow]) -> str:
-    """Digest of all that the rows' log-probs depend on, besides the model."""
+    """Digest of everything except the model that the rows' log-probs depend on."""
     digest = hashlib.sha256()
     for row in rows_D:
         digest.update(f"{len(row)} {row.temperature} ".encode())

@@ -1,13 +1,13 @@
-"""Timing: seconds by stage of every step; and a profiler trace of one step, where asked.
+"""Timing: seconds of each stage of a step, and an optional profiler trace of one step.
 
     stages = Stages(device)
     with traced(path):                  # path None: no trace
         with stages("forward"):
             ...
-    stages.take()                       # {"time/forward": 1.2}, of all spans since the last one
+    stages.take()                       # {"time/forward": 1.2}, all spans since the last `take`
 
-The trace is a file for https://ui.perfetto.dev or chrome://tracing: PyTorch's operators and, on
-CUDA, its kernels, below spans of the same labels.
+The trace is a file for https://ui.perfetto.dev or chrome://tracing. It has PyTorch's operators and
+CUDA kernels, below spans with the stages' labels.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 logger = logging.getLogger(__name__)
 
-# Whether a trace is on. It is of the whole process, as PyTorch's profiler is.
+# Whether a trace is being recorded. Global, because PyTorch's profiler is one per process.
 _tracing = False
 
 
 class Stages:
-    """Wall seconds by label. A span inside another counts for both."""
+    """Wall-clock seconds by label. A span inside another one counts for both labels."""
 
     def __init__(self, device: str = "cpu") -> None:
-        """`device` is the one that the stages compute on."""
+        """`device`: the device that the stages compute on."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
 
     @contextmanager
     def __call__(self, label: str) -> Iterator[None]:
-        """Adds the block's wall time to `seconds[label]`, whether or not the block raises."""
+        """Add the block's wall time to `seconds[label]`, even if the block raises."""
         started = time.perf_counter()
         try:
             if _tracing:
@@ -60,18 +60,18 @@ class Stages:
         return taken
 
     def _wait(self) -> None:
-        # Kernels are queued; unless waited for here, a later span would be charged for them.
+        # Kernels run asynchronously. Without waiting here, they would count for a later span.
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
 
 
 @contextmanager
 def traced(path: Path | None) -> Iterator[None]:
-    """Writes a Chrome trace of the block to `path` (JSON), whole or not at all; None: no trace.
+    """Write a Chrome trace of the block to `path` (JSON), completely or not at all; None: no trace.
 
-    A block that raises leaves no file. One trace at a time, of the thread that asked for it (and
-    of autograd's). It takes memory for each operator called: one step's, not a run's. A trace that
-    cannot be written is reported in the log; the block runs all the same.
+    If the block raises, no file is written. There is one trace at a time, of the calling thread and
+    of autograd's threads. Memory grows with the number of operators, so trace a step, not a run. A
+    trace that cannot be written is reported in the log; the block runs in any case.
     """
     global _tracing
     if path is None:
@@ -110,11 +110,11 @@ def _activities() -> list[ProfilerActivity]:
 def _write(profiler: profile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # PyTorch leaves files of its own beside one that it cannot write.
+        # If writing fails, PyTorch leaves temporary files in the same directory.
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as directory:
             made = Path(directory, path.name)
             profiler.export_chrome_trace(str(made))
-            if not _ended(made):  # on a full disk, which PyTorch reports to its log alone
+            if not _ended(made):  # the disk is full, which PyTorch only logs
                 raise OSError("it was cut short")
             made.replace(path)
     except (OSError, RuntimeError) as error:

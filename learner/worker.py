@@ -1,7 +1,7 @@
-"""One worker of a learner: the methods that it runs on its shard of model and optimizer.
+"""One worker of a learner: methods that run on its shard of model and optimizer.
 
 The collectives of a method (gathering a layer's weights, summing a gradient) run in the same
-sequence on all workers, so each worker gets the same number of micro-batches, and each method is
+sequence on all workers. So each worker gets the same number of micro-batches, and each method is
 called on all workers (`ShardedModel.on_each`).
 """
 
@@ -40,13 +40,13 @@ from learner.trace import Stages
 
 # A micro-batch's fraction of its part's trained tokens: the weight in the mean train/router_aux.
 ROUTER_SHARE = f"train/router_aux{OWN_SHARE}"
-# Every so many optimizer updates, one micro-batch also runs without routing replay.
+# Interval, in optimizer updates, at which one micro-batch also runs without routing replay.
 UNREPLAYED_EVERY = 10
 _UNREPLAYED = "train/logprob_gap_unreplayed"
 
 
 class LearnerWorker(ModelShard):
-    """A worker: trains its shard with losses on rows, and scores rows with it.
+    """A worker that trains its shard with losses on rows, and scores rows.
 
     Raises: as `ModelShard`.
     """
@@ -63,7 +63,7 @@ class LearnerWorker(ModelShard):
         self._balance = RouterBalance(self.model) if config.learner.router_aux_coef else None
 
     def execute(self, method: str, argument: Any) -> Any:
-        """Run a method by its name, `rollouts.hold` say; the leader calls it on every worker."""
+        """Run a method by name, such as `rollouts.hold`. The leader calls this on every worker."""
         answer = attrgetter(method)(self)(argument)
         self.progress.mark()
         return answer
@@ -101,8 +101,8 @@ class LearnerWorker(ModelShard):
     def _accumulate(self, micro: MicroBatch) -> tuple[float, dict[str, float]]:
         """Add the gradient of a micro-batch; return its loss and metrics.
 
-        Its graph ends here: it may hold a teacher's distribution, with a copy of the teacher's
-        head, which the passes of the next micro-batch have no room for.
+        The autograd graph must be freed on return: it may hold a teacher's distribution with a copy
+        of the teacher's head, for which the passes of the next micro-batch have no memory.
         """
         with self._stages("forward"):
             batch = collate(self.made_rows(micro.rows_B), self.device)
@@ -183,7 +183,8 @@ class LearnerWorker(ModelShard):
                         parameter.grad.div_(divisor)
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             norm = whole(torch.nn.utils.get_total_norm(gradients)).item()
-            # One for all: replicas, each of which has summed it, stay equal to the last bit.
+            # One value for all replicas, which computed it separately: their weights stay equal to
+            # the last bit.
             grad_norm = self._group.most(norm)
             torch.nn.utils.clip_grads_with_norm_(
                 self.model.parameters(),
