@@ -1,4 +1,4 @@
-"""isotherm as a library: a policy that is sampled, trained and saved by hand, and whole recipes.
+"""isotherm as a library: a policy to sample, train and save step by step, and whole recipes.
 
     policy = isotherm.Policy("DIR", lr=1e-4)
     [completion] = policy.sample("2 + 2 =", temperature=0.7, max_new_tokens=8)
@@ -9,7 +9,7 @@
     for metrics in isotherm.run(recipe="opd", student="DIR", ...):
         ...
 
-Importing it imports neither torch nor ray: names are loaded when they are first used.
+Importing `isotherm` imports neither torch nor ray: names are loaded when they are first used.
 """
 
 from __future__ import annotations

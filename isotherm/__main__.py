@@ -9,10 +9,10 @@ from isotherm.shadowing import check_packages
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run the command, and return its exit code."""
     try:
         return _run()
-    except KeyboardInterrupt:  # while modules are imported; later the command says it itself
+    except KeyboardInterrupt:  # during imports; later the command prints this error itself
         print("error: interrupted (SIGINT)", file=sys.stderr)
         return 130
 
@@ -30,9 +30,9 @@ def _run() -> int:
 
 
 def _find_modules_here() -> None:
-    """Puts the working directory first on the path, as `python -m` does: `reward=my_file:f`.
+    """Put the working directory first on `sys.path`, as `python -m` does, for `reward=my_file:f`.
 
-    Ray's workers get it from the driver.
+    Ray's workers get the path from the driver.
     """
     here = os.getcwd()
     if not sys.flags.safe_path and not {"", here} & set(sys.path):

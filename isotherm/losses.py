@@ -1,4 +1,4 @@
-"""Losses of `Policy.forward_backward`: ours by name, and functions of log-probs."""
+"""Losses of `Policy.forward_backward`: built-in losses by name, and functions of log-probs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from learner.forward import Forward, LossFunction
 from learner.frozen import LocalTeachers
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 
-# (logprobs_N, old_N, advantages_N) of some trained tokens -> each token's loss, (N,): the contract
-# of the setting loss=module:function (`distill.objective.custom`).
+# (logprobs_N, old_N, advantages_N) of trained tokens -> loss of each token, (N,). The signature is
+# that of the setting loss=module:function (`distill.objective.custom`).
 TokenLossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loss = str | ObjectiveConfig | PreferenceLoss | TokenLossFunction
-# The divisor of an update: the number of these in all the rows since the update before.
+# The gradient of an update is divided by the number of these units in all rows since the last one.
 LossUnit = Literal["token", "sequence", "pair"]
 
 _POLICY_LOSSES = get_args(LossName)
@@ -31,7 +31,7 @@ _NAMES = ("cross_entropy", *_POLICY_LOSSES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionLoss:
-    """The `LossFunction` of somebody's function; a mean over the trained tokens."""
+    """The `LossFunction` of a custom function: its mean over the trained tokens."""
 
     function: TokenLossFunction
 
@@ -56,7 +56,7 @@ def _name(function: TokenLossFunction) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenLoss:
-    """A loss, what its rows are counted in, and how many of them stay together."""
+    """A loss, the unit of its mean, and the number of rows that form one unit."""
 
     function: LossFunction
     unit: LossUnit
@@ -70,11 +70,14 @@ class ChosenLoss:
 
 
 def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
-    """The loss that is meant; `teacher` gives the distributions of estimator=full.
+    """Convert the `loss` argument of `forward_backward` to a loss function.
+
+    Args:
+        teacher: computes the distributions for estimator=full.
 
     Raises:
-        ConfigError: an unknown name, an objective that needs more than rows have, or a teacher that
-            it does not ask.
+        ConfigError: an unknown name, an objective that needs data that rows do not have, or a
+            teacher that the loss does not use.
     """
     whole = isinstance(loss, ObjectiveConfig) and loss.estimator == "full" and loss.kl_coef > 0
     if teacher is not None and not whole:
@@ -108,5 +111,5 @@ def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
             "PreferenceLoss, a function of (logprobs_N, old_N, advantages_N)",
             field="loss",
         )
-    # The rows' advantages are the whole signal: no row has a teacher's distribution.
+    # No row has a teacher's distribution, so the rows' advantages are the only signal.
     return choose_loss(ObjectiveConfig(loss=loss, kl_coef=0.0))

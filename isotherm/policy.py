@@ -1,4 +1,4 @@
-"""A policy that is trained by hand: sampled, scored, stepped, saved, and pushed to its sampler."""
+"""Policy for hand-written training loops: sample, score, step, save, and push to its sampler."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _PUSH_TIMEOUT_S = 3600.0
 
 
 class Policy(Samples):
-    """A model with an optimizer, and a sampler that holds its weights as of the last `push`.
+    """A model with an optimizer, and a sampler with the model's weights as of the last `push`.
 
     Attributes:
-        sampler: what `sample` asks; it is a copy of the model, in this process too.
-        learner: what trains, for all else that it can do.
-        version: of the weights that the sampler holds: the number of pushes.
-        steps: optimizer steps so far, those of a loaded state among them.
+        sampler: a copy of the model in this process, used by `sample`.
+        learner: the learner, for methods that this class does not wrap.
+        version: version of the weights in the sampler, which is the number of pushes.
+        steps: number of optimizer steps so far, including those of a loaded state.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Policy(Samples):
         """
         Args:
             model: Hugging Face checkpoint directory (or hub name) to start from.
-            sampler_dtype: of the sampler's weights and activations.
-            stop_tokens: as of `Sampler`; `supervised_row` ends with one of them.
-            settings: of the learner (`learner.config.LearnerConfig`): lr, max_grad_norm, lora_rank,
-                token_budget, dtype, seed, threads, ...; a schedule needs total_steps.
+            sampler_dtype: dtype of the sampler's weights and activations.
+            stop_tokens: see `Sampler`; `supervised_row` ends with one of them.
+            settings: settings of the learner (`learner.config.LearnerConfig`): lr, max_grad_norm,
+                lora_rank, token_budget, dtype, seed, threads, ...; a schedule needs total_steps.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
@@ -96,10 +96,10 @@ class Policy(Samples):
         return self.sampler._sampled(prompts, sampling, num_samples, seed)
 
     def logprobs(self, tokens: npt.ArrayLike, *, temperature: float, start: int = 1) -> FloatArray:
-        """log p_T of given tokens from index `start` to the end, by the learner's present weights.
+        """log p_T of given tokens from index `start` to the end, under the learner's weights.
 
         Raises:
-            ConfigError, DataError: a temperature not above 0, or nothing to score.
+            ConfigError, DataError: the temperature is not above 0, or there is nothing to score.
         """
         tokens_T = np.asarray(tokens, np.int32)
         self._check_tokens(tokens_T)
@@ -107,10 +107,10 @@ class Policy(Samples):
         return self.learner.logprobs([row])[0]
 
     def supervised_row(self, prompt: str, completion: str) -> TrainingRow:
-        """A row for loss="cross_entropy": the prompt, then the completion and the EOS, trained.
+        """Row for loss="cross_entropy": the prompt, and the completion with EOS, which are trained.
 
         Raises:
-            DataError: no EOS, text that cannot be encoded, or longer than the context.
+            DataError: there is no EOS, the text cannot be encoded, or it exceeds the context.
         """
         chain = self._encoder.completion(prompt, completion)
         return supervised_row(chain, f"prompt {prompt[:20]!r}")
@@ -130,23 +130,23 @@ class Policy(Samples):
     def forward_backward(
         self, batch: Sequence[TrainingRow], loss: Loss, *, teacher: str | None = None
     ) -> dict[str, float]:
-        """Adds the gradient of the batch's loss to what has accumulated since `optim_step`.
+        """Add the gradient of the batch's loss to the gradient accumulated since `optim_step`.
 
         Args:
             loss: "cross_entropy"; a policy loss over the rows' advantages, "importance_sampling",
                 "ppo", "cispo", "dro" or "gspo", or an `ObjectiveConfig` with its settings; a
-                `PreferenceLoss`, over pairs of rows; or a function of (logprobs_N, old_N,
-                advantages_N), as `loss=module:function` of a run is one, to each token's loss (N,).
-                Large batches are cut into micro-batches, and the function is called for each.
-            teacher: checkpoint whose distributions an `ObjectiveConfig(estimator="full")` asks. It
-                is loaded once.
+                `PreferenceLoss`, over pairs of rows; or a function (logprobs_N, old_N,
+                advantages_N) -> loss of each token (N,), as for `loss=module:function` of a run.
+                Large batches are split into micro-batches, and the function is called for each.
+            teacher: checkpoint of the teacher for `ObjectiveConfig(estimator="full")`. It is loaded
+                once.
 
-        Returns the loss's metrics, means over this batch; `train/loss` among them.
+        Returns the loss's metrics, including `train/loss`, as means over this batch.
 
         Raises:
-            ConfigError: an unknown loss, or one that is averaged over other units than those of an
+            ConfigError: an unknown loss, or a loss that is a mean over another unit than that of an
                 earlier call since `optim_step`.
-            NonFiniteError: a loss is NaN or infinite. All that has accumulated is dropped.
+            NonFiniteError: a loss is NaN or infinite. The accumulated gradient is dropped.
         """
         if not batch:
             raise ConfigError("the batch is empty; give at least one row", field="batch")
@@ -186,7 +186,7 @@ class Policy(Samples):
         return self._teachers[path]
 
     def _check_tokens(self, tokens_T: TokenArray) -> None:
-        """Raises DataError for tokens that the model lacks."""
+        """Raise DataError if tokens are not in the model's vocabulary."""
         size = vocab_size(self.learner.model.config)
         if len(tokens_T) and not 0 <= tokens_T.min() <= tokens_T.max() < size:
             raise DataError(
@@ -195,15 +195,16 @@ class Policy(Samples):
             )
 
     def optim_step(self) -> dict[str, float]:
-        """One AdamW step by all that has accumulated, as if it had been one batch; drops it.
+        """Take one AdamW step with the accumulated gradient, and drop the gradient.
 
-        The sampler keeps the weights that it has until `push`.
+        Several `forward_backward` calls are equal to one call with all their rows. The sampler's
+        weights do not change until `push`.
 
-        Returns `train/grad_norm`, `train/lr`, and seconds.
+        Returns `train/grad_norm`, `train/lr`, and `time/optimizer` in seconds.
 
         Raises:
-            ConfigError: nothing has accumulated.
-            NonFiniteError: the gradient is not finite. The weights are as before.
+            ConfigError: no gradient has accumulated.
+            NonFiniteError: the gradient is not finite. The weights are unchanged.
         """
         if not self._accumulated:
             raise ConfigError("there is no gradient to step by; call forward_backward first")
@@ -218,10 +219,10 @@ class Policy(Samples):
         self.learner.zero_grad()
 
     def push(self) -> dict[str, float]:
-        """Hands the present weights to the sampler, as the next version; returns `push/*` metrics.
+        """Copy the current weights to the sampler, as the next version; return `push/*` metrics.
 
         Raises:
-            NonFiniteError, EngineError: the weights are not finite, or did not arrive.
+            NonFiniteError, EngineError: the weights are not finite, or the push failed.
         """
         metrics = self._publisher(self.learner.weights(), self.version + 1, TrainedGroups())
         self.version += 1
@@ -237,8 +238,8 @@ class Policy(Samples):
             model=self._config.model,
             temperature=UNSCALED,
             learner_dtype=self._config.dtype,
-            probe_every=0,  # rows are scored at the one T of a run, and there is none here
-            prove_every=0,  # one process: the sampler copies what it is given
+            probe_every=0,  # a probe scores rows at the T of a run; there is no such T here
+            prove_every=0,  # one process: the sampler copies the weights directly
             timeout_s=_PUSH_TIMEOUT_S,
         )
         engines = {"the sampler": self.sampler.engine}
@@ -250,33 +251,33 @@ class Policy(Samples):
     # files
 
     def save_state(self, directory: str | Path, *, keep: int = sys.maxsize) -> Path:
-        """Writes weights, optimizer moments, schedule and RNG to `directory/step-N`; returns that.
+        """Write weights, optimizer moments, schedule and RNG to `directory/step-N`; return this.
 
-        The layout is that of a run's checkpoints (`learner.checkpoint`). What has accumulated since
-        `optim_step` is not in it.
+        The layout is that of a run's checkpoints (`learner.checkpoint`). The gradient accumulated
+        since `optim_step` is not saved.
 
         Args:
-            keep: how many of the newest stay in the directory.
+            keep: number of newest states to keep in the directory.
 
         Raises:
-            CheckpointError: it could not be written; earlier ones are untouched.
+            CheckpointError: the state could not be written. Earlier states are unchanged.
         """
         store = CheckpointStore(directory, keep)
         return store.save(
             step=self.steps,
             write=partial(self.learner.save, tokenizer=self.tokenizer),
-            # The id: two states after as many steps are two states.
+            # The id distinguishes states with the same number of steps: each is written.
             delivery={"next_seed": self.sampler.next_seed, "id": uuid.uuid4().hex},
         ).path
 
     def load_state(self, directory: str | Path) -> Checkpoint:
-        """Goes on from the newest intact state in `directory`, and pushes its weights.
+        """Continue from the newest intact state in `directory`, and push its weights.
 
-        The directory is one of `save_state`, or the checkpoints/ of a run. What has accumulated is
-        dropped.
+        The directory is that of `save_state`, or the checkpoints/ of a run. The accumulated
+        gradient is dropped.
 
         Raises:
-            CheckpointError: there is none, or none of this model.
+            CheckpointError: there is no state in the directory, or no state of this model.
         """
         found = CheckpointStore(directory, keep=1).latest()
         if found is None:
@@ -292,7 +293,7 @@ class Policy(Samples):
         return found
 
     def export(self, directory: str | Path) -> Path:
-        """Writes the model (an adapter merged) and its tokenizer as a run's final/ has them.
+        """Write the model and its tokenizer in the format of a run's final/. An adapter is merged.
 
         Raises:
             CheckpointError: the directory exists, or cannot be written.
@@ -304,12 +305,12 @@ class Policy(Samples):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_write(path) as partial:
                 self.learner.export(partial, self.tokenizer)
-        except Exception as error:  # OSError; safetensors, tokenizers: errors of their own
+        except Exception as error:  # OSError; safetensors and tokenizers raise other classes
             raise CheckpointError(f"cannot write {path}: {error}. {disk_remedy(error)}") from error
         return path
 
     def close(self) -> None:
-        """Ends the sampler; the memory is free once the object is."""
+        """Close the sampler. The memory is freed when this object is garbage-collected."""
         self.sampler.close()
 
 

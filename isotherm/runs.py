@@ -1,4 +1,4 @@
-"""Whole recipes from Python: settings as arguments, metrics as an iterator."""
+"""Recipes called from Python: settings as arguments, metrics as an iterator."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from distill.errors import ConfigError
 
 
 def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Generator[dict[str, float]]:
-    """Runs a recipe, and yields the lines of its metrics.jsonl: of each step, and of evaluations.
+    """Run a recipe, and yield the lines of its metrics.jsonl: one for each step and evaluation.
 
-    The run begins with the first line that is asked for. It does not wait while a line is looked
-    at. Closing the iterator (a `break` does) ends the run after the step under way, as Ctrl-C does
-    on the command line: a checkpoint is saved, all actors end, and the same call resumes.
+    The run starts when the first line is requested, and continues while the caller processes a
+    line. Closing the iterator, for example with `break`, ends the run after the current step like
+    Ctrl-C on the command line: a checkpoint is saved, all actors end, and the same call resumes.
 
     Args:
-        quiet: prints nothing.
-        settings: those of the command line, as values. A mapping gives the settings within one
-            (teachers={"a": {"model": DIR}}); a function or class of a module stands for its name;
-            None is a setting that is not given.
+        quiet: print nothing.
+        settings: settings of the command line, as values. A mapping contains nested settings
+            (teachers={"a": {"model": DIR}}). A function or class of a module is passed on by its
+            name. None: the setting is not given.
 
     Raises:
         IsothermError, RunFailed, EngineError, NonFiniteError: with the message of the command line.
@@ -48,10 +48,10 @@ def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Generator[dict[
 
 
 class _RunThread:
-    """A recipe in a thread of its own."""
+    """A recipe that runs in its own thread."""
 
     def __init__(self, arguments: Arguments, console: Console) -> None:
-        self._lines: SimpleQueue[dict[str, float] | None] = SimpleQueue()  # None: it has ended
+        self._lines: SimpleQueue[dict[str, float] | None] = SimpleQueue()  # None: the run has ended
         self._signals = Signals()
         self._error: Exception | None = None
         self._thread = Thread(
@@ -67,7 +67,7 @@ class _RunThread:
             with observed_by(Observer(line=line, signals=self._signals)):
                 run_recipe(arguments, console)
         except Interrupted:
-            pass  # as `end` asked
+            pass  # by `end`
         except Exception as error:
             self._error = error
         finally:
@@ -78,13 +78,13 @@ class _RunThread:
             yield line
 
     def end(self) -> None:
-        """Ends the run, if it has not ended, and returns when it has."""
+        """Interrupt the run if it has not ended, and wait until it has ended."""
         if self._thread.is_alive():
             self._signals.received = signal.SIGINT
             self._thread.join()
 
     def raise_error(self) -> None:
-        """Raises what the run raised; its message has the remedy."""
+        """Raise the error of the run, if any, with the remedy in its message."""
         if self._error is not None:
             if isinstance(self._error, RunFailed):
                 self._error.args = (complaint(self._error),)
@@ -92,7 +92,7 @@ class _RunThread:
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that are None, and with functions and classes by their names."""
+    """The settings that are not None, with functions and classes replaced by their names."""
     return {
         name: _given(value) if isinstance(value, Mapping) else _named(name, value)
         for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""Sampling and scoring by a model in this process: the embedded engine, with plain calls."""
+"""Sampling and scoring with a model in this process: blocking calls of the embedded engine."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray, StopReason, TokenArray
 
-# A text as it stands, the messages of a chat through the model's template, or token ids.
+# A text, encoded unchanged; the messages of a chat, for the model's template; or token ids.
 Prompt = str | Sequence[Mapping[str, Any]] | TokenArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """A prompt and what was sampled after it.
+    """A prompt with one sampled completion.
 
     Attributes:
-        prompt_T: the prompt's token ids.
-        sample: tokens, log p_T, weight versions and stop reason, as the engine returned them.
-        temperature: the T of the sampling and of the log-probs.
-        text: the sampled tokens, decoded; the stop token that ended them is not in it.
+        prompt_T: token ids of the prompt.
+        sample: tokens, log p_T, weight versions and stop reason, as returned by the engine.
+        temperature: T of the sampling and of the log-probs.
+        text: the decoded sampled tokens, without the stop token at their end.
     """
 
     prompt_T: TokenArray
@@ -49,12 +49,12 @@ class Completion:
 
     @property
     def tokens_T(self) -> TokenArray:
-        """The sampled token ids, the stop token among them."""
+        """The sampled token ids, including the stop token."""
         return self.sample.tokens_T
 
     @property
     def logprobs_T(self) -> FloatArray:
-        """log p_T of the sampled tokens, by the weights that sampled them."""
+        """log p_T of the sampled tokens, under the weights that sampled them."""
         return self.sample.logprobs_T
 
     @property
@@ -63,7 +63,7 @@ class Completion:
 
     @property
     def chain_T(self) -> TokenArray:
-        """Prompt and sampled tokens, end to end."""
+        """Token ids of the prompt, followed by the sampled ones."""
         return np.concatenate([self.prompt_T, self.tokens_T]).astype(np.int32)
 
     @property
@@ -72,14 +72,15 @@ class Completion:
         return len(self.prompt_T)
 
     def row(self, advantages: float | npt.ArrayLike) -> TrainingRow:
-        """The completion as a training row; the loss is at its own temperature.
+        """The completion as a training row. The loss is computed at the completion's temperature.
 
         Args:
             advantages: one number for all sampled tokens, or one for each.
 
         Raises:
-            ConfigError: it was sampled greedily (temperature 0).
-            DataError: nothing was sampled, or the advantages are of another number, or not finite.
+            ConfigError: the completion was sampled greedily (temperature 0).
+            DataError: the completion has no tokens, or the advantages have another length, or are
+                not finite.
         """
         given = np.asarray(advantages, np.float32)
         if given.shape not in ((), self.tokens_T.shape):
@@ -100,17 +101,17 @@ class Completion:
 
 
 class Samples(ABC):
-    """Sampling by the weights that are held; a policy's are those of its last push."""
+    """Base class with `sample` and `sample_batch`."""
 
     @abstractmethod
     def _sampled(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, seed: int | None
     ) -> list[list[Completion]]:
-        """The completions of each prompt; the i-th one's seed is `seed` + i."""
+        """Completions of each prompt. The seed of the i-th prompt is `seed` + i."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the sampling; no call may follow."""
+        """Release the engine. No other method may be called afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -130,12 +131,12 @@ class Samples(ABC):
         num_samples: int = 1,
         seed: int | None = None,
     ) -> list[Completion]:
-        """Samples from softmax(z / T), nothing truncated; greedily at temperature 0.
+        """Sample from softmax(z / T) without truncation; greedily at temperature 0.
 
         Samples are a function of weights, prompt, temperature and `seed`.
 
         Raises:
-            ConfigError, DataError: a value out of range, or a prompt that fills the context.
+            ConfigError, DataError: a value is out of range, or the prompt fills the context.
         """
         return self.sample_batch(
             [prompt],
@@ -154,10 +155,10 @@ class Samples(ABC):
         num_samples: int = 1,
         seed: int | None = None,
     ) -> list[list[Completion]]:
-        """`num_samples` completions of each prompt, all of them decoded together.
+        """Sample `num_samples` completions of each prompt, all in one batch.
 
         Args:
-            seed: of the first prompt; the others count on from it.
+            seed: seed of the first prompt; the next prompts have the next seeds.
         """
         sampling: Sampling = (
             TrainSampling(temperature=temperature, max_new_tokens=max_new_tokens)
@@ -168,13 +169,13 @@ class Samples(ABC):
 
 
 class Sampler(Samples):
-    """A model that samples and scores. It has a thread of its own, until `close`.
+    """A model that samples and scores. It runs in its own thread until `close`.
 
     Attributes:
-        tokenizer: the checkpoint's.
-        engine: handle of the `EmbeddedEngine`, for all else that it can do.
-        next_seed: of the next call of `sample` that names none; it counts up.
-        stops: where samples end.
+        tokenizer: tokenizer of the checkpoint.
+        engine: handle of the `EmbeddedEngine`, for methods that this class does not wrap.
+        next_seed: seed of the next prompt without a given seed; incremented by each prompt.
+        stops: tokens at which samples end.
     """
 
     def __init__(
@@ -189,18 +190,19 @@ class Sampler(Samples):
         """
         Args:
             model: Hugging Face checkpoint directory (or hub name).
-            dtype: of weights and activations; log-probs are float32 whatever it is.
-            seed: of the first call of `sample` that names none.
-            stop_tokens: as the setting of that name; empty: the checkpoint's and its tokenizer's.
+            dtype: dtype of weights and activations; log-probs are always float32.
+            seed: initial `next_seed`.
+            stop_tokens: see the setting of this name; empty: those of the checkpoint and its
+                tokenizer.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
-            ConfigError: a stop token that is no token.
+            ConfigError: a stop token is not in the vocabulary.
         """
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
         ends = [ends_of(model, self.tokenizer)]
         chosen = StopSettings(stop_tokens=stop_tokens).stops(self.tokenizer, ends)
-        # Each is an outcome of its own, to the sampler and to `Policy`.
+        # For the sampler and for `Policy`, each stop token is a separate outcome.
         self.stops = replace(chosen, one_event=False)
         self.engine: Any = LocalActor(
             EmbeddedEngine, model_path=model, dtype=dtype, device=device, stops=self.stops
@@ -210,14 +212,14 @@ class Sampler(Samples):
 
     @property
     def version(self) -> int:
-        """Version of the weights that it holds; 0: those of the checkpoint."""
+        """Version of the sampler's weights; 0: those of the checkpoint."""
         return _value(self.engine.info.remote()).weight_version
 
     def encode(self, prompt: Prompt) -> TokenArray:
         """Token ids of a prompt.
 
         Raises:
-            ConfigError: it is no text, no messages and no array of ids.
+            ConfigError: the prompt is not a text, a list of messages or an array of ids.
         """
         if isinstance(prompt, str):
             return render_text(self.tokenizer, prompt)
@@ -263,14 +265,15 @@ class Sampler(Samples):
     def score(
         self, completions: Sequence[Completion], *, temperature: float | None = None
     ) -> list[FloatArray]:
-        """Log-probs of completions' sampled tokens by this model's weights, one array for each.
+        """Log-probs of the completions' sampled tokens under this model, one array for each.
 
         Args:
-            temperature: None: each completion's own, which is what a loss may be made of.
+            temperature: T of the scores; None: each completion's own temperature. A loss needs
+                scores at the completion's own temperature.
 
         Raises:
-            ConfigError: a temperature that is not above 0.
-            DataError: tokens that the model lacks.
+            ConfigError: the temperature is not above 0.
+            DataError: tokens are not in the model's vocabulary.
         """
         requests = [
             ScoreRequest(
@@ -287,7 +290,7 @@ class Sampler(Samples):
         """log softmax(z / T) of given tokens, from index `start` to the end.
 
         Raises:
-            ConfigError, DataError: a value out of range, or tokens that the model lacks.
+            ConfigError, DataError: a value is out of range, or tokens are not in the vocabulary.
         """
         tokens_T = np.asarray(tokens, np.int32)
         request = ScoreRequest(tokens_T=tokens_T, start=start, temperatures=(temperature,))
@@ -295,12 +298,12 @@ class Sampler(Samples):
         return score.logprobs_by_temperature[0]
 
     def close(self) -> None:
-        """Ends the thread; no call may follow."""
+        """End the thread. No other method may be called afterwards."""
         calls.kill(self.engine)
 
 
 def _value(reference: Any) -> Any:
-    """The value of a call; what it raised, as the engine raised it."""
+    """Result of a call of the engine. Raises the engine's own error, not Ray's wrapper."""
     try:
         return calls.get(reference)
     except errors.RayActorError:

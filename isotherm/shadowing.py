@@ -1,4 +1,4 @@
-"""Detection of other packages under the names of ours: `cluster` and `actors` are common names."""
+"""Detection of other packages with the names of ours: `cluster` and `actors` are common names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("distill", "actors", "learner", "cluster")
-# Beside this package: in site-packages, in a wheel, in a checkout.
+# The directory that contains this package: site-packages, a wheel, or a checkout.
 _HOME = Path(__file__).resolve().parents[1]
 
 
 def check_packages() -> None:
-    """Finds the packages that this one is built of, without importing them.
+    """Check that Python would import isotherm's own packages. They are not imported.
 
     Raises:
-        ImportError: one of them is missing, or another one is found in its place.
+        ImportError: a package is missing, or another package of its name would be imported.
     """
     for name in PACKAGES:
         found, ours = _place(name), _HOME / name
@@ -32,10 +32,10 @@ def check_packages() -> None:
 
 
 def _place(name: str) -> Path | None:
-    """The directory of the package, or the file of the module, that `import` would take."""
+    """Directory of the package, or file of the module, that `import` would load."""
     try:
         spec = find_spec(name)
-    except ValueError:  # imported already, and without a spec: somebody's own making
+    except ValueError:  # a module without a spec is in sys.modules, so other code created it
         return None
     if spec is None:
         return None
