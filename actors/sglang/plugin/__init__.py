@@ -1,1 +1,1 @@
-"""Plugin that SGLang itself loads: input log-probs at T, weights out of shared memory."""
+"""Plugin that SGLang loads: input log-probs at T, and weights from shared memory."""

@@ -1,8 +1,8 @@
-"""Main memory that SGLang pins for CUDA, allocated unpinned on its CPU engine.
+"""Patch that makes SGLang's CPU engine allocate unpinned main memory instead of pinned memory.
 
-SGLang 0.5.23 pins what it records of routed experts (mem_cache/pool_host/common.py,
-ALLOC_MEMORY_FUNCS) and the batch's order of LoRA adapters (lora/layers.py, lora/backend) on a CPU,
-too, where that fails. There is nothing to pin for.
+SGLang 0.5.23 pins the memory of recorded routed experts (mem_cache/pool_host/common.py,
+ALLOC_MEMORY_FUNCS) and of the order of LoRA adapters in a batch (lora/layers.py, lora/backend) on a
+CPU as well. Without CUDA, pinning fails and has no use.
 """
 
 # SGLang is an extra: types are checked without it, too.
@@ -18,12 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-# SGLang's own switch of its CPU engine.
+# SGLang's variable that selects its CPU engine.
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 
 
 def pin_nothing() -> None:
-    """Has SGLang's CPU engine allocate what it would pin as it is; elsewhere nothing changes."""
+    """Make SGLang's CPU engine allocate unpinned memory. Without the CPU engine, do nothing."""
     if os.environ.get(CPU_ENGINE) != "1":
         return
     torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
@@ -31,7 +31,7 @@ def pin_nothing() -> None:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     try:
         from sglang.srt.mem_cache.pool_host import common
-    except ImportError:  # another release: a server that is to record says so when it starts
+    except ImportError:  # another release: a server that records experts fails when it starts
         return
     cast("dict[str, Any]", common.ALLOC_MEMORY_FUNCS)["cpu"] = _unpinned
 

@@ -1,48 +1,49 @@
 """SGLang plugin: input log-probs at each request's own temperature.
 
 Stock SGLang returns `output_token_logprobs` of softmax(z / T) but `input_token_logprobs` of
-softmax(z), whatever T the request names. With this package installed, every SGLang server of the
-environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of its processes; in
-those that ask for it by an environment variable (SWITCH, set in servers of our own)
+softmax(z), at any T. If this package is installed, every SGLang server in the environment loads
+`activate` (entry-point group `sglang.srt.plugins`) in each of its processes. If the environment
+variable SWITCH is set, as in servers that isotherm starts, `activate` installs these hooks:
 
-    ForwardBatch.init_new              notes what each request asked for, on the CPU
-    LogitsMetadata.from_forward_batch  carries the note along, for models that call it themselves
-    LogitsProcessor.forward            T = 1 throughout: stock. Otherwise it works out whose row is
-                                       whose, and gives the sampler its undivided logits back
-    LogitsProcessor._get_logits        divides each chunk of logits, row by row, and reads listed
-                                       tokens' log-probs off it
+    ForwardBatch.init_new              records the log-prob options of each request, on the CPU
+    LogitsMetadata.from_forward_batch  copies the record, for models that call it themselves
+    LogitsProcessor.forward            if all T are 1: unchanged. Otherwise assigns rows to
+                                       requests, and restores undivided logits for the sampler
+    LogitsProcessor._get_logits        divides each chunk of logits row by row, and reads the
+                                       log-probs of listed tokens
     SchedulerOutputStreamer.is_request_level_customized_info_key
-                                       has the fields below sent once per request
+                                       makes SGLang send the fields below once per request
     Scheduler._record_scheduler_state_for_paused_engine
-                                       has a paused scheduler wait for a message, not spin
+                                       makes a paused scheduler wait for a message, not spin
 
-What requests ask for with sampled tokens is listed by the hooks of listed_steps.py.
+The hooks in listed_steps.py list tokens at decode steps.
 
-In the response's `meta_info`, each a list (as SGLang has all such fields) whose element 0 counts:
+Fields in the response's `meta_info`. Each is a list (as all such fields of SGLang), whose element 0
+is the value:
 
-    input_logprob_temperature   [T]. Only where input log-probs are returned: a server without the
-                                plugin has no such field, so a client can tell. Elsewhere the field
-                                is absent, [] or [None]. 1.0 for a greedy request (T = 0), which
-                                SGLang turns into T = 1 with top_k = 1.
+    input_logprob_temperature   [T], if input log-probs are returned; otherwise the field is
+                                absent, [] or [None]. A client recognises the plugin by this field.
+                                1.0 for a greedy request (T = 0), which SGLang converts to T = 1
+                                with top_k = 1.
     input_logprobs_unscaled     [[...]], on request (`custom_params={"isotherm_unscaled": true}`)
-                                and at T != 1: log softmax(z) of the prompt's scored tokens, in
-                                however many chunks it was prefilled. It lines up with
-                                `input_token_logprobs`, which begin with one that has none.
-    input_logprobs_listed       [text], on request (`custom_params={"isotherm_listed": ...}`, what
-                                `Listed.to_json` makes): the log-probs at T of tokens that are given
-                                for each scored position, and of the likeliest others; float32 in
-                                base64, as `read_listed` takes it. Not a list of tuples: these are
-                                as many numbers as positions times tokens.
-    input_hidden_states         [text], on request (`custom_params={"isotherm_states": true}`): what
-                                the head is given for each scored position, in the served dtype:
-                                its name, a colon, and the bytes in base64, as `read_states` takes
-                                them. Ranks of a tensor-parallel server hold the same states; the
-                                first one's are sent.
+                                and if T != 1: log softmax(z) of the prompt's scored tokens, for
+                                any number of prefill chunks. `input_token_logprobs` has one more
+                                entry, without a log-prob, at its beginning.
+    input_logprobs_listed       [text], on request (`custom_params={"isotherm_listed": ...}`, the
+                                dict of `Listed.to_json`): log-probs at T of the tokens given for
+                                each scored position, and of the likeliest others; float32 in
+                                base64, read by `read_listed`. Not a list of tuples, because there
+                                are positions times tokens numbers.
+    input_hidden_states         [text], on request (`custom_params={"isotherm_states": true}`): the
+                                input of the head at each scored position, in the served dtype: name
+                                of the dtype, a colon, and the bytes in base64, read by
+                                `read_states`. All ranks of a tensor-parallel server hold the same
+                                states; the first rank's are sent.
 
 A request that was retracted after its prefill has a second element for the second prefill.
 
-A pass that it does not understand raises, which ends the server; an SGLang that it does not
-recognise ends at start. SGLang only logs an `Exception` of a plugin, hence `SystemExit`.
+A pass with an unknown shape raises, which ends the server; so does an unknown SGLang at the start.
+SGLang only logs an `Exception` of a plugin, so `activate` raises `SystemExit`.
 """
 
 # SGLang is an extra: types are checked without it, too.
@@ -94,8 +95,8 @@ logger = logging.getLogger(__name__)
 
 Kept = TypeVar("Kept")
 
-# "1" in a server's environment asks for the plugin: our launcher sets it, and so does whoever
-# starts a server of their own for a run. Other servers are none of its business.
+# "1" in a server's environment activates the plugin. The launcher sets it; users set it for an
+# external server that a run uses. Other servers of the environment stay unchanged.
 SWITCH = "ISOTHERM_SGLANG_PLUGIN"
 
 TEMPERATURE_KEY = "input_logprob_temperature"
@@ -134,11 +135,15 @@ class Asked:
     """Log-prob options of one request of a prefill batch.
 
     Attributes:
+        temperature: temperature of the request.
+        input_logprobs: True if the request returns input log-probs.
+        unscaled: True if the request also returns log-probs at T = 1.
         begin: position of the first row whose log-prob this pass returns.
-        pieces: what earlier passes over its prompt have returned, unscaled.
-        listed: tokens that it wants to know of at each row.
-        listed_pieces: of those, what earlier passes have returned.
-        states: it wants the hidden states of its rows; `state_pieces`: those of earlier passes.
+        pieces: unscaled log-probs of earlier passes over the prompt.
+        listed: tokens whose log-probs are returned at each row; None if there are none.
+        listed_pieces: log-probs of listed tokens of earlier passes.
+        states: True if the request returns the hidden states of its rows.
+        state_pieces: hidden states of earlier passes.
     """
 
     temperature: float
@@ -160,7 +165,7 @@ class Hook:
 
 
 def activate() -> None:
-    """SGLang calls this in each process of a server before it does anything else.
+    """Install the hooks. SGLang calls this function first in each process of a server.
 
     Raises:
         SystemExit: this SGLang's internals are not the ones the hooks were written for, or it lacks
@@ -199,7 +204,7 @@ def install(registry_module: Any) -> None:
 
     @functools.wraps(apply_hooks)
     def apply_then_verify() -> None:
-        # It runs last of all in load_plugins(), and only logs a hook that it could not apply.
+        # apply_hooks() runs last in load_plugins(), and only logs hooks that it cannot apply.
         apply_hooks()
         require_replaced(originals)
 
@@ -207,7 +212,7 @@ def install(registry_module: Any) -> None:
 
 
 def require_replaced(originals: Mapping[str, Any]) -> None:
-    """Raises SystemExit unless every target is something else by now."""
+    """Raise SystemExit unless every target has been replaced."""
     left = [path for path, original in originals.items() if resolve(path) == original]
     if left:
         raise SystemExit(
@@ -218,16 +223,17 @@ def require_replaced(originals: Mapping[str, Any]) -> None:
 
 
 def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER ForwardBatch.init_new: keeps, on the CPU, what the batch's requests asked for.
+    """AFTER ForwardBatch.init_new: record the log-prob options of the batch's requests on the CPU.
 
-    The note hangs on the sampling info, which SGLang's prefill graphs hand to their own batch.
+    The record is an attribute of the sampling info, which SGLang's prefill graphs pass to their own
+    batch.
     """
     if not batch.return_logprob:
         return
     note_wanted(batch)
     if batch.forward_mode.is_decode_or_idle():
         return
-    # Requests in the midst of decoding, extended by one token in a prefill batch.
+    # Decoding requests, which a mixed prefill batch extends by one token.
     decoding = {id(req) for req in batch.decoding_reqs or ()}
     asked = [
         Asked(
@@ -249,7 +255,8 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
 def _begins_of(batch: Any) -> list[int]:
     """Position of each request's first scored row in this pass.
 
-    Passes of speculative decoding keep no such account, and return no input log-probs.
+    0 for passes of speculative decoding, which have no such positions and return no input
+    log-probs.
     """
     prefixes, starts = batch.prefix_lens or (), batch.extend_logprob_start_lens or ()
     if not len(prefixes) == len(starts) == len(batch.reqs):
@@ -258,7 +265,7 @@ def _begins_of(batch: Any) -> list[int]:
 
 
 def _kept_on(req: Any, name: str, make: Callable[[], Kept]) -> Kept:
-    """Kept on the request, from one chunk of its prompt to the next."""
+    """Attribute of the request, created once and kept for all chunks of its prompt."""
     if not hasattr(req, name):
         setattr(req, name, make())
     return getattr(req, name)
@@ -270,7 +277,7 @@ def _listed_by(req: Any) -> Listed | None:
 
 
 def carry_note(metadata: Any, _cls: Any, forward_batch: Any) -> None:
-    """AFTER LogitsMetadata.from_forward_batch."""
+    """AFTER LogitsMetadata.from_forward_batch: copy the record of the batch to the metadata."""
     setattr(metadata, NOTE, _note_of(forward_batch))
 
 
@@ -289,7 +296,7 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND LogitsProcessor.forward: T where T is asked for, and the echo of what was done."""
+    """AROUND LogitsProcessor.forward: apply each request's T, and return the plugin's fields."""
     run = functools.partial(
         original, processor, input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs
     )
@@ -359,7 +366,7 @@ def _wants_states(rows: RequestRows, asked: Asked) -> bool:
 
 
 def _returns_input_logprobs(batch: Any) -> bool:
-    """True if a ForwardBatch, or LogitsMetadata, returns input log-probs. Host data only."""
+    """True if a ForwardBatch or LogitsMetadata returns input log-probs. Reads only host memory."""
     if hasattr(batch, "extend_return_logprob"):
         return bool(batch.extend_return_logprob)
     mode = batch.forward_mode
@@ -390,7 +397,7 @@ def get_logits(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND LogitsProcessor._get_logits: divides where `forward` has said so."""
+    """AROUND LogitsProcessor._get_logits: divide the logits if `forward` has set a pass."""
     logits = original(processor, hidden_states, lm_head, logits_metadata, *args, **kwargs)
     scaled_rows: ScaledRows | None = getattr(processor, _PASS, None)
     if scaled_rows is None:
@@ -408,18 +415,18 @@ def get_logits(
 
 
 def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
-    """AFTER is_request_level_customized_info_key.
+    """AFTER is_request_level_customized_info_key: True for the plugin's fields.
 
-    Otherwise SGLang cuts the values to the output tokens, of which max_new_tokens=0 has none.
+    Otherwise SGLang truncates the values to the number of output tokens, 0 for max_new_tokens=0.
     """
     return True if key in _ONCE else None
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """AFTER _record_scheduler_state_for_paused_engine, which each turn of a paused loop calls.
+    """AFTER _record_scheduler_state_for_paused_engine, which each iteration of a paused loop calls.
 
-    The loop of a paused scheduler, and so of a server that sleeps, takes a whole core otherwise.
-    With --sleep-on-idle it waits for a message, a second at the longest.
+    Otherwise the loop of a paused scheduler, such as that of a sleeping server, occupies a core.
+    With --sleep-on-idle, wait for a message for at most a second.
     """
     scheduler.maybe_sleep_on_idle()
 

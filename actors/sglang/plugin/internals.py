@@ -1,4 +1,4 @@
-"""Compatibility check: the SGLang internals that the plugin hooks or reads are still there."""
+"""Compatibility check of the SGLang internals that the plugin hooks or reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# sglang#36213, in no release yet. It names the field of a request as we name that of the response.
+# Request field of sglang#36213, in no release yet. The plugin's response field has the same name.
 NATIVE_OPTION = "input_logprob_temperature"
 
 _SRT = "sglang.srt."
@@ -29,7 +29,7 @@ SAMPLED = _SRT + "layers.logprob_processor.OutputLogprobProcessor.compute_logpro
 _SCHEDULER = _SRT + "managers.scheduler.Scheduler."
 PAUSED = _SCHEDULER + "_record_scheduler_state_for_paused_engine"
 
-# What the hooks call or are called with: the leading parameters of functions ...
+# Leading parameters of the functions that the hooks replace or call.
 EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     FORWARD: ("self", "input_ids", "hidden_states", "lm_head", "logits_metadata"),
     GET_LOGITS: ("self", "hidden_states", "lm_head", "logits_metadata"),
@@ -43,7 +43,7 @@ EXPECTED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     PAUSED: ("self",),
     _SCHEDULER + "maybe_sleep_on_idle": ("self",),
 }
-# ... and the fields of data.
+# Fields that the hooks read or set.
 EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
     BATCH: (
         "forward_mode",
@@ -80,7 +80,7 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def native_option_present() -> bool:
-    """True if a request of this SGLang can name the temperature of its input log-probs."""
+    """True if requests of this SGLang can set the temperature of their input log-probs."""
     paths = ("managers.io_struct.GenerateReqInput", "sampling.sampling_params.SamplingParams")
     return any(NATIVE_OPTION in _field_names(resolve(_SRT + path)) for path in paths)
 
@@ -110,14 +110,14 @@ def unrecognised_internals(
 
 
 def resolve(path: str) -> Any:
-    """The object at a dotted path: of a class, or of its module's last part.
+    """Import the object at a dotted path.
 
-    `pkgutil.resolve_name` reports a failed import as a missing attribute, unless it is told where
-    the module ends.
+    The module ends before the first capitalised part, or else before the last part. Without the
+    explicit end, `pkgutil.resolve_name` would report a failed import as a missing attribute.
 
     Raises:
-        AttributeError: there is no such module, or nothing of this name in it.
-        ImportError: one of its modules imports what is not installed.
+        AttributeError: there is no such module, or no such name in the module.
+        ImportError: a module on the path imports a package that is not installed.
     """
     parts = path.split(".")
     end = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)

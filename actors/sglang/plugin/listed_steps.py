@@ -1,17 +1,17 @@
 """Likeliest and given tokens of each decode step: one tensor for the whole batch.
 
-SGLang gathers, copies and lists what `top_logprobs_num` and `token_ids_logprob` ask for request by
-request, and keeps a list of Python numbers for each token. For requests that say so
-(`custom_params={"isotherm_listed_output": true}`) these hooks return the same numbers as bytes:
+For `top_logprobs_num` and `token_ids_logprob`, SGLang gathers and copies values request by request,
+and builds a list of Python numbers for each token. For requests with
+`custom_params={"isotherm_listed_output": true}` these hooks return the same numbers as bytes:
 
-    ScheduleBatch.prepare_for_extend          takes from SGLang what they ask for
-    ForwardBatch.init_new                     notes which of the batch's rows is whose (in hooks.py)
-    Sampler.forward                           adds the step's `ListedStep` to what it returns
-    OutputLogprobProcessor.compute_logprobs   has `ListedStep` read the sampler's log-probs
+    ScheduleBatch.prepare_for_extend          moves the two options from the request to the plugin
+    ForwardBatch.init_new                     records the options of each row (in hooks.py)
+    Sampler.forward                           adds the step's `ListedStep` to the output
+    OutputLogprobProcessor.compute_logprobs   passes the sampler's log-probs to the `ListedStep`
 
 In the response's `meta_info`:
 
-    output_logprobs_listed      [text, ...], one for each sampled token; `read_steps` reads them.
+    output_logprobs_listed      [text, ...], one for each sampled token, read by `read_steps`.
 
 SGLang's own fields of the output are then empty. Speculative decoding is left to SGLang.
 
@@ -40,18 +40,23 @@ _STEP = "_isotherm_step"
 
 
 class Wanted(NamedTuple):
-    """Tokens that a request lists with each sampled one: the `top` likeliest, and those `given`."""
+    """Tokens listed with each sampled token of a request.
+
+    Attributes:
+        top: number of likeliest tokens.
+        given: ids of given tokens.
+    """
 
     top: int
     given: Sequence[int]
 
 
 class ListedStep:
-    """Log-probs that a decode step lists: of each request, those of its given tokens, then its
-    likeliest tokens' log-probs and ids by turns.
+    """Listed tokens of a decode step.
 
-    Read by index, after the step, as base64 of float32 (an id: of the bits of an int32). None for a
-    request that wants none.
+    After the step, `step[g]` is base64 of float32 values for request g: the log-probs of its given
+    tokens, then pairs of log-prob and id for its likeliest tokens. An id is stored as the bits of
+    an int32. None if the request lists no tokens.
     """
 
     def __init__(self, wanted_G: Sequence[Wanted | None]) -> None:
@@ -60,17 +65,17 @@ class ListedStep:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, logprobs_GV: Tensor) -> None:
-        """Gather from the sampler's log-probs, and begin the copy to main memory.
+        """Gather the listed values from the sampler's log-probs, and start the copy to main memory.
 
         Raises:
-            UnknownPassError: there are not as many rows as requests.
+            UnknownPassError: the number of rows is not the number of requests.
         """
         if len(logprobs_GV) != len(self._wanted_G):
             raise UnknownPassError(
                 f"{len(logprobs_GV)} rows are sampled, of {len(self._wanted_G)} requests"
             )
         top = max(wanted.top for wanted in self._wanted_G if wanted)
-        # At the right edge, so that each request's numbers are side by side.
+        # Padded on the left, so that each request's values are contiguous.
         ids_GE = [
             [0] * (self._given - len(given)) + list(given)
             for given in (wanted.given if wanted else () for wanted in self._wanted_G)
@@ -106,7 +111,7 @@ class ListedStep:
 def read_steps(
     texts: Sequence[str], given: int, top: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Decode `ListedStep`s: log-probs of the given tokens; the likeliest tokens' ids, log-probs.
+    """Decode `ListedStep`s: log-probs of given tokens, ids and log-probs of likeliest tokens.
 
     Raises:
         ValueError, TypeError: a text is not base64, or has another size.
@@ -119,7 +124,7 @@ def read_steps(
 
 
 def take_over(batch: Any) -> None:
-    """BEFORE ScheduleBatch.prepare_for_extend, where SGLang reads what its requests ask for."""
+    """BEFORE ScheduleBatch.prepare_for_extend, which reads the options: move them to the plugin."""
     if not batch.spec_algorithm.is_none():
         return
     for req in batch.reqs:
@@ -133,7 +138,7 @@ def take_over(batch: Any) -> None:
 
 
 def note_wanted(batch: Any) -> None:
-    """Keep on the batch's sampling info, which the sampler is given, what its requests want."""
+    """Store the listed tokens of the requests on the batch's sampling info, for the sampler."""
     wanted_G = [getattr(req, _WANTED, None) for req in batch.reqs]
     setattr(batch.sampling_info, _WANTED, wanted_G if any(wanted_G) else None)
 
@@ -147,7 +152,7 @@ def sample(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND Sampler.forward."""
+    """AROUND Sampler.forward: add the step's `ListedStep` to the output."""
     wanted_G = getattr(sampling_info, _WANTED, None) if return_logprob else None
     if wanted_G is None:
         return original(sampler, logits_output, sampling_info, return_logprob, *args, **kwargs)
@@ -163,7 +168,7 @@ def sample(
 
 
 def compute_logprobs(_result: Any, processor: Any, logprobs_GV: Tensor, *_args: Any) -> None:
-    """AFTER OutputLogprobProcessor.compute_logprobs."""
+    """AFTER OutputLogprobProcessor.compute_logprobs: pass the log-probs to the `ListedStep`."""
     step: ListedStep | None = getattr(processor, _STEP, None)
     if step is not None:
         step.take(logprobs_GV)

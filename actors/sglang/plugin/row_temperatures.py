@@ -1,10 +1,10 @@
-"""The tensor maths of the SGLang plugin: the temperature of each row of prefill logits.
+"""Tensor operations of the SGLang plugin: the temperature of each row of prefill logits.
 
     requests    extend_lens, start_lens --> `rows_of_requests`: each request's range of pruned rows
-    logits      chunk by chunk          --> `ScaledRows`: divided by T for the input log-probs, and
-                                            kept undivided where a token is sampled; also computes
-                                            the log-probs of `Listed` tokens, and keeps the hidden
-                                            states of requests that ask for them
+    logits      chunk by chunk          --> `ScaledRows`: divides by T for the input log-probs;
+                                            keeps undivided logits of rows that sample a token,
+                                            log-probs of `Listed` tokens, and requested hidden
+                                            states
 
 Letters: N pruned rows of the pass, G its requests, S its scored rows (the ones whose input
 log-prob is requested), K listed tokens, V vocabulary.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from distill.states import HiddenStates
 
-# Maximum number of logits in one logsumexp. Its scratch memory is twice their bytes, and may come
+# Maximum number of logits in one logsumexp, whose scratch memory is twice their bytes and may come
 # from memory that SGLang has reserved. The bound is larger on CUDA, where each block costs several
 # kernel launches: the scratch stays below that of SGLang's own log-softmax over 2,048 rows.
 BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_CUDA = 1 << 22, 1 << 26
@@ -110,7 +110,7 @@ class Listed:
     def at(self, begin: int, rows: int) -> Tensor:
         """Given ids of `rows` rows from position `begin` on, shape (rows, K).
 
-        The row after the last one, which a token is sampled from, gets the ids of the last.
+        The row after the last one, from which a token is sampled, gets the ids of the last row.
 
         Raises:
             UnknownPassError: the request gives no ids for some of the rows.
@@ -175,11 +175,11 @@ class ScaledRows:
         return sum(request.scored for request in self._rows)
 
     def take(self, logits_NV: Tensor, tokens_S: Tensor, hidden_NH: Tensor) -> Tensor:
-        """Divide the next chunk of logits in place, after its undivided values are recorded.
+        """Record values of the next chunk of logits, and divide the chunk by T in place.
 
         Args:
             tokens_S: the scored token of each scored row of the whole pass.
-            hidden_NH: hidden states that the head made the chunk's logits of.
+            hidden_NH: hidden states from which the head computed the chunk's logits.
 
         Raises:
             UnknownPassError: there are more rows than the requests have, or logits are not fp32.
@@ -299,7 +299,7 @@ class Pieces:
         Args:
             begin: position of the first scored row of this pass.
             values_S: values of its scored rows, along the first dimension.
-            as_they_are: they are sent in their own dtype.
+            as_they_are: send the values in their own dtype, not in float32.
         """
         self._by_begin = {b: piece[: begin - b] for b, piece in self._by_begin.items() if b < begin}
         earlier = list(self._by_begin.values())
@@ -312,8 +312,8 @@ class PromptValues:
     """Values on the device, copied to the CPU on demand.
 
     SGLang calls `copy` when it processes the results of the batch, after the forward pass. `copy`
-    returns a list for one value a row, else the bytes in base64: of float32, or of the values as
-    they are behind their dtype, a colon in between.
+    returns a list if there is one value per row, else base64: of float32 values, or with
+    `as_they_are` the name of the dtype, a colon, and base64 of the values in that dtype.
     """
 
     def __init__(self, pieces: Sequence[Tensor], as_they_are: bool = False) -> None:
@@ -331,7 +331,7 @@ class PromptValues:
 
 
 def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Decode `PromptValues`: log-probs of the given tokens and of the others, and the others' ids.
+    """Decode `PromptValues` into log-probs of given tokens, log-probs of others, ids of others.
 
     Raises:
         ValueError: the text is not base64, or has another size.
@@ -343,10 +343,10 @@ def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndar
 
 
 def read_states(text: str, rows: int) -> HiddenStates:
-    """Decode `PromptValues` that were sent as they are: hidden states of `rows` positions.
+    """Decode `PromptValues` that were sent in their own dtype: hidden states of `rows` positions.
 
     Raises:
-        ValueError, DataError: the text is something else.
+        ValueError, DataError: the text is not base64, or its dtype or size is wrong.
     """
     dtype, _, content = text.partition(":")
     return HiddenStates.from_bytes(decoded(content), dtype, rows)

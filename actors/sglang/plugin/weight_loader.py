@@ -1,11 +1,12 @@
-"""Weights in shared memory, on SGLang's side: its own loader option (`--custom-weight-loader`).
+"""SGLang's loader of weights in shared memory (`--custom-weight-loader`).
 
-`/update_weights_from_tensor` takes pickled (name, tensor) pairs. We send one pair whose name says
-where a bucket of tensors is; the server's scheduler calls `load`, which maps them and lets go of
-them. They stay in main memory: the model copies its own part of each, so a tensor-parallel rank
-moves that part to its GPU and no more. torch's own handles on
-shared memory would keep a file in /dev/shm until a helper process of torch's removes it, which does
-not outlive an actor that is killed.
+`/update_weights_from_tensor` accepts pickled (name, tensor) pairs. The engine sends one pair, whose
+name is the location of a bucket of tensors. The server's scheduler calls `load`, which maps the
+bucket and unmaps it after the load. The tensors stay in main memory: each tensor-parallel rank
+copies only its own part to its GPU.
+
+torch's handles of shared memory are not used: they keep a file in /dev/shm until a helper process
+of torch removes it, and a killed actor ends that process, too.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from distill.weights.shared_memory import SharedTensors
 
 
 def serialized_order(shared: SharedTensors) -> bytes:
-    """The order for the server, pickled; of types that its restricted unpickler knows."""
+    """Pickle a bucket's location, with types that the server's restricted unpickler allows."""
     return pickle.dumps([(json.dumps(asdict(shared)), torch.empty(0))])
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Called in the server by its `load_format`: the model takes its own part of each tensor."""
+    """Load a bucket into the model of a server's rank; SGLang calls it by its `load_format`."""
     [(order, _)] = named_tensors
     model.load_weights(list(_shared(order).unpack().items()))
 
