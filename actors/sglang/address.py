@@ -1,4 +1,4 @@
-"""Addresses of servers that somebody else runs, as settings name them."""
+"""Addresses of external servers in settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def is_url(model: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError unless it is http(s)://host[:port] and nothing more."""
+    """Raise ConfigError unless `url` is http(s)://host[:port] without a path or query."""
     parts = split_address(url)
-    if names_user(url):  # before the address is printed anywhere
+    if names_user(url):  # checked first: the other errors print the address
         raise ConfigError(
             "teacher= holds a user or a password, which would stand in config.json; give the "
             f"server's key in {API_KEY_VARIABLE}, and write http://host:port",
@@ -40,15 +40,15 @@ def check_url(url: str) -> None:
 
 
 def split_address(url: str) -> SplitResult | None:
-    """Parts of an http(s) URL; None unless it names a host, and a port that can be one."""
+    """Split an http(s) URL; None if it has no host, or an invalid port."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
+    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
         return None
     return parts if good and url.isprintable() and " " not in url else None
 
 
 def names_user(url: str) -> bool:
-    """True if a URL holds a user or a password, whatever else is wrong with it."""
+    """True if a URL contains a user or a password, even if it is otherwise invalid."""
     return re.match(r"[a-z]*:?/*[^/?#]*@", url) is not None

@@ -1,4 +1,7 @@
-"""Parser of SGLang's answers; checks lengths, token ids, finiteness. Pure; raises EngineError."""
+"""Parser of SGLang's answers: pure functions that check lengths, token ids and finite values.
+
+All functions raise EngineError if an answer is invalid.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from distill.states import HiddenStates
 from distill.stops import hits, merged
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
-# The likeliest tokens at each position: a field, or the beginning of the names of several.
+# Field with the likeliest tokens at each position, and the prefix of the fields of its block form.
 _TOP = "input_top_logprobs"
 
 
 def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
-    """The list of answers of a batch request. Raises EngineError if it is anything else."""
+    """Return the answers of a batch request. Raise EngineError unless there are `expected`."""
     if not isinstance(content, list) or not all(
         isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict) for answer in content
     ):
@@ -38,9 +41,11 @@ def read_sample(
     top_k: int = 0,
     version: int | None = None,
 ) -> Sample:
-    """A sample, and the ids of the `top_k` likeliest outcomes where each token was sampled.
+    """Read a sample, with the ids of the `top_k` likeliest outcomes at each sampled token.
 
-    `version` is that of all its tokens; None: the answer has each token's.
+    Args:
+        event: ids of the tokens of the stop event; empty if there is none.
+        version: weight version of all tokens; None: read each token's version from the answer.
     """
     meta = answer["meta_info"]
     logprobs_T, tokens_T = _columns(meta, "output_token_logprobs")
@@ -72,7 +77,7 @@ def read_sample(
 def read_experts(
     answer: Mapping[str, Any], tokens: int, mixture: MixtureShape
 ) -> ExpertArray | None:
-    """The experts of so many tokens; None of a sample that was aborted before it had any."""
+    """Read the routed experts of `tokens` tokens; None if the sample was aborted before any."""
     text = answer["meta_info"].get("routed_experts")
     if text is None and _stop_reason(answer["meta_info"]) is StopReason.ABORTED:
         return None
@@ -99,7 +104,7 @@ def read_experts(
 
 
 class _ListedSteps(NamedTuple):
-    """Log-probs of the event's tokens where each token was sampled, and the likeliest tokens."""
+    """At each sampled token: log-probs of the event's tokens, and the likeliest tokens."""
 
     event_TE: FloatArray
     ids_TK: TokenArray
@@ -109,7 +114,7 @@ class _ListedSteps(NamedTuple):
 def _listed_by_plugin(
     meta: Mapping[str, Any], length: int, k: int, event: tuple[int, ...]
 ) -> _ListedSteps | None:
-    """Log-probs and tokens from the plugin; None if the answer has none of it."""
+    """Log-probs and tokens from the plugin; None if the answer does not have them."""
     texts = meta.get(LISTED_OUTPUT_KEY)
     if texts is None or not (k or event):
         return None
@@ -124,7 +129,7 @@ def _listed_by_plugin(
 def _output_event(
     meta: Mapping[str, Any], length: int, event: tuple[int, ...], listed: _ListedSteps | None
 ) -> FloatArray:
-    """Log-probs of the event where each token was sampled."""
+    """Log-prob of the event at each sampled token."""
     if listed is None:
         return _together(meta, "output_token_ids_logprobs", length, event)
     return _as_one(listed.event_TE)
@@ -164,7 +169,7 @@ def _output_top_ids(
 
 
 def _columns(meta: Mapping[str, Any], name: str) -> tuple[FloatArray, TokenArray]:
-    """(log-probs, token ids) of a list of [log-prob, id, text]."""
+    """Log-probs and token ids from a list of [log-prob, id, text]."""
     rows = meta.get(name)
     if not isinstance(rows, list):
         raise EngineError(f"the server returned no {name}")
@@ -178,7 +183,7 @@ def _columns(meta: Mapping[str, Any], name: str) -> tuple[FloatArray, TokenArray
 def _together(
     meta: Mapping[str, Any], name: str, length: int, event: tuple[int, ...]
 ) -> FloatArray:
-    """Log-probs of the event, from rows of its tokens', at the last `length` positions."""
+    """Log-prob of the event at the last `length` positions, from the log-probs of its tokens."""
     rows = meta.get(name)
     if not isinstance(rows, list) or len(rows) < length:
         found = len(rows) if isinstance(rows, list) else "no"
@@ -200,7 +205,7 @@ def _together(
 
 
 def _as_one(logprobs_NE: np.ndarray) -> FloatArray:
-    """Log-probs that any of the tokens is sampled."""
+    """Log-prob, for each row, that any of the tokens is sampled."""
     return np.logaddexp.reduce(logprobs_NE.astype(np.float64), axis=1).astype(np.float32)
 
 
@@ -220,7 +225,10 @@ def read_input_logprobs(
     vocab_size: int,
     event: tuple[int, ...] = (),
 ) -> FloatArray:
-    """Log-probs of the scored tokens; the first entry is the context's last token, without one."""
+    """Log-probs of the scored tokens.
+
+    The first entry of the answer belongs to the context's last token and has no log-prob.
+    """
     echo = read_echo(answer)
     if echo is not None and echo != np.float32(temperature):
         raise EngineError(
@@ -229,7 +237,7 @@ def read_input_logprobs(
         )
     logprobs_N, tokens_N = _columns(answer["meta_info"], "input_token_logprobs")
     expected_N = request.tokens_T[request.start - 1 :]
-    # SGLang reports the vocabulary's last id as 0 here; the log-prob is the last id's.
+    # SGLang reports the vocabulary's last id as 0 here, with the log-prob of the last id.
     expected_N = np.where(expected_N == vocab_size - 1, 0, expected_N)
     if not np.array_equal(np.where(tokens_N == vocab_size - 1, 0, tokens_N), expected_N):
         raise EngineError(
@@ -245,7 +253,7 @@ def read_input_logprobs(
 
 
 def read_echo(answer: Mapping[str, Any]) -> np.float32 | None:
-    """The temperature that the plugin echoes; None from a server without it."""
+    """Temperature that the plugin echoes; None from a server without the plugin."""
     echo = answer["meta_info"].get(TEMPERATURE_KEY)
     if isinstance(echo, list):
         echo = next((value for value in echo if value is not None), None)
@@ -253,13 +261,13 @@ def read_echo(answer: Mapping[str, Any]) -> np.float32 | None:
 
 
 def read_unscaled(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArray | None:
-    """The plugin's log-probs at T = 1 from the same pass; None if they are incomplete."""
+    """Log-probs at T = 1 from the plugin, of the same pass; None if they are incomplete."""
     found = answer["meta_info"].get(UNSCALED_KEY)
-    # One entry for the one token that was sampled; null where it was not asked for.
+    # One entry for the one sampled token; null if it was not requested.
     if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], list)):
         return None
     if len(found[0]) != len(request.tokens_T) - request.start:
-        return None  # a plugin that knows the last of several prefill chunks only
+        return None  # the plugin returned only the last of several prefill chunks
     return _finite(np.asarray(found[0], np.float32), UNSCALED_KEY)
 
 
@@ -268,11 +276,12 @@ def read_hidden_states(
 ) -> HiddenStates | None:
     """Hidden states of the request's `states_N`; None if it asks for none.
 
-    From the plugin, or as stock SGLang returns them: a list of numbers for each prompt token that
-    was not in its prefix cache, of which the scored positions' are the last but one.
+    They come from the plugin, or in the form of stock SGLang: one list of numbers for each prompt
+    token that was not in the prefix cache. Without the last list, the scored positions are at the
+    end.
 
     Args:
-        dtype: the server's; its numbers are exact in it.
+        dtype: compute precision of the server; its numbers are exact in it.
     """
     if request.states_N is None:
         return None
@@ -305,13 +314,13 @@ def read_top(
     vocab_size: int,
     event: tuple[int, ...] = (),
 ) -> TopLogprobs | None:
-    """The k likeliest outcomes of each scored position, or given ones and so many of the others;
-    None if none were asked for.
+    """The k likeliest outcomes at each scored position; None if none were requested.
 
-    An event is among them by the id of its first token.
+    If the request gives tokens (`given_NK`), the given tokens and the k likeliest others. An event
+    has the id of its first token.
 
-    Unlike the scored tokens' own, these ids are reported as they are, the vocabulary's last one
-    included: SGLang 0.5.23 clips input_token_logprobs alone
+    Unlike the ids of the scored tokens, these ids include the vocabulary's last one: SGLang 0.5.23
+    clips only those of input_token_logprobs
     (managers/scheduler_components/logprob_result_processor.py).
     """
     if request.given_NK is not None:
@@ -369,7 +378,7 @@ def _read_listed(
         together_N = np.logaddexp.reduce(logprobs_NK[:, given:].astype(np.float64), axis=1)
         is_event_NK = given_NK == event[0]
         logprobs_NK = np.where(is_event_NK, together_N[:, None], logprobs_NK[:, :given])
-        if k:  # it is one of the others, unless it was given
+        if k:  # the event is one of the others, unless it was given
             other_N = np.where(is_event_NK.any(axis=1), -np.inf, together_N)
             ids_NK, others_NK = _with_event(ids_NK, others_NK, other_N, k, event)
     try:
@@ -382,7 +391,7 @@ def _read_listed(
 
 
 def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:
-    """(ids, log-probs) of the likeliest tokens, from blocks of a K each position, (expected, K)."""
+    """Ids and log-probs of the likeliest tokens, (expected, K), from base64 blocks."""
     try:
         shape, before = meta[_TOP + "_shape"], int(meta[_TOP + "_null_prefix"])
         ids_NK = _block(meta, "idx").reshape(shape).astype(np.int32, copy=False)
@@ -394,16 +403,16 @@ def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, Flo
 
 
 def _block(meta: Mapping[str, Any], name: str) -> np.ndarray:
-    """Numbers, from base64 of their little-endian bytes."""
+    """Decode numbers from base64 of their little-endian bytes."""
     content = decoded(meta[f"{_TOP}_{name}_flat_b64"])
     dtype = np.dtype(meta[f"{_TOP}_{name}_flat_b64_dtype"])
     return np.frombuffer(content, dtype.newbyteorder("<"))
 
 
 def _top_rows(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:
-    """The same from a list of [log-prob, id, text] each position."""
+    """Ids and log-probs of the likeliest tokens, from a list of [log-prob, id, text] each."""
     rows = meta.get(_TOP)
-    # As of the scored tokens, the first entry is the context's last token's: null.
+    # The first entry belongs to the context's last token and is null.
     _check_top_rows(len(rows) - 1 if isinstance(rows, list) else "no", expected)
     assert isinstance(rows, list)
     try:
@@ -429,10 +438,15 @@ def _with_event(
     k: int,
     event: tuple[int, ...],
 ) -> tuple[TokenArray, FloatArray]:
-    """The k likeliest outcomes, of the k + |event| - 1 likeliest tokens and the event's log-prob.
+    """Merge the tokens of an event into one outcome, and return the k likeliest outcomes.
 
-    They are among these: at most |event| of the tokens are the event's, and if all are, it is
-    likelier than any token that was not listed.
+    Of the k + |event| - 1 listed tokens, at most |event| belong to the event, so k - 1 others
+    remain besides the event. If all of its tokens are listed, the event is likelier than any token
+    that is not listed.
+
+    Args:
+        ids_NK: ids of the k + |event| - 1 likeliest tokens.
+        together_N: log-prob of the event.
     """
     others_NK = np.where(hits(ids_NK, event), -np.inf, logprobs_NK)
     ids_NK = np.column_stack([np.full(len(ids_NK), event[0], np.int32), ids_NK])
@@ -474,7 +488,7 @@ def _stop_reason(meta: Mapping[str, Any]) -> StopReason:
 
 
 def _versions(meta: Mapping[str, Any], length: int) -> TokenArray:
-    """The weight version that sampled each token, from the spans that SGLang reports."""
+    """Weight version of each sampled token, from the spans that SGLang reports."""
     spans = meta.get("weight_versions")
     if not isinstance(spans, list):
         return np.full(length, read_version(meta.get("weight_version")), np.int32)
@@ -487,7 +501,10 @@ def _versions(meta: Mapping[str, Any], length: int) -> TokenArray:
 
 
 def read_version(text: Any) -> int:
-    """Servers that nobody pushes weights to call their only version what they like."""
+    """Parse a weight version; 0 if it is not a number.
+
+    Servers that receive no pushes may have any text as their only version.
+    """
     try:
         return int(text)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Requests to an SGLang server: pooled, with a deadline, and typed errors for all failures.
+"""HTTP client of an SGLang server, with pooled connections, deadlines and typed errors.
 
-A request is retried only if that is safe: if nothing was sent yet (connection refused), or if it
-has no side effects (scoring, status queries). Sampling that has started is never repeated silently.
+A request is retried only if that is safe: if nothing was sent yet (connection refused), or if the
+request has no side effects (scoring, status queries). Sampling is never repeated after it started.
 
 Large bodies are serialised and parsed in a thread, one at a time, so that the event loop can keep
 answering heartbeats. Parsing JSON and base64 holds the GIL from the first byte to the last, so the

@@ -1,4 +1,4 @@
-"""Settings of an engine with an SGLang server of its own."""
+"""Settings of an engine that starts its own SGLang server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from distill.rules import above, at_least, setting
 from distill.stops import StopTokens
 
 Dtype = Literal["float32", "bfloat16"]
-# What a weight push does to the samples under way (actors/sglang/weights.py).
+# Effect of a weight push on samples in progress (actors/sglang/weights.py).
 OnWeightUpdate = Literal["continue", "restart", "finish", "in_place"]
-# Upper limit of an actor's start, in seconds, without the loading of the weights.
+# Upper limit of an actor's start in seconds, excluding the time to load the weights.
 START_S = 600.0
 
 
 @chz.chz
 class SglangConfig:
-    """Settings of an engine and its SGLang server, the same for each node of the server."""
+    """Settings of an engine and its SGLang server. All nodes of a server use equal settings."""
 
     model: str = chz.field(doc="Hugging Face checkpoint directory or hub name")
     dtype: Dtype = chz.field(default="float32", doc="compute precision")

@@ -1,12 +1,12 @@
-"""CUDA tools that SGLang needs besides Python packages: a driver, nvcc, libnuma.
+"""CUDA tools that SGLang needs besides Python packages: a driver, nvcc and libnuma.
 
 SGLang compiles kernels on first use, with an nvcc that it looks for in CUDA_HOME, CUDA_PATH, PATH
-and /usr/local/cuda (sglang/kernels/jit/utils/compile/toolchain.py). An nvcc of another major
-version than torch's produces kernels that do not load. SGLang's prebuilt kernels link libnuma.
+and /usr/local/cuda (sglang/kernels/jit/utils/compile/toolchain.py). If the major version of nvcc
+differs from that of torch's CUDA, the kernels do not load. SGLang's prebuilt kernels link libnuma.
 
-If none of these fits, a server uses the nvcc of NVIDIA's Python packages, which are installed with
-SGLang. They have no `lib64` and no `libcudart.so`, which SGLang links kernels with, and no
-`libcuda.so`: `cuda_home` creates a directory of links to them that has all three.
+If no such nvcc fits, a server uses the nvcc of NVIDIA's Python packages, which are installed with
+SGLang. SGLang links kernels with `lib64`, `libcudart.so` and `libcuda.so`, which these packages
+lack: `cuda_home` creates a directory of links to the packages that has all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Oldest Linux driver for each major version of CUDA, from NVIDIA's release notes of the toolkit
+# Oldest Linux driver for each major version of CUDA, from the release notes of NVIDIA's toolkit
 # (docs.nvidia.com/cuda/cuda-toolkit-release-notes: minor version compatibility).
 _OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 _TIMEOUT_S = 20.0
@@ -91,11 +91,10 @@ def find_cuda_tools(cuda: str | None) -> CudaTools:
 
 
 def cuda_home() -> str | None:
-    """CUDA_HOME for a server that would find no nvcc, or one of another major version than that of
-    NVIDIA's Python packages.
+    """CUDA_HOME for a server on a machine without an nvcc that fits NVIDIA's Python packages.
 
-    None if the server does not need it, if there are no such packages, or if the directory of links
-    cannot be written.
+    An nvcc fits if it has the same major version. None if the server needs no CUDA_HOME, if there
+    are no such packages, or if the directory of links cannot be written.
     """
     packages = _packaged_toolkit()
     if packages is None or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
@@ -122,7 +121,7 @@ def _packaged_toolkit() -> Path | None:
 
 
 def _link_toolkit(home: Path, packages: Path) -> None:
-    """Make `home` a complete toolkit of links to `packages`. Safe to run in several processes."""
+    """Create a toolkit at `home` from links to `packages`. Safe to run in several processes."""
     stubs = home / "lib64" / "stubs"
     stubs.mkdir(parents=True, exist_ok=True)
     (home / "bin").mkdir(exist_ok=True)  # not a link: nvcc looks for the rest next to its bin
@@ -146,7 +145,7 @@ def _driver() -> str | None:
 
 
 def _nvcc(*paths: str) -> tuple[str, str] | None:
-    """Path and version of the first nvcc that runs; by default of those that SGLang finds."""
+    """Path and version of the first nvcc that runs; `paths` defaults to those SGLang looks in."""
     for path in paths or _nvcc_paths():
         if version := re.search(r"release (\d+\.\d+)", _output(path, "--version")):
             return path, version[1]
@@ -181,7 +180,7 @@ def _loads(library: str) -> bool:
 
 
 def _path_of_library(name: str) -> Path | None:
-    """Path of a shared library, as the loader finds it; None if it cannot be loaded."""
+    """Path at which the loader finds a shared library; None if it cannot be loaded."""
     if not _loads(name):
         return None
     stem = name.split(".so")[0] + ".so"

@@ -1,19 +1,19 @@
-"""The `Engine` that is an SGLang server: one that this process hosts, or one already running.
+"""`Engine` over an SGLang server, which this process hosts or which is already running.
 
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
-                   top_logprobs_num: the likeliest tokens as well; custom_params: listed tokens,
-                   whose log-probs the plugin returns, and hidden states, as bytes; a server
-                   without it returns hidden states as numbers (return_hidden_states)
+                   top_logprobs_num: the likeliest tokens as well; custom_params: log-probs of
+                   listed tokens and hidden states, which the plugin returns as bytes; a server
+                   without the plugin returns hidden states as numbers (return_hidden_states)
     decode_score   POST /generate, one sampled token per position, token_ids_logprob
-    load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py); or an
-                   adapter beside the older ones (actors/sglang/adapters.py)
+    load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py); or load an
+                   adapter in addition to the older ones (actors/sglang/adapters.py)
 
 Stock SGLang does not divide given tokens' logits by T. The plugin (actors/sglang/plugin/hooks.py)
 does, and echoes the T that it applied; an answer that echoes another T than requested is rejected.
 Answers without an echo are accepted: the handshake checks whether the server scores at T.
 
-SGLang draws its samples from one generator for all requests, so only a server that runs
+SGLang draws the samples of all requests from one generator, so only a server that runs
 deterministically (according to its /server_info) respects `GenerateRequest.seed`.
 """
 
@@ -81,7 +81,7 @@ from distill.weights.lending import LentBucket
 logger = logging.getLogger(__name__)
 
 _ABORT_AGAIN_S = 0.2
-# SGLang answers /health within about one second; an answer later than this is late.
+# SGLang normally answers /health within about one second.
 _SILENCE_S = 5.0
 
 
@@ -142,16 +142,16 @@ class SglangEngine:
         self._stops = stops
         self._event = () if stops is None else stops.event
         self._weights = weights
-        self._seeded = False  # until /server_info is read at the end of the start
+        self._seeded = False  # set from /server_info when the server is ready
         self._mixture = mixture
         self._starting: asyncio.Task[None] | None = None
-        self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call
-        self._queued = 0  # samples and chains at this engine
+        self._in_flight: dict[asyncio.Future[None], int] = {}  # call -> samples at the server
+        self._queued = 0  # samples and chains in calls of this engine
         self._beats = 0
         self._first = FirstRequests(first_request_s)
         self._plugin: asyncio.Task[_Plugin] | None = None
         self._chunks: Chunks | None = None
-        self._in_chunks = asyncio.Lock()  # of a server without the plugin, by its prefill chunks
+        self._in_chunks = asyncio.Lock()  # one request at a time in `_prefill_in_chunks`
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
     @contextmanager
@@ -272,8 +272,8 @@ class SglangEngine:
     ) -> None:
         """Correct the unscaled log-probs of the stop event, in place.
 
-        The plugin returns those of the given token alone, not of the event. They are requested
-        again from the event's first occurrence on, which is often the last token.
+        The plugin returns the unscaled log-prob of the given token, not of the event. Log-probs of
+        the event are requested again from its first occurrence on, which is often the last token.
         """
         firsts: dict[int, int] = {}
         for i, request in enumerate(requests):
@@ -295,7 +295,7 @@ class SglangEngine:
     async def _prefill(
         self, passes: Sequence[tuple[ScoreRequest, float]], use: Use
     ) -> list[_Prefilled]:
-        """Log-probs of each request's tokens at the paired T, by prefill on the server.
+        """Compute log-probs of each request's tokens at the paired T, by prefill on the server.
 
         The passes are split into several HTTP requests so that each answer has a bounded size.
         """
@@ -310,8 +310,8 @@ class SglangEngine:
     ) -> list[_Prefilled]:
         """`_prefill` with hidden states, on a server without the plugin.
 
-        It returns those of a prompt's last prefill chunk alone. So the prompts of one HTTP request
-        fit into one chunk, and the next is sent when it has been answered.
+        Such a server returns hidden states only for the last prefill chunk of a prompt. So the
+        prompts of one HTTP request must fit into one chunk, and requests are sent one at a time.
         """
         chunks, made = await self._prefill_chunks(), []
         for part in bounded(passes, self._event, chunks):
@@ -326,7 +326,7 @@ class SglangEngine:
         *,
         plugin: bool = True,
     ) -> list[_Prefilled]:
-        """Sends each part as one HTTP request, all at once."""
+        """Send each part as one HTTP request, all concurrently."""
         began = time.monotonic()
         tokens = sum(len(request.tokens_T) for part in parts for request, _ in part)
         with self._first.sending("scoring"):
@@ -530,7 +530,7 @@ class SglangEngine:
         return chunks.tokens // chunks.page * chunks.page if chunks.tokens > 0 else None
 
     async def _prefill_chunks(self) -> Chunks:
-        """Size of the server's prefill chunks, asked once."""
+        """Size of the server's prefill chunks, requested once."""
         if self._chunks is None:
             info = await self._server_info()
             tokens, page = info.get("chunked_prefill_size"), info.get("page_size")
@@ -546,10 +546,10 @@ class SglangEngine:
     async def health(self) -> int:
         """See `Engine.health`.
 
-        SGLang answers /health only after its scheduler has produced output since the request: of a
-        running request, or of a token sampled for this purpose. So each answer counts as progress.
-        A sleeping server counts as live too: it waits for the learner. So does a server that does
-        not answer during the first request of a kind: it compiles kernels
+        SGLang answers /health only after its scheduler has produced output since the request: for a
+        running request, or a token sampled for this purpose. So each answer counts as progress. A
+        sleeping server counts as live too, because it waits for the learner. So does a server that
+        does not answer during the first request of a kind, because it may be compiling kernels
         (actors/sglang/first_requests.py).
         """
         await self._ready()
@@ -563,7 +563,7 @@ class SglangEngine:
         return self._beats
 
     async def _require_life(self) -> None:
-        """Return if the scheduler works, or may be compiling; else raise EngineLost."""
+        """Raise EngineLost unless the scheduler works or may be compiling kernels."""
         asked = asyncio.ensure_future(self._client.get("/health"))
         try:
             while not (await asyncio.wait([asked], timeout=_SILENCE_S))[0]:
@@ -583,8 +583,8 @@ class SglangEngine:
     async def abort(self) -> int:
         """See `Engine.abort`.
 
-        Repeated until every call has ended: the scheduler aborts the requests that it has received,
-        and others may still be in transit.
+        The abort is repeated until every call has ended: the scheduler aborts only the requests
+        that it has received, and others may still be in transit.
         """
         await self._ready()
         samples, calls = sum(self._in_flight.values()), set(self._in_flight)
@@ -611,11 +611,11 @@ class SglangEngine:
             )  # fmt: skip
 
     def _note_server(self, info: Mapping[str, Any]) -> None:
-        """Read from /server_info how long a chain may be, and whether samples need own seeds.
+        """Read the maximum length of a chain, and whether samples need seeds, from /server_info.
 
         The cache may be smaller than the context. A deterministic server uses the same seed for
-        all samples that have none: all members of a group would be equal. Several flags make it
-        deterministic, --rl-on-policy-target among them.
+        all samples without one, so all members of a group would be equal. Several flags make a
+        server deterministic, --rl-on-policy-target among them.
         """
         self._context_length = int(info["max_req_input_len"]) - 1
         self._seeded = bool(info.get("enable_deterministic_inference"))

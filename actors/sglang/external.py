@@ -1,7 +1,7 @@
-"""The SGLang engine for a server that is already running: nothing about it is assumed.
+"""SGLang engine for an external server that is already running.
 
-What it serves is asked for; whether it scores at T is for the handshake to find out. It generates
-and scores, and its weights are not ours to change.
+The engine requests the server's properties; the handshake checks whether the server scores at T.
+The engine generates and scores, and never changes the server's weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ExternalSglangEngine(SglangEngine):
-    """An `Engine` on somebody else's SGLang server. The key comes from the environment.
+    """An `Engine` over an external SGLang server.
 
     Args:
         url: http://host:port.
-        api_key: the server's key; None takes ISOTHERM_TEACHER_API_KEY, and sends none without it.
-        request_deadline_s: longest a request may take.
-        stops: where samples end, and whether that is one event; None leaves it to the server.
+        api_key: the server's key; None: the environment variable ISOTHERM_TEACHER_API_KEY, or no
+            key if the variable is not set.
+        request_deadline_s: time limit of a request in seconds.
+        stops: tokens that end samples, and whether they count as one event; None: the server's own.
 
     Raises:
         ConfigError: `url` is not an address.
@@ -48,11 +49,11 @@ class ExternalSglangEngine(SglangEngine):
             admin_api_key=None,
             deadline_s=request_deadline_s,
         )
-        super().__init__(client, model=url, stops=stops)  # `_introduce` asks for the rest
+        super().__init__(client, model=url, stops=stops)  # `_introduce` sets the rest
         self._introduction: asyncio.Task[None] | None = None
 
     async def _ready(self) -> None:
-        """Asks the server, once for all callers, for what every request needs to know."""
+        """Request the server's properties, once for all callers; repeated after a failure."""
         if self._introduction is None or failed(self._introduction):
             self._introduction = asyncio.ensure_future(self._introduce())
         await asyncio.shield(self._introduction)
@@ -69,14 +70,15 @@ class ExternalSglangEngine(SglangEngine):
             raise EngineError(f"{self._model} does not serve a language model with a tokenizer")
         self._note_server(info)
         dtype = str(info.get("dtype"))
-        # Unknown means the looser bounds: auto is half precision of some kind.
+        # "auto" is some half precision; bfloat16 has the looser bounds.
         self._dtype = dtype if dtype in _DTYPES else "bfloat16"
         self._vocab_size = await self._find_vocab_size()
 
     async def _find_vocab_size(self) -> int:
-        """Vocabulary size by bisection: SGLang refuses a bias on an id outside of its vocabulary.
+        """Find the vocabulary size by bisection.
 
-        It tells nobody the size, and a prompt with an id outside would kill it.
+        SGLang does not report the size, but rejects a logit bias on an id outside the vocabulary. A
+        prompt with such an id would crash the server.
         """
         inside, outside = 0, _LARGEST_VOCABULARY
         while outside - inside > 1:
@@ -92,5 +94,5 @@ class ExternalSglangEngine(SglangEngine):
         return outside
 
     async def abort(self) -> int:
-        """Does nothing: other runs may have requests there."""
+        """Raise EngineError: an abort would also end requests of other clients of the server."""
         raise EngineError(f"{self._model} is served elsewhere: its requests are not ours to abort")

@@ -1,8 +1,8 @@
-"""First requests of each kind: a server compiles CUDA kernels for them and answers nothing else.
+"""Patience for the first request of each kind, during which a server compiles CUDA kernels.
 
-SGLang compiles a kernel when a batch first needs it, in the loop of its scheduler: for minutes no
-token comes out, and `/health`, which waits for one, fails. Sampling and scoring need different
-kernels. So a kind of request that was never answered gets as long as a start does.
+SGLang compiles a kernel when a batch first needs it, in the loop of its scheduler. For minutes it
+produces no token, and `/health`, which waits for a token, fails. Sampling and scoring need
+different kernels. So the first request of each kind may take as long as a start.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import contextmanager
 
 
 class FirstRequests:
-    """Account of the kinds of requests that were answered.
+    """Record of the kinds of requests that have been answered.
 
     Args:
-        patience_s: longest that a kind may wait for its first answer.
+        patience_s: longest time in seconds until the first answer to a kind of request.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._answered: set[str] = set()
-        self._since: dict[str, float] = {}  # kinds that were asked for and never answered
+        self._since: dict[str, float] = {}  # kind without an answer -> time of its first request
 
     @contextmanager
     def sending(self, kind: str) -> Iterator[None]:
-        """Context of a request of this kind; leaving it without an error is the answer."""
+        """Context manager for a request; leaving it without an error counts as an answer."""
         if kind not in self._answered:
             self._since.setdefault(kind, time.monotonic())
         yield
@@ -35,6 +35,6 @@ class FirstRequests:
 
     @property
     def under_way(self) -> bool:
-        """True while a kind waits for its first answer, within its patience."""
+        """True while a first request is in progress and `patience_s` has not passed."""
         now = time.monotonic()
         return any(now - since < self._patience_s for since in self._since.values())

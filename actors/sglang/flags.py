@@ -1,4 +1,4 @@
-"""SGLang's command line for one engine: good defaults for the device, and yours on top."""
+"""SGLang's command line for one engine: defaults for the device, overridden by the user's flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill.errors import ConfigError
 if TYPE_CHECKING:  # settings must not import torch
     from distill.weights.adapter import AdapterForm
 
-# Flags that the engine itself depends on; another value would break it, not tune it.
+# Flags that users may not set: the engine depends on their values.
 _OURS = {
     "--model-path": "set student= or teacher=",
     "--host": "the engine chooses it",
@@ -30,28 +30,28 @@ _OURS = {
     "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
 }
 
-# Each flag with its values.
+# Flag name -> values.
 Flags = dict[str, list[str]]
 
-# The loader of pushed weights, in the server: a module that imports torch.
+# The server's loader of pushed weights. Named, not imported: its module imports torch.
 LOADER = "actors.sglang.plugin.weight_loader.load"
 _FLOAT32_HEAD = "--enable-fp32-lm-head"
 ROUTED_EXPERTS = "--enable-return-routed-experts"
-# Versions of an adapter in one batch; requests of others wait. Each has a buffer on the device.
+# Adapter versions in one batch, each with a buffer on the device; requests of other versions wait.
 _ADAPTERS_A_BATCH = 8
-# Without a bound the scheduler takes 16 GB of a CPU machine for its KV cache.
+# Without a bound the scheduler allocates 16 GB of main memory for its KV cache on a CPU.
 _CPU_KV_TOKENS = 16384
 
 
 def server_flags(
     config: SglangConfig, positions: int, cache_tokens: int | None = None
 ) -> list[str]:
-    """The server's flags. A flag of `config.server_flags` replaces the default of the same name.
+    """Flags of a server. A flag in `config.server_flags` replaces the default of the same name.
 
     Args:
-        config: its device is cpu or cuda.
-        positions: that a request may take.
-        cache_tokens: that its cache holds on a GPU; None: as many as SGLang finds room for.
+        config: settings whose device is cpu or cuda.
+        positions: maximum number of positions of a request.
+        cache_tokens: tokens that the cache on a GPU holds; None: as many as SGLang finds room for.
 
     Raises:
         ConfigError: `config.server_flags` sets a flag that the engine must set itself.
@@ -74,16 +74,16 @@ def server_flags(
     if config.routed_experts:
         flags[ROUTED_EXPERTS] = []
     if config.routed_experts and not on_cpu:
-        # Kernels that choose the experts themselves tell nobody.
+        # Other kernels choose the experts internally, so SGLang cannot record them.
         flags["--moe-runner-backend"] = ["triton"]
     flags |= parse_flags(config.server_flags)
     return [part for name, values in flags.items() for part in (name, *values)]
 
 
 def adapter_flags(form: AdapterForm, versions: int, device: str) -> str:
-    """Flags of a server that holds so many versions of an adapter."""
+    """Flags of a server that holds up to `versions` versions of an adapter."""
     batch = min(versions, _ADAPTERS_A_BATCH)
-    # The other backends are Triton kernels.
+    # The other backends are Triton kernels, which do not run on a CPU.
     backend = " --lora-backend torch_native" if device == "cpu" else ""
     return (
         f"--enable-lora --max-lora-rank {form.rank} --lora-target-modules "
@@ -98,7 +98,7 @@ def _cpu_defaults() -> Flags:
         "--sampling-backend": ["pytorch"],
         "--grammar-backend": ["none"],
         "--max-total-tokens": [str(_CPU_KV_TOKENS)],
-        # An idle scheduler would spin on a core.
+        # Otherwise an idle scheduler spins on a core.
         "--sleep-on-idle": [],
     }
 
@@ -106,28 +106,29 @@ def _cpu_defaults() -> Flags:
 def _cuda_defaults(cache_tokens: int | None, sleeps: bool) -> Flags:
     flags: Flags = {}
     if knows_flag(_FLOAT32_HEAD):
-        # bfloat16 keeps 8 bits of a logit: 0.1 at 20, which would be noise in every log-prob.
+        # bfloat16 has 8 bits of precision: a step of 0.1 at a logit of 20, noise in every log-prob.
         flags[_FLOAT32_HEAD] = []
     if cache_tokens is not None:
         flags["--max-total-tokens"] = [str(cache_tokens)]
-        # A bound on what is free when it starts, others included; the tokens are the bound here.
+        # SGLang's bound depends on the GPU memory that other processes use when the server starts.
+        # Here --max-total-tokens is the bound.
         flags["--mem-fraction-static"] = ["0.99"]
     if sleeps:
         flags["--enable-memory-saver"] = []
-        # Graphs whose memory comes and goes: those of decode alone. (Where prefill is captured, the
-        # logits, which the plugin divides, are made outside.)
+        # SGLang can release the memory of decode graphs only. (The plugin works with captured
+        # prefills, too: the logits that it divides are computed outside of the graph.)
         flags["--disable-prefill-cuda-graph"] = []
     return flags
 
 
 def parse_flags(text: str, setting: str = "server_flags") -> Flags:
-    """`--a 1 --b --c=2 3` as {"--a": ["1"], "--b": [], "--c": ["2", "3"]}.
+    """Parse `--a 1 --b --c=2 3` into {"--a": ["1"], "--b": [], "--c": ["2", "3"]}.
 
     Args:
-        setting: name of the setting that holds them, for errors.
+        setting: name of the setting that holds the flags, for errors.
 
     Raises:
-        ConfigError: a value without a flag, or a flag that the engine must set itself.
+        ConfigError: a value has no flag, or a flag is one that the engine sets.
     """
     flags: Flags = {}
     name = None

@@ -1,4 +1,4 @@
-"""The processes of an SGLang server on a node that is not its first."""
+"""Processes of a multi-node SGLang server on the nodes other than its first."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ _POLL_S = 0.25
 
 
 class SglangFollower:
-    """Ranks of a server whose node 0 has a `HostedSglangEngine`; they end with this object.
+    """Ranks on one node of a server whose node 0 has a `HostedSglangEngine`.
+
+    The processes end with this object.
 
     Args:
-        config: the engine's.
-        meeting_point: of the engine.
-        node: number of this node, from 1.
+        config: settings of the engine.
+        meeting_point: `HostedSglangEngine.meeting_point`.
+        node: index of this node, from 1.
     """
 
     def __init__(self, config: SglangConfig, meeting_point: MeetingPoint, node: int) -> None:
         self.server = start_server(config, meeting_point=meeting_point, node=node)
 
     async def serve(self) -> None:
-        """Lasts as long as the processes do.
+        """Wait until the processes end.
 
         Raises:
-            EngineLost: they have ended, or were not ready in time; ends with their log's tail.
+            EngineLost: the processes have ended, or were not ready in time. The message ends with
+                the end of their log.
         """
         await self.server.ready()
         while self.server.running:
@@ -36,5 +39,5 @@ class SglangFollower:
         raise EngineLost(self.server.obituary())
 
     async def close(self) -> None:
-        """Ends the processes, and with them the whole server."""
+        """Stop the processes, which ends the whole server."""
         self.server.stop()

@@ -1,4 +1,4 @@
-"""SGLang engine that owns its server: the server starts and stops with the engine."""
+"""SGLang engine that starts and stops its own server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is SGLang here, and what it needs besides? Asked without an import of it."""
+"""Detection of an installed SGLang without importing it, and the Python path of its processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from distill.errors import ConfigError
 
 _REPOSITORY = Path(__file__).parents[2]
-# Import-only modules that SGLang's CPU engine wants; only processes of SGLang see them.
+# Modules that SGLang's CPU engine imports but does not use. On the path of its processes only.
 CPU_STANDINS = Path(__file__).parent / "cpu_standins"
 
 
 def python_path() -> str:
-    """PYTHONPATH of SGLang's processes: this project and, without its kernels, the stand-ins."""
+    """PYTHONPATH of SGLang's processes, with stand-ins if `sgl_kernel` is not installed."""
     paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
     if importlib.util.find_spec("sgl_kernel") is None:
         paths.append(str(CPU_STANDINS))
@@ -23,12 +23,12 @@ def python_path() -> str:
 
 
 def sglang_installed() -> bool:
-    """True if SGLang can be imported here; does not import it."""
+    """True if SGLang is installed; does not import SGLang."""
     return importlib.util.find_spec("sglang") is not None
 
 
 def require_sglang() -> None:
-    """Raises ConfigError, with the remedy, where SGLang is not installed."""
+    """Raise ConfigError, with the remedy, if SGLang is not installed."""
     if not sglang_installed():
         raise ConfigError(
             "engine=sglang but SGLang is not installed here; `pip install 'isotherm[sglang]'` on a "
@@ -38,13 +38,13 @@ def require_sglang() -> None:
 
 
 def knows_flag(name: str) -> bool:
-    """True if SGLang is here and declares the command-line flag; read in its source."""
+    """True if the installed SGLang declares a command-line flag, according to its source."""
     field = name.removeprefix("--").replace("-", "_")
     return _declares(field, "server_args.py", "arg_groups/fields/*.py")
 
 
 def checks_adapters() -> bool:
-    """True if SGLang is here and compares an adapter's checksums; read in its source."""
+    """True if the installed SGLang verifies checksums of adapters, according to its source."""
     return _declares("expected_checksums", "managers/io_struct.py")
 
 

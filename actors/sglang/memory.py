@@ -1,10 +1,10 @@
-"""GPU memory of an SGLang server by its model's config: how many tokens its cache may hold.
+"""GPU memory of an SGLang server, computed from its model's config, and the size of its cache.
 
     room = weights + working memory + cache of N tokens
 
-SGLang by itself takes a fraction of what is free when it starts (`ServerMemory.alone`), which among
-several processes on one GPU depends on who comes first. There the room is given, and N follows:
-`--max-total-tokens`.
+By default SGLang uses a fraction of the memory that is free when it starts (`ServerMemory.alone`).
+If several processes share a GPU, that fraction depends on the order in which they start. So the
+room of each process is fixed, and N follows from the equation: `--max-total-tokens`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,36 @@ from distill.gpu import CONTEXT_BYTES, DTYPE_BYTES, GIB, gib
 from distill.models.decoder_sizes import HeadSizes, mlp_width
 from distill.models.loading import load_config, tensor_layouts, vocab_size
 
-# Memory outside of SGLang's memory saver, which stays when a server sleeps: attention workspaces
-# (flashinfer's has 384 MiB), cuBLAS's, buffers of captured graphs.
+# Memory outside of SGLang's memory saver, which a sleeping server keeps: workspaces of attention
+# (384 MiB for flashinfer) and of cuBLAS, and buffers of captured graphs.
 _WORKSPACE_BYTES = 512 << 20
-# What a sleeping server keeps of a GPU: its context; workspaces; NCCL's buffers of its ranks and of
-# the group that pushes weights (0.5 GiB); what the driver keeps of captured graphs outside their
-# pool (8 MiB each by SGLang's own count, 37 graphs); and blocks of torch's allocator that hold
-# some small tensor. An estimate: a small model's server kept 1.03 GiB (docs/gpu-results.md).
+# GPU memory that a sleeping server keeps: its CUDA context; workspaces; NCCL buffers of its ranks
+# and of the group that pushes weights (0.5 GiB); the driver's memory for captured graphs outside
+# their pool (8 MiB each by SGLang's own count, 37 graphs); and blocks of torch's allocator that
+# hold a small tensor. An estimate: a small model's server kept 1.03 GiB (docs/gpu-results.md).
 ASLEEP_BYTES = 3 * GIB
-# Of a captured decode graph, by batch size: as SGLang reserves (arg_groups/memory_hook.py).
+# Bytes of captured decode graphs per sequence of the batch: SGLang's own reserve
+# (arg_groups/memory_hook.py).
 _GRAPH_BYTES = 2 << 20
-# The same of prefill: 58 graphs of 8 MiB; with latent attention, whatever their number.
+# Bytes of captured prefill graphs: 58 of 8 MiB; with latent attention a fixed amount.
 _PREFILL_GRAPH_BYTES, _LATENT_GRAPH_BYTES = 464 << 20, 1536 << 20
-# SGLang's reserve for a token of a prefill, its constant part, a rank's, and the least on a GPU of
-# more than 60 GiB.
+# SGLang's reserve: bytes for each token of a prefill, a constant, and bytes for each rank; and the
+# minimum on a GPU of more than 60 GiB.
 _RESERVED_A_TOKEN, _RESERVED, _RESERVED_A_RANK = 3 << 19, 512 << 20, 128 << 20
 _LARGE_GPU, _RESERVED_OF_LARGE = 60 * GIB, 10 * GIB
 # Rows whose log-probs SGLang computes at a time (SGLANG_LOGPROB_CHUNK_SIZE), and float32 numbers
-# that it, and the plugin, hold for each token of the vocabulary meanwhile.
+# that SGLang and the plugin hold for each token of the vocabulary during the computation.
 _LOGPROB_ROWS, _PER_LOGIT = 2048, 3
-# Tokens that run in one prefill, where the flags do not say.
+# Default number of tokens in one prefill.
 _PREFILL_TOKENS = 8192
 
 
 def served_bytes(model: str, dtype: str) -> int:
-    """Bytes of a local checkpoint's weights as SGLang holds them: quantised ones as they are
-    stored (fp8, packed integers, and their scales), the others in `dtype`."""
+    """Bytes of a local checkpoint's weights in SGLang.
+
+    Quantised weights (fp8, packed integers and their scales) are counted as stored, all others in
+    `dtype`.
+    """
     return sum(
         prod(layout.shape) * _served_bits(layout.dtype, dtype) // 8
         for layout in tensor_layouts(model).values()
@@ -55,7 +59,7 @@ def served_bytes(model: str, dtype: str) -> int:
 
 
 def _served_bits(stored: str, dtype: str) -> int:
-    """Bits of a stored number once it is loaded; `stored` is torch's or safetensors' name."""
+    """Bits of a loaded number; `stored` is its stored dtype, as named by torch or safetensors."""
     found = re.search(r"\d+", stored)
     bits = 8 if found is None else int(found[0])  # bool
     plain = bits >= 16 and "float" in stored
@@ -67,13 +71,15 @@ class ServerMemory:
     """Bytes on each GPU of a server.
 
     Attributes:
-        weights: this GPU's part.
-        working: context, workspaces, captured graphs, activations of a prefill, log-probs of its
-            rows.
-        reserved: what SGLang itself leaves to all of that where it sizes the cache.
-        static: share of a GPU that the flags give to weights and cache; None: by `reserved`.
-        token: of one token in the cache; None for a model whose state is no such cache.
-        fixed_tokens: that the cache holds in any case, by the flags.
+        weights: bytes of this GPU's part of the weights.
+        working: CUDA context, workspaces, captured graphs, activations of a prefill, log-probs of
+            its rows.
+        reserved: bytes that SGLang reserves for working memory when it sizes the cache itself.
+        static: share of a GPU that the flags give to weights and cache; None: SGLang applies
+            `reserved`.
+        token: bytes of one token in the cache; None for a model whose state is not counted in
+            tokens.
+        fixed_tokens: number of cached tokens that the flags set; None: not set.
     """
 
     weights: int
@@ -87,13 +93,13 @@ class ServerMemory:
     def of(
         cls, config: Any, weights: int, *, dtype: str, max_running: int, flags: str = ""
     ) -> ServerMemory:
-        """Memory of a server of a decoder. `working` is an estimate, on the large side.
+        """Compute the memory of a server of a decoder. `working` is an upper estimate.
 
         Args:
-            config: of the checkpoint.
-            weights: bytes of all of them.
-            max_running: requests that are decoded together, at most; a flag may say otherwise.
-            flags: as they stand on SGLang's command line.
+            config: config of the checkpoint.
+            weights: bytes of all weights.
+            max_running: maximum number of requests decoded together, unless a flag sets it.
+            flags: flags for SGLang's command line.
         """
         given, spread = parse_flags(flags), parallelism(flags)
         text = config.get_text_config()
@@ -127,7 +133,7 @@ class ServerMemory:
 
     @classmethod
     def of_checkpoint(cls, config: SglangConfig) -> ServerMemory:
-        """`of` a checkpoint on this machine."""
+        """Compute the memory of a server with these settings; its checkpoint must be local."""
         return cls.of(
             load_config(config.model),
             served_bytes(config.model, config.dtype),
@@ -137,8 +143,11 @@ class ServerMemory:
         )
 
     def alone(self, total: int) -> ServerMemory:
-        """The same where the server has GPUs of `total` bytes to itself, and SGLang sizes the
-        cache: it leaves a share of them (`--mem-fraction-static`) to the rest."""
+        """Memory of a server that has GPUs of `total` bytes to itself, so that SGLang sizes the
+        cache.
+
+        `working` is then what SGLang leaves free: by `--mem-fraction-static`, or its own reserve.
+        """
         if self.static is not None:
             reserved = int(total * (1 - self.static))
         else:
@@ -146,14 +155,14 @@ class ServerMemory:
         return replace(self, working=CONTEXT_BYTES + reserved)
 
     def tokens_in(self, room: int, what: str, least: int) -> int:
-        """Tokens whose cache fits into `room` bytes of a GPU.
+        """Number of tokens whose cache fits into `room` bytes of a GPU.
 
         Args:
-            what: for the error.
-            least: tokens without which the server is of no use: one whole context.
+            what: name of the server for errors.
+            least: minimum number of tokens: one whole context.
 
         Raises:
-            ConfigError: there are fewer, or it cannot be known how many.
+            ConfigError: fewer than `least` fit, or the number cannot be computed.
         """
         if self.fixed_tokens is not None:
             return self.fixed_tokens
@@ -177,19 +186,19 @@ class ServerMemory:
         return tokens
 
     def bytes(self, tokens: int) -> int:
-        """In all, with a cache of so many tokens."""
+        """Total bytes with a cache of `tokens` tokens."""
         return self.weights + self.working + (self.token or 0) * tokens
 
 
 def cache_bytes_per_token(config: Any, number: int, spread: Parallelism) -> int | None:
-    """Bytes that one token takes in the cache of each GPU; None if the model has other states.
+    """Bytes of one token in the cache of each GPU; None if a layer has another kind of state.
 
-    Keys and values of each layer, heads shared out among tensor ranks (one head at least); or, of
-    latent attention (MLA), one compressed vector and its rotary part, on every rank. Layers with a
-    sliding window are counted like the others: an upper bound.
+    Counted are keys and values of each layer, with heads split over tensor ranks (at least one head
+    each). With latent attention (MLA): one compressed vector and its rotary part, on every rank.
+    Layers with a sliding window are counted like the others, as an upper bound.
 
     Args:
-        number: bytes of one number of the cache.
+        number: bytes of one number in the cache.
     """
     text = config.get_text_config()
     layer_types = getattr(text, "layer_types", None) or ()

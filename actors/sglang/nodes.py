@@ -1,10 +1,10 @@
-"""The nodes of a server that is spread over several (`--nnodes`), and where its ranks meet.
+"""Meeting point of the ranks of a server on several nodes (`--nnodes`).
 
-    node 0       HostedSglangEngine: opens the store, and has the HTTP server
-    the others   SglangFollower: SGLang's processes there, which are ranks and take no requests
+    node 0        HostedSglangEngine: opens the store and runs the HTTP server
+    other nodes   SglangFollower: runs SGLang's ranks on that node, which take no requests
 
-SGLang's rank 0 would open the store itself, at a port that was chosen minutes before, and listen on
-all addresses. Here it listens on the node's address from the moment the others are told of it.
+SGLang's rank 0 would open the store at a port that was chosen minutes before, and listen on all
+addresses. `RanksStore` listens on the address of the node only, before other nodes get the address.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from actors.sglang.server import claim_port
 from distill.errors import EngineError
 from distill.gloo import INTERFACE, interface_towards
 
-# With attention that is data-parallel SGLang binds ports that follow the store's, by arithmetic
-# (server_args.py: NUM_DERIVED_PORTS = 6).
+# With data-parallel attention SGLang also binds ports after the store's port (server_args.py:
+# NUM_DERIVED_PORTS = 6).
 _FOLLOWING_PORTS = 8
 _ATTEMPTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPoint:
-    """The store of a server's ranks, at node 0's address as the others reach it."""
+    """Address and port of the store of a server's ranks, on node 0."""
 
     address: str
     port: int
@@ -38,7 +38,7 @@ class MeetingPoint:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Has every rank join the store, and none open one."""
+        """Environment variables that make every rank join the store, and no rank open one."""
         variables = {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "MASTER_ADDR": self.address,
@@ -52,14 +52,15 @@ class MeetingPoint:
 
 
 class RanksStore:
-    """The store in which the ranks of a server over several nodes meet; it lasts as long as this.
+    """Rendezvous store for the ranks of a server on several nodes; closed with this object.
 
     Raises:
-        EngineError: there are not enough free ports in a row at this address.
+        EngineError: there are not enough consecutive free ports at this address.
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
-        # Not for those who only join it, and start a server before they import torch.
+        # Imported here: followers only use MeetingPoint, and start a server before they import
+        # torch.
         from torch.distributed import (
             TCPStore,  # pyright: ignore[reportPrivateImportUsage] - public
         )
@@ -78,13 +79,13 @@ class RanksStore:
 
 
 def _claim_in_a_row(address: str, count: int) -> list[socket.socket]:
-    """Claims of ports that follow one another."""
+    """Claim `count` consecutive ports."""
     for _ in range(_ATTEMPTS):
         claims = [claim_port(address)]
         first = claims[0].getsockname()[1]
         try:
             claims += [claim_port(address, first + i) for i in range(1, count)]
-        except (OSError, OverflowError):  # taken, or beyond the last
+        except (OSError, OverflowError):  # a port is taken, or above 65535
             for claim in claims:
                 claim.close()
             continue

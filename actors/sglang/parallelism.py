@@ -46,7 +46,7 @@ def parallelism(text: str, setting: str = "server_flags") -> Parallelism:
     """Parse the parallelism of a server from its flags.
 
     Args:
-        setting: name of the setting that holds them, for errors.
+        setting: name of the setting that holds the flags, for errors.
 
     Raises:
         ConfigError: as `parse_flags`; or a value is not a number above 0.

@@ -1,12 +1,12 @@
-"""Temporary files of one server: a directory and shared memory that go when the server has ended.
+"""Temporary files of one server: a directory and shared memory, removed when the server has ended.
 
-    launcher   `private_directory`: makes the directory and starts the keeper
-    keeper     `python -m actors.sglang.private_files DIRECTORY PID`: reads a pipe that the kernel
-               closes however the launcher ends; then it kills what is left of the server's
-               processes, and removes the directory and what they left in /dev/shm
+    launcher   `private_directory`: creates the directory and starts the keeper
+    keeper     `python -m actors.sglang.private_files DIRECTORY PID`: reads a pipe, which the kernel
+               closes however the launcher ends; then kills the remaining processes of the server,
+               and removes the directory and their files in /dev/shm
 
-The keeper is no child of the server and has a session of its own. So it outlives SGLang's kill of
-its children and Ray's kill of an actor's process group, by the moment that it needs.
+The keeper is not a child of the server, and has its own session. So it survives when SGLang kills
+its children or Ray kills an actor's process group, and can clean up afterwards.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from pathlib import Path
 import psutil
 
 PREFIX = "isotherm-"
-# Of the 107 bytes of a unix socket's address; SGLang's own names in the directory are short.
+# Bytes. A unix socket's address has at most 107; SGLang's names in the directory are short.
 _LONGEST_PARENT = 64
 _SHARED_MEMORY = Path("/dev/shm")
-# Names that SGLang and torch make from the process that made them.
+# Names of shared memory that contain the id of the process of SGLang or torch that created it.
 _BY_PID = re.compile(r"(?:sgl_shm_.+|torch)_(\d+)_")
-# How often the keeper notes who belongs to the server: for the names by process.
+# Seconds between the keeper's lists of the server's processes, which it needs for these names.
 _NOTE_S = 5.0
 _POLL_S = 0.02
-# More than a start takes from fork to the end of exec; until then no environment names a directory.
+# Longer than a process takes from fork to the end of exec. Only then is its TMPDIR visible.
 _EXEC_S = 0.2
 
 
 def private_directory() -> Path:
-    """A new directory for this process and what it starts; removed after this process has ended.
+    """Create a directory for this process and its children; removed after this process has ended.
 
-    Who starts others sets TMPDIR to it: by that the keeper knows them, as far as it has not seen
-    them as children of this process.
+    The caller must set TMPDIR to the directory before it starts processes. The keeper recognises
+    processes of the server by TMPDIR, in addition to those that it has seen as children.
     """
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > _LONGEST_PARENT:
         parent = "/tmp"
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    reading, writing = os.pipe()  # the other end closes with this process: no child has it
+    reading, writing = os.pipe()  # no child inherits `writing`: it closes with this process
     os.register_at_fork(after_in_child=lambda: os.close(writing))
     subprocess.run(
         [sys.executable, "-m", __name__, str(directory), str(os.getpid())],
@@ -60,7 +60,7 @@ def private_directory() -> Path:
 
 
 def kill(processes: Collection[psutil.Process]) -> None:
-    """Kills processes; returns when they are gone, but for what nobody has waited for."""
+    """Kill processes, and wait until they have ended; zombies count as ended."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
@@ -76,24 +76,24 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def main() -> None:
-    """The keeper. It goes on in a process that is nobody's child."""
+    """Run the keeper, in a forked process that is not a child of the server."""
     directory, server = Path(sys.argv[1]), psutil.Process(int(sys.argv[2]))
-    # It ends with the server: what ends everything on a machine asks politely first.
+    # The keeper must outlive the server. A shutdown of the machine sends these signals first.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
     family = _seen_until_the_end(server)
-    kill([server])  # it is ending, if it has not ended
+    kill([server])  # it has closed the pipe, but may not have ended yet
     _kill_all(directory, family - {server})
-    time.sleep(_EXEC_S)  # one of them may just have been starting
+    time.sleep(_EXEC_S)  # a process may have been between fork and exec
     _kill_all(directory, family - {server})
     _remove_shared_memory(directory.name, {process.pid for process in family if not _runs(process)})
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def _seen_until_the_end(server: psutil.Process) -> set[psutil.Process]:
-    """Returns the processes that the server was seen to have, itself too, when it has ended."""
+    """Wait for the server's end, and return the processes seen until then, the server included."""
     family = {server}
     while not select.select([0], [], [], _NOTE_S)[0]:
         with suppress(psutil.Error):
@@ -116,7 +116,7 @@ def _started_with(directory: Path) -> list[psutil.Process]:
 
 
 def _remove_shared_memory(name: str, ended: set[int]) -> None:
-    """Removes what carries the directory's name, or that of a process that has ended."""
+    """Remove shared memory named after the directory, or after a process that has ended."""
     for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
         made_by = _BY_PID.match(path.name)
         if name in path.name or (made_by and int(made_by[1]) in ended):

@@ -1,4 +1,4 @@
-"""Request bodies for SGLang's /generate. Pure functions; answers are parsed in answers.py."""
+"""Request bodies for SGLang's /generate, built by pure functions. answers.py parses the answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
 from distill.stops import StopTokens, merged
 
-# Defaults of SGLang's SamplingParams for everything that changes probabilities or ends samples.
-# Requests name them, for a server may have others (--preferred-sampling-params).
+# SGLang's defaults of all sampling parameters that change probabilities or end samples. Requests
+# set them explicitly, because a server may have other defaults (--preferred-sampling-params).
 NEUTRAL: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": -1,
@@ -45,10 +45,10 @@ def sampling_body(
 ) -> dict[str, Any]:
     """Body of a sampling request, for samples of up to `limit` tokens.
 
-    `seeded` gives each sample a seed of its own. If the stop tokens are one event, the answer has
-    the log-probs of all of them with each sampled token. The plugin returns these, and the
-    likeliest tokens, as bytes in base64. Other servers return the likeliest tokens so if they
-    support it (SGLang 0.5.23).
+    With `seeded`, each sample gets its own seed. If the stop tokens are one event, the log-probs of
+    all stop tokens are requested with each sampled token. The plugin returns these log-probs and
+    the likeliest tokens as bytes in base64. Servers without the plugin return the likeliest tokens
+    in base64 if they support it (SGLang 0.5.23).
     """
     prompt = request.prompt_tokens_T.tolist()
     params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
@@ -69,7 +69,7 @@ def sampling_body(
         seeds = [_seed(request, g) for g in range(request.num_samples)]
         body["input_ids"] = [prompt for _ in seeds]
         body["sampling_params"] = [params | {"sampling_seed": seed} for seed in seeds]
-    else:  # SGLang computes the prompt once for all of them
+    else:  # SGLang prefills the prompt once for all samples
         body["input_ids"] = [prompt]
         body["sampling_params"] = params | {"n": request.num_samples}
     return body
@@ -90,11 +90,11 @@ def _seed(request: GenerateRequest, g: int) -> int:
 
 
 def passes_of(request: ScoreRequest) -> list[float]:
-    """Temperatures that need a pass of their own: all, except T = 1 if there is another one.
+    """Temperatures that need a separate pass: all, except T = 1 if there is another temperature.
 
     Log-probs at T = 1 are returned with any other pass, or requested afterwards if the server does
-    not return them. Listed tokens are returned only at the temperature of the pass, and hidden
-    states, which have none, with the first one.
+    not return them. Listed tokens are returned only at the temperature of the pass. Hidden states
+    have no temperature and are returned with the first pass.
     """
     alone = [t for t in request.temperatures if t != UNSCALED]
     if request.listed:
@@ -103,8 +103,11 @@ def passes_of(request: ScoreRequest) -> list[float]:
 
 
 def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
-    """The request as one of its passes asks for it: listed tokens come with the one at its first
-    temperature, hidden states with the first pass."""
+    """The request for one of its passes.
+
+    Listed tokens are requested in the pass at the request's first temperature, hidden states in the
+    first pass.
+    """
     if temperature != request.temperatures[0]:
         request = replace(request, given_NK=None, top_k=0)
     if request.states_N is not None and temperature != passes_of(request)[0]:
@@ -112,23 +115,25 @@ def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
     return request
 
 
-# Bytes of an answer for each scored row, for each token listed with it (int32 and float32 in
+# Bytes of an answer for each scored row, for each of its listed tokens (int32 and float32 in
 # base64), and for its hidden state (8,192 values of two bytes); and the maximum number of bytes of
 # an answer to several passes.
 _ROW_BYTES, _LISTED_BYTES, _STATE_BYTES, ANSWER_BYTES = 40, 11, 22_000, 16 << 20
 
 
 class Chunks(NamedTuple):
-    """Prefill chunks of a server: `tokens` at most in one, of prompts in whole pages of `page`.
+    """Prefill chunks of a server.
 
-    `tokens` of 0: prompts are not cut.
+    Attributes:
+        tokens: maximum number of tokens in a chunk; 0: prompts are not split.
+        page: number of tokens in a page; prompts occupy whole pages.
     """
 
     tokens: int
     page: int
 
     def share(self, length: int) -> float:
-        """Share of a chunk that a prompt takes."""
+        """Share of a chunk that a prompt of `length` tokens occupies."""
         return -(-length // self.page) * self.page / self.tokens if self.tokens > 0 else 0.0
 
 
@@ -140,10 +145,10 @@ def bounded(
     event: tuple[int, ...] = (),
     chunks: Chunks = _WHOLE,
 ) -> list[slice]:
-    """Split a list of passes into slices whose answers have up to `ANSWER_BYTES` bytes, and whose
-    prompts fit into one prefill chunk.
+    """Split a list of passes into slices, each for one HTTP request.
 
-    A slice of one pass may be larger.
+    The answer to a slice has up to `ANSWER_BYTES` bytes, and its prompts fit into one prefill
+    chunk. A slice of a single pass may exceed both limits.
     """
     cuts, filled, of_chunk = [0], 0, 0.0
     for i, (request, _) in enumerate(passes):
@@ -173,9 +178,9 @@ def scoring_body(
     """Body of a scoring request: log-probs of given tokens, each request at the paired temperature.
 
     The log-probs of the event's tokens are requested at each position as well, and enough likeliest
-    tokens that k remain after the event's tokens are merged into one outcome. `given_NK`, and the
-    likeliest other tokens with it, are handled by the plugin. So are hidden states; without
-    `plugin` they are SGLang's own, as lists of numbers.
+    tokens that k remain after the event's tokens are merged into one outcome. The plugin handles
+    `given_NK` with the likeliest other tokens, and hidden states. Without `plugin`, SGLang's own
+    hidden states are requested, as lists of numbers.
     """
     more: dict[str, Any] = {"token_ids_logprob": list(event)} if event else {}
     likeliest = [0 if r.given_NK is not None else r.top_k for r, _ in passes]
@@ -197,7 +202,7 @@ def scoring_body(
             for request, t in passes
         ],
         "return_logprob": True,
-        # The first entry that SGLang returns contains no log-prob.
+        # One position earlier: the first entry that SGLang returns contains no log-prob.
         "logprob_start_len": [request.start - 1 for request, _ in passes],
         "top_logprobs_num": [k and k + merged(event) for k in likeliest],
     }
@@ -221,7 +226,9 @@ def outcome_of(token: int, event: tuple[int, ...]) -> list[int]:
 def forced_body(
     asked: Sequence[tuple[ScoreRequest, float, int]], event: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Body of a request that decodes one token after each context, for the given token's log-prob.
+    """Body of a request that decodes one token after each context.
+
+    The answer contains the log-prob of the given token at that position.
 
     Args:
         asked: (request, T, position of the given token).

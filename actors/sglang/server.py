@@ -1,12 +1,12 @@
-"""One SGLang HTTP server process, owned by this process and never outliving it.
+"""SGLang HTTP server process, owned by this process and never outliving it.
 
-    start      spawn the launcher (actors/sglang/launch.py); returns at once
-    ready      polls the server until it is; a server that exits or takes too long is an error
+    start      spawn the launcher (actors/sglang/launch.py); return immediately
+    ready      poll the server until it is ready; if it exits or takes too long, raise an error
                that ends with the last lines of its log
-    stop       cuts the lifeline: the launcher kills the server and all it started
+    stop       close the lifeline: the launcher kills the server and all its children
 
-The lifeline is a pipe that the kernel closes however this process ends, `kill -9` included. Nothing
-but its owner speaks to the server, so by default it listens on the loopback address only.
+The lifeline is a pipe that the kernel closes however this process ends, `kill -9` included. Only
+the owner connects to the server, so it listens on the loopback address.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from distill.gpu_turn import GpuTurn
 
 logger = logging.getLogger(__name__)
 
-# Only the process that starts a server connects to it.
 _HOST = "127.0.0.1"
 _TAIL_LINES = 40
-# Seconds that a server has to end by itself.
+# Seconds for the launcher to end after its lifeline is closed.
 _STOP_S = 10.0
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*")
-# Variables that people export for other systems, and that would break a server of ours.
+# Variables that users export for other programs and that would break the server.
 _LEFT_OUT = {
-    # Expandable segments: neither CUDA IPC nor the memory saver of engines that sleep can use them.
+    # Expandable segments work neither with CUDA IPC nor with the memory saver of sleeping engines.
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
-    # Log-probs of samples at T = 1.
+    # Log-probs of samples would be at T = 1.
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
     # /health would answer while the scheduler hangs.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
     "SGLANG_DIAG_BYPASS_HEALTH_GENERATE",
-    # CPU kernels beside a GPU; servers on a CPU are given it.
+    # A server on a GPU would use CPU kernels. Servers on a CPU get the variable explicitly.
     "SGLANG_USE_CPU_ENGINE",
 }
-# After a process of its own has died, SGLang would wait 65 s for py-spy and for CUDA's coredumps.
+# Otherwise SGLang waits 65 s for py-spy and CUDA coredumps after one of its processes has died.
 _NO_DIAGNOSTICS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 _DEAD_PART = re.compile(r"Subprocess (\w+) \(pid=\d+\) crashed with exit code (-?\d+)")
 _TAIL_BYTES = 64 * 1024
@@ -62,17 +61,18 @@ _TAKEN = ("address already in use", "port is already in use")
 
 
 class SglangServer:
-    """A server process and the keys to it.
+    """Server process with its URL and keys.
 
     Args:
-        flags: SGLang's own command-line flags, without host, port and keys.
+        flags: command-line flags of SGLang, without host, port and keys.
         environment: variables added to the server's environment.
-        log_path: file for everything the server prints; None makes one without a name, which
-            this process alone can read.
-        start_deadline_s: longest the server may take to become ready.
-        ready_path: what answers once it is.
-        port_attempts: a server that finds its port taken is started anew, at another, until then.
-        turn: on its GPUs, which it holds and its launcher holds beside this process.
+        log_path: file for the output of the server; None: an unnamed file that only this process
+            can read.
+        start_deadline_s: longest time in seconds until the server is ready.
+        ready_path: URL path that returns status 200 when the server is ready.
+        port_attempts: maximum number of starts. If the port is taken, the server is started again
+            at another port.
+        turn: turn on the server's GPUs, which this process and the launcher both hold.
 
     Raises:
         ConfigError: SGLang is not installed.
@@ -104,7 +104,7 @@ class SglangServer:
 
     @property
     def url(self) -> str:
-        """Changes if the server finds its port taken."""
+        """URL of the server. It changes if the server is restarted because its port was taken."""
         return f"http://{_HOST}:{self._port}"
 
     @property
@@ -120,7 +120,7 @@ class SglangServer:
         self._port = self._claim.getsockname()[1]
         self._started = time.monotonic()
         flags = [*self._flags, "--host", _HOST, "--port", str(self._port)]
-        # No session of its own: Ray then kills it with the actor's process group, too.
+        # No new session, so that Ray kills the launcher with the actor's process group, too.
         process = subprocess.Popen(
             [sys.executable, "-m", "actors.sglang.launch"],
             stdin=subprocess.PIPE,
@@ -145,10 +145,11 @@ class SglangServer:
         return process
 
     async def ready(self) -> None:
-        """Returns once the server takes requests.
+        """Wait until the server accepts requests.
 
         Raises:
-            EngineLost: it exited, or did not become ready in time; ends with its log's tail.
+            EngineLost: the server exited, or was not ready in time. The message ends with the end
+                of the server's log.
         """
         for attempt in range(1, self._port_attempts + 1):
             if await self._poll_until_ready():
@@ -165,8 +166,12 @@ class SglangServer:
             )
 
     async def _poll_until_ready(self) -> bool:
-        """False if the process has ended. Raises EngineLost at the deadline."""
-        import aiohttp  # embedded engines do without
+        """Return True when the server is ready, False if it has ended.
+
+        Raises:
+            EngineLost: the start deadline has passed.
+        """
+        import aiohttp  # imported here: embedded engines do not need it
 
         headers = {"Authorization": f"Bearer {self.api_key}"}
         timeout = aiohttp.ClientTimeout(total=10)
@@ -188,18 +193,18 @@ class SglangServer:
         return False
 
     def _log_tail(self) -> str:
-        """The last lines of what the server, or one at another port before it, printed."""
+        """Last lines of the log of this server and of its earlier starts at other ports."""
         return "\n".join(self._log_end().splitlines()[-_TAIL_LINES:])
 
     def _log_end(self) -> str:
         log = self._log.fileno()
         size = os.fstat(log).st_size
-        # At a position: where the server goes on writing is not moved.
+        # pread does not move the file position, at which the server continues to write.
         start = max(self._log_start, size - _TAIL_BYTES)
         return os.pread(log, _TAIL_BYTES, start).decode(errors="replace")
 
     def obituary(self) -> str:
-        """Message on why a server that was running has ended."""
+        """Message with the reason why the server has ended, and the end of its log."""
         return f"the SGLang server {self._state()}. {self._last_words()}"
 
     def _state(self) -> str:
@@ -215,13 +220,13 @@ class SglangServer:
         return f"The end of its log{name}:\n{self._log_tail()}"
 
     def stop(self) -> None:
-        """Ends the server and every process it started; returns when it is gone."""
+        """Stop the server and all its children; return when the server has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its own children die with it: they asked the kernel to
+            self._process.kill()  # the kernel kills its children with it, as they requested
             self._process.wait()
         self._claim.close()
         if self.turn is not None:
@@ -234,7 +239,7 @@ class SglangServer:
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment, without what would break a server."""
+    """Environment of this process without variables that would break a server."""
     left_out = sorted(_LEFT_OUT & os.environ.keys())
     if left_out:
         logger.warning("SGLang is started without %s", ", ".join(left_out))
@@ -242,7 +247,10 @@ def _inherited() -> dict[str, str]:
 
 
 def cause_of_kill(log: str) -> str:
-    """The end of a killed server, by its log: after an error its processes kill one another."""
+    """Cause of the end of a killed server, from its log.
+
+    After an error, the processes of a server kill each other, so the signal alone is no cause.
+    """
     _, found, trace = log.rpartition("hit an exception: ")
     errors = [line for line in trace.splitlines() if _EXCEPTION_LINE.match(line)]
     if found and errors:
@@ -256,10 +264,11 @@ def cause_of_kill(log: str) -> str:
 
 
 def claim_port(host: str, port: int = 0) -> socket.socket:
-    """A port, bound and not listened at, for as long as the socket lives; 0: any that is free.
+    """Reserve a port (0: any free port) by a socket that is bound but does not listen.
 
-    The kernel gives it to nobody else, and lets the server bind it, minutes later: of sockets with
-    SO_REUSEADDR, several may be bound to an address as long as none of them listens.
+    While the socket is open, the kernel assigns the port to no other process, but the server can
+    bind it, even minutes later: several sockets with SO_REUSEADDR may be bound to the same address
+    as long as none of them listens.
     """
     claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -268,7 +277,7 @@ def claim_port(host: str, port: int = 0) -> socket.socket:
 
 
 def _open_log(path: Path | None) -> IO[bytes]:
-    """For appending and for reading, by the owner only: prompts may be printed."""
+    """Open a log for appending and reading, with mode 0600 because it may contain prompts."""
     if path is None:
         return tempfile.TemporaryFile(buffering=0)
     path.parent.mkdir(parents=True, exist_ok=True)

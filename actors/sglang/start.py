@@ -1,7 +1,8 @@
-"""Start of an SGLang server as an engine wants it, or of its processes on one of its nodes.
+"""Start of an SGLang server from an engine's settings, or of its processes on one node.
 
-A server imports torch and SGLang for 20 s before it does anything. Given the model's context length
-it is started without torch here, so that its host's imports go on meanwhile.
+A server spends its first 20 s importing torch and SGLang. If the settings contain the model's
+context length, the server is started without importing torch in this process, so that both import
+at the same time.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# SGLang keeps six positions of the context for itself and wants room for the token that a scoring
-# request throws away. None of them is ever computed.
+# SGLang reserves six positions of the context, and requires room for the token that a scoring
+# request samples and discards. No model computes these positions.
 _SPARE_POSITIONS = 7
-# SGLang's switch: DeepGEMM's kernels are compiled at the start, not when they are first used.
+# SGLang's variable that includes captured graphs in the memory saver.
 _GRAPHS_SLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+# SGLang's variable that compiles DeepGEMM's kernels at the start, not when they are first used.
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 def start_server(
     config: SglangConfig, *, meeting_point: MeetingPoint | None = None, node: int = 0
 ) -> SglangServer:
-    """A server, or one node's processes of it, on its way.
+    """Start a server, or its processes on one node, without waiting until it is ready.
 
-    With a `turn` it waits for that first.
+    If the settings have a `turn`, wait for the turn first.
 
     Args:
-        meeting_point: of a server over several nodes.
-        node: number of this one.
+        meeting_point: meeting point of a server on several nodes; None: one node.
+        node: index of this node.
 
     Raises:
-        ConfigError: SGLang is not installed, or a flag that cannot be set.
+        ConfigError: SGLang is not installed, or a flag cannot be set.
         CheckpointError: there is no model at `config.model`.
     """
     require_sglang()
@@ -69,7 +71,7 @@ def start_server(
         cache_tokens = _cache_tokens(memory, config, context_length)
     flags = server_flags(config, context_length + _SPARE_POSITIONS, cache_tokens)
     variables = server_environment(device, config.threads, parallelism(config.server_flags))
-    if config.sleeps and device != "cpu":  # or captured graphs stay on the GPU
+    if config.sleeps and device != "cpu":  # otherwise captured graphs stay on the GPU
         variables[_GRAPHS_SLEEP] = os.environ.get(_GRAPHS_SLEEP, "true")
     if meeting_point is not None:
         flags += meeting_point.flags(node)
@@ -82,10 +84,10 @@ def start_server(
         environment=variables,
         log_path=None if config.log_path is None else Path(config.log_path),
         start_deadline_s=config.start_deadline_s,
-        # On CUDA a start includes the first token, and the kernels that are compiled for it. The
-        # other nodes serve nothing but /health.
+        # On CUDA a start includes the first token, with the compilation of its kernels. Nodes
+        # other than the first serve only /health.
         ready_path="/ready" if device == "cpu" and not node else "/health",
-        # The ranks of the other nodes have met those of this start.
+        # On several nodes a restart is impossible: the other ranks have met those of this start.
         port_attempts=1 if meeting_point else 3,
         turn=gpu_turn,
     )
@@ -102,10 +104,10 @@ def _warn_of_missing_tools() -> None:
 
 
 def _cache_tokens(memory: ServerMemory, config: SglangConfig, least: int) -> int:
-    """Tokens of the cache of a server that has a GPU not to itself.
+    """Number of cached tokens of a server that shares its GPU.
 
     Raises:
-        ConfigError: it does not fit, or no driver says how large the GPU is.
+        ConfigError: fewer than `least` tokens fit, or the size of the GPU is unknown.
     """
     total = gpu_bytes()
     if total is None:
@@ -122,12 +124,12 @@ def _cache_tokens(memory: ServerMemory, config: SglangConfig, least: int) -> int
 def server_environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:
     shared = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if device != "cpu":
-        # It compiles kernels of every batch size for minutes before a server is ready.
+        # Off by default: it compiles kernels for every batch size for minutes during the start.
         precompile = os.environ.get(_PRECOMPILE, "false")
         home = cuda_home()
         toolkit = {} if home is None else {"CUDA_HOME": home}
         return shared | nccl_settings() | toolkit | {_PRECOMPILE: precompile}
-    if spread.gpus > 1:  # more than there are NUMA nodes, perhaps: SGLang asks for the CPUs of each
+    if spread.gpus > 1:  # SGLang's own binding needs a NUMA node for each rank
         shared["SGLANG_CPU_OMP_THREADS_BIND"] = cpus_of_ranks(
             sorted(os.sched_getaffinity(0)), spread.gpus_a_node
         )
@@ -135,9 +137,9 @@ def server_environment(device: str, threads: int, spread: Parallelism) -> dict[s
 
 
 def cpus_of_ranks(cpus: Sequence[int], ranks: int) -> str:
-    """An even part of the CPUs for each rank, as SGLang writes them: `0,1|2,3`.
+    """Split the CPUs evenly over the ranks, in SGLang's notation: `0,1|2,3`.
 
-    Ranks take turns where there are fewer CPUs.
+    If there are fewer CPUs than ranks, several ranks share a CPU.
     """
     parts = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
     return "|".join(",".join(map(str, part)) for part in parts)

@@ -1,20 +1,20 @@
-"""An engine whose server takes turns on its GPUs with those of other engines.
+"""Engine whose server takes turns on its GPUs with the servers of other engines.
 
     start   wait for the turn -> start the server
-    sleep   another waits for the turn -> answers to fixed rows (canaries), if the weights are new
-            -> calls under way end -> release all memory -> give the turn
-    wake    a call, or weights, wait -> wait for the turn -> take memory and weights back -> prove
-            the weights
+    sleep   another server waits for the turn -> score canary rows, if the weights are new
+            -> calls in progress end -> release all memory -> give the turn
+    wake    a call or new weights wait -> wait for the turn -> resume memory and weights
+            -> verify the weights
 
-SGLang copies the weights to main memory when they leave the GPUs, and back. A server that woke with
-other weights, or with none, would answer as if nothing had happened: so the same rows are scored
-after every awakening, before any call that has waited. Answers that differ are the engine's end.
+SGLang copies the weights to main memory when a server sleeps, and back when it wakes. A server that
+woke with other weights, or with none, would answer without an error. So the canary rows are scored
+again after every wake, before any waiting call is served. If the answers differ, the engine fails.
 
-What changes of turns take is counted (`turns`).
+The number and the duration of turn changes are metrics (`turns`).
 
-A change of turns costs seconds, so an engine that has the turn keeps it for as long as a change
-takes after its last call. Calls without such a pause keep it for longer, samples above all: a step
-has so many of them, and until the last has ended they keep the batch full.
+A turn change takes seconds. So an engine keeps the turn until it has been idle for as long as a
+change takes. Without such a pause it keeps the turn up to a limit, which is larger while samples
+are in progress: a step has many samples, and until the last one has ended they keep the batch full.
 """
 
 from __future__ import annotations
@@ -38,44 +38,45 @@ from distill.sampling import UNSCALED
 
 logger = logging.getLogger(__name__)
 
-# How often a server that has the turn looks whether others wait for it, seconds.
+# Seconds between checks whether another server waits for the turn.
 _LOOK_S = 0.1
-# Longest turn without a pause while others wait, as a multiple of what a change of turns takes:
-# of scorings, and while samples are under way.
+# Longest turn without a pause while others wait, as a multiple of the duration of a turn change:
+# for scoring, and while samples are in progress.
 _LONGEST, _LONGEST_SAMPLING = 10.0, 100.0
-# A pool of engines sends a request to one that sleeps only where others have so much more to do.
+# Added to the queue length of a sleeping engine: a pool sends it a request only if the queues of
+# the other engines are longer by this number.
 _ASLEEP_QUEUE = 64
 
 
 class TurnTakingEngine(HostedSglangEngine):
-    """A `HostedSglangEngine` that is awake by turns; calls, and new weights, wait while it sleeps.
+    """A `HostedSglangEngine` that is awake by turns; calls and new weights wait while it sleeps.
 
-    Its turn (`config.turn`) is the same file for all engines that share the GPUs.
+    All engines that share the GPUs have the same file as their turn (`config.turn`).
     """
 
     def __init__(self, config: SglangConfig, *, server: SglangServer | None = None) -> None:
         super().__init__(config, server=server)
-        self._canary: tuple[int | None, FirstAnswers] | None = None  # of a weight version
+        self._canary: tuple[int | None, FirstAnswers] | None = None  # weight version, its answers
         self._turns: asyncio.Task[None] | None = None
-        self._sleeping = asyncio.Lock()  # held from falling asleep until it has woken
-        self._change_s = 0.0  # what falling asleep and waking took last
+        self._sleeping = asyncio.Lock()  # held while the server sleeps, sleep and wake included
+        self._change_s = 0.0  # duration of the last sleep and wake, without the time between them
         self._spent: defaultdict[str, float] = defaultdict(float)  # since the last call of `turns`
 
     async def health(self) -> int:
         """See `Engine.health`.
 
         Raises:
-            EngineLost: its server failed to sleep or to wake, or woke with other weights.
+            EngineLost: the server failed to sleep or to wake, or woke with other weights.
         """
         self._require_turns()
         return await super().health()
 
     async def queue_length(self) -> int:
-        """See `Engine.queue_length`; of an engine that sleeps, as if it were longer."""
+        """See `Engine.queue_length`. A sleeping engine reports a longer queue."""
         return await super().queue_length() + _ASLEEP_QUEUE * self._session().asleep
 
     async def turns(self) -> dict[str, float]:
-        """Metrics `turns/*` of what this engine did since the last call."""
+        """Metrics `turns/*` of this engine since the last call of this method."""
         spent = {"turns/changes": 0.0, "turns/seconds": 0.0, "turns/proof": 0.0} | self._spent
         self._spent.clear()
         return spent
@@ -98,18 +99,18 @@ class TurnTakingEngine(HostedSglangEngine):
 
     async def _start(self, server: SglangServer) -> None:
         await super()._start(server)
-        await self._info()  # asks the server what later calls need, while it is awake
+        await self._info()  # caches properties of the server while it is awake
         assert server.turn is not None
         self._turns = asyncio.create_task(self._take_turns(server.turn))
 
     def _require_turns(self) -> None:
-        """Raises what has ended the taking of turns."""
+        """Raise the exception that ended the task that takes turns, if it has ended."""
         if self._turns is not None and self._turns.done():
             self._turns.result()
 
     @asynccontextmanager
     async def _awake(self) -> AsyncIterator[None]:
-        """Context in which the server is awake, and stays so."""
+        """Context manager that keeps the server awake."""
         await self._ready()
         with self._session().waiters.call():
             await self._sleeping.acquire()
@@ -149,7 +150,7 @@ class TurnTakingEngine(HostedSglangEngine):
         self._spent[name] += time.monotonic() - began
 
     async def _until_wanted(self, turn: GpuTurn) -> None:
-        """Wait until another server waits for the turn, and this one has had its own."""
+        """Wait until another server waits for the turn and this server may give it up."""
         session, began = self._session(), time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -159,7 +160,7 @@ class TurnTakingEngine(HostedSglangEngine):
                 return
 
     async def _answers(self) -> FirstAnswers:
-        """Answers of the weights that the server is about to part from."""
+        """Score the canary rows with the current weights, before the server sleeps."""
         info = await self._info()
         rows = CanaryRows.of(info, UNSCALED)
         answers = [
@@ -171,7 +172,7 @@ class TurnTakingEngine(HostedSglangEngine):
         return first
 
     async def _prove(self) -> None:
-        """Raises EngineLost if the model answers otherwise than before it slept."""
+        """Raise EngineLost if the answers to the canary rows differ from those before the sleep."""
         assert self._canary is not None
         _, first = self._canary
         with self._spending("turns/proof"):
