@@ -1,1 +1,1 @@
-"""The embedded engine: a transformers model in this process, continuous batching."""
+"""Embedded engine: a transformers model in this process, with continuous batching."""

@@ -1,9 +1,9 @@
-"""Continuous batching: rows join between chunks, leave when they end, and take one token per step.
+"""Continuous batching of decoding: rows join between chunks, get one token per step, and leave.
 
-A `Row` is one sample. `DecodeBatch` owns which rows are live and samples their next tokens; a
-`Decoder` turns a row's context into the hidden state of its last token, with a KV cache
-(`kv_cache.CachedDecoder`) or by running every context again (`RecomputingDecoder`, for models
-whose attention we cannot replace). Nothing here knows of asyncio; all of it runs on one thread.
+A `Row` is one sample. `DecodeBatch` holds the live rows and samples their next tokens. A `Decoder`
+computes the hidden state of the last token of each row, with a KV cache (`kv_cache.CachedDecoder`)
+or by running every context again (`RecomputingDecoder`, for models whose attention cannot be
+replaced). The module does not use asyncio; all of it runs on one thread.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from distill.types import StopReason, TokenArray
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sample being generated. `owner` is whoever asked for it; nothing here looks inside.
+    """One sample being generated.
 
     Attributes:
+        owner: the caller's object for the request, which this module does not read.
         uniforms_T: one number in [0, 1) for each token that may be sampled.
-        limit: most new tokens, by max_new_tokens and by the model's context.
-        given: a token whose log-probs are reported in place of the sampled tokens' own.
-        top_k: number of likeliest outcomes to name where each token is sampled.
-        known: of how many tokens the experts are not wanted; None: of none are they.
-        experts: of a mixture, of the tokens that have been through the model, piece by piece.
+        limit: maximum number of new tokens, from max_new_tokens and the model's context length.
+        given: a token whose log-prob is reported instead of the sampled token's.
+        top_k: number of likeliest outcomes to list at each sampled token.
+        known: number of leading tokens whose routed experts are not returned; None: no experts are
+            returned.
+        experts: routed experts of the tokens that have passed through the model, in pieces.
+        routed: number of tokens in `experts`.
         stop_reason: None while the row is live.
-        failed: the model gave non-finite logits; the row ended without a stop reason.
+        failed: True if the model gave non-finite logits; the row ended without a stop reason.
     """
 
     owner: Any
@@ -73,10 +76,10 @@ class Row:
         )
 
     def note_experts(self, first: int, experts_NLK: ExpertArray) -> None:
-        """Keeps the experts of the tokens from position `first` on, as far as they are new.
+        """Record the experts of the tokens from position `first` on, if not yet recorded.
 
-        A context that is run again, under other weights, is not: a token was sampled after it went
-        through these.
+        When a context is run again with new weights, the first record stays: these are the experts
+        that the token passed through when the next token was sampled.
         """
         if self.known is None or not first <= self.routed < first + len(experts_NLK):
             return
@@ -94,7 +97,10 @@ class Row:
 
 
 def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
-    """The request's samples, of at most `limit` tokens. Sample g draws from (seed, g) alone."""
+    """Create rows for a request's samples, of at most `limit` tokens.
+
+    The random numbers of sample g depend only on (seed, g).
+    """
     rows = []
     for index in range(request.num_samples):
         entropy = np.random.SeedSequence([request.seed % (1 << 64), index])
@@ -107,9 +113,9 @@ def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
 
 
 def reading_rows(request: ScoreRequest, *, owner: Any) -> list[Row]:
-    """One row of one sampled token for each temperature and scored position, in that order.
+    """Create one row of one token for each temperature and scored position, in that order.
 
-    Each reports the log-prob of the request's own token; which one it samples does not matter.
+    Each row reports the log-prob of the request's token; the sampled token is not used.
     """
     tokens_T = request.tokens_T.astype(np.int32)
     return [
@@ -135,33 +141,34 @@ class Routed(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Contexts of the live rows, in the caller's order.
+    """Runs the contexts of the live rows, in the caller's order.
 
-    `routed` tells of the last `admit` or `feed`, where experts are recorded: the rows of the one
-    are those that were admitted, of the other all.
+    Attributes:
+        routed: experts recorded in the last `admit` or `feed`. Row numbers count the admitted rows
+            after `admit`, and all rows after `feed`.
     """
 
     routed: list[Routed]
 
     def admit(self, rows: Sequence[Row]) -> Tensor:
-        """Adds rows after the live ones; returns the hidden state of each one's last token."""
+        """Add rows after the live ones; return the hidden states of their last tokens, (N, H)."""
         ...
 
     def feed(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """Appends one token to every live row; returns the hidden states, (N, H)."""
+        """Append one token to every live row; return the hidden states, (N, H)."""
         ...
 
     def remove(self, ended: Collection[int]) -> None:
-        """Drops rows; `plan_removal` has the renumbering of the others."""
+        """Remove rows; the others are renumbered by `plan_removal`."""
         ...
 
     def reset(self) -> None:
-        """Forgets every row and everything cached."""
+        """Remove all rows and clear the cache."""
         ...
 
 
 def plan_removal(count: int, ended: Collection[int]) -> list[tuple[int, int]]:
-    """Moves (source, target) that put the live rows of `count` first: the tail fills the holes."""
+    """Moves (source, target) that make the remaining rows contiguous: the last rows fill gaps."""
     remaining = count - len(ended)
     holes = sorted(row for row in ended if row < remaining)
     sources = [row for row in range(remaining, count) if row not in ended]
@@ -170,13 +177,13 @@ def plan_removal(count: int, ended: Collection[int]) -> list[tuple[int, int]]:
 
 @dataclass(eq=False)
 class DecodeBatch:
-    """The live rows, those waiting, and one step of sampling.
+    """Live and waiting rows, and the sampling of their next tokens.
 
     Attributes:
-        decoder: turns contexts into hidden states.
+        decoder: computes hidden states from contexts.
         head: hidden states (N, H) -> logits (N, V).
-        stops: tokens that end a row; the token itself is kept.
-        max_rows: most rows live at once.
+        stops: tokens that end a row; the stop token is part of the sample.
+        max_rows: maximum number of live rows.
     """
 
     decoder: Decoder
@@ -195,7 +202,7 @@ class DecodeBatch:
         self._waiting.extend(rows)
 
     def admit(self) -> None:
-        """Admits waiting rows, as many as fit."""
+        """Admit as many waiting rows as fit."""
         free = min(self.max_rows - len(self._rows), len(self._waiting))
         if not free:
             return
@@ -209,7 +216,7 @@ class DecodeBatch:
         self._plan = None
 
     def step(self, version: int) -> list[Row]:
-        """Samples one token for every live row under weights `version`; returns the ended rows."""
+        """Sample one token for every live row with weights `version`; return the ended rows."""
         if self._hidden_NH is None:
             return []
         if self._plan is None:
@@ -229,7 +236,7 @@ class DecodeBatch:
         if ended:
             tokens_N = self._drop(ended, tokens_N)
         if any(row.failed for row in ended.values()):
-            self.recompute()  # masked or not, a NaN left in the cache would reach other rows
+            self.recompute()  # a NaN in the cache would spread to other rows, even if masked
         elif self._rows:
             self._hidden_NH = self.decoder.feed(tokens_N)
             self._note_experts(self._rows)
@@ -240,7 +247,7 @@ class DecodeBatch:
             rows[routed.row].note_experts(routed.first, routed.experts_NLK)
 
     def _list(self, ids_NK: npt.NDArray[np.int32] | None) -> None:
-        """Gives the rows that want them the likeliest ids at the token that is being sampled."""
+        """Append the likeliest ids at the current token to the rows that list them."""
         if ids_NK is None:
             return
         listing = (row for row in self._rows if row.top_k)
@@ -274,7 +281,7 @@ class DecodeBatch:
     def _drop(
         self, ended: Collection[int], values_N: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Removes rows; returns `values_N` in the order of those that are left."""
+        """Remove rows; return the `values_N` of the remaining rows, in their new order."""
         moves = plan_removal(len(self._rows), ended)
         remaining = len(self._rows) - len(ended)
         for source, target in moves:
@@ -289,7 +296,7 @@ class DecodeBatch:
         return values_N[:remaining]
 
     def take_out(self, unwanted: Callable[[Row], bool]) -> list[Row]:
-        """Removes live and waiting rows before their end, e.g. because they were aborted."""
+        """Remove and return unfinished rows, live or waiting, such as aborted ones."""
         out = [row for row in self._waiting if unwanted(row)]
         self._waiting = deque(row for row in self._waiting if not unwanted(row))
         live = {index: row for index, row in enumerate(self._rows) if unwanted(row)}
@@ -300,7 +307,7 @@ class DecodeBatch:
         return out + list(live.values())
 
     def recompute(self) -> None:
-        """Drops every cache and runs the contexts of the live rows again (the weights changed)."""
+        """Clear the cache and run the contexts of the live rows again, as after new weights."""
         rows = self._rows
         self._forget_rows()
         if rows:
@@ -309,7 +316,7 @@ class DecodeBatch:
             self._rows = rows
 
     def clear(self) -> None:
-        """Drops every row, live or waiting."""
+        """Remove all rows, live or waiting."""
         self._waiting.clear()
         self._forget_rows()
 
@@ -319,7 +326,7 @@ class DecodeBatch:
 
 
 class RecomputingDecoder:
-    """Runs every context in full at every step: quadratic, but right for any causal model."""
+    """Runs every full context at every step: quadratic cost, but correct for any causal model."""
 
     def __init__(
         self,

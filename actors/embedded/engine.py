@@ -1,14 +1,14 @@
-"""The embedded engine: a transformers model in this process, on one compute thread.
+"""Embedded engine: a transformers model in this process, on one compute thread.
 
-    generate, score,     called on the event loop; each leaves a note and waits for its future
+    generate, score,     called on the event loop; each queues its work and awaits a future
     decode_score, load_weights, abort
             |
-          pump           one task, alive while there is work: settle notes, one decode chunk, one
-            |            scoring batch, again. Waits for the compute thread: the end of a chunk.
+          pump           one task, alive while there is work. Repeats: aborts and loads, one decode
+            |            chunk, one scoring batch. Waits until the compute thread ends a chunk.
     compute thread       owns the model, the live rows and their caches
 
-A chunk is up to `CHUNK_STEPS` tokens per row, and is cut short when something new arrives: nobody
-waits longer than one step for admission. The loop itself never computes: `info` answers at once.
+A chunk is up to `CHUNK_STEPS` tokens per row, and ends early when new work arrives, so a request
+waits at most one step for admission. The event loop never computes: `info` returns immediately.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from distill.weights.adapter import AdapterTensors
 logger = logging.getLogger(__name__)
 
 CHUNK_STEPS = 8
-# Requests of one burst arrive a little apart; an idle engine waits this long for the others.
+# Seconds that an idle engine waits for further requests, because a burst arrives over a short time.
 GATHER_S = 0.001
 
 _T = TypeVar("_T")
@@ -61,12 +61,12 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """Rows of one `generate` or `decode_score`: they end one by one, the last answers."""
+    """Rows of one `generate` or `decode_score` call, whose future is set when all have ended."""
 
     future: asyncio.Future[list[Sample]]
     rows: list[Row] = field(default_factory=list)
     unfinished: int = 0
-    unwanted: bool = False  # aborted, cancelled or failed: its live rows are to be taken out
+    unwanted: bool = False  # aborted, cancelled or failed: its live rows must be removed
 
 
 @dataclass(slots=True, eq=False)
@@ -92,16 +92,17 @@ class EmbeddedEngine:
 
     Args:
         model_path: Hugging Face checkpoint directory or hub name.
-        dtype: torch dtype of weights and activations; log-probs are fp32 whatever it is.
-        device: `auto`, or what torch calls it.
-        max_running_requests: most samples decoded at once; more wait.
-        score_token_budget: most tokens, padding included, in one forward pass over given tokens.
-        threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
-        stops: where samples end, and whether that is one event; None: as the checkpoint says.
-        routed_experts: it can be asked for the experts of a mixture that tokens are routed to.
+        dtype: torch dtype of weights and activations; log-probs are always fp32.
+        device: `auto`, or the name of a torch device.
+        max_running_requests: maximum number of samples decoded together; further ones wait.
+        score_token_budget: maximum number of tokens, padding included, in one scoring pass.
+        threads: torch's CPU threads, a setting of the whole process; None leaves it unchanged.
+        stops: tokens that end samples, and whether they count as one event; None: from the
+            checkpoint.
+        routed_experts: record routed experts of a mixture, so that requests can ask for them.
 
-    Samples are a function of (weights, prompt, sampling, seed, index) up to float rounding: what
-    else is in a batch can change the order of a sum, hence a logit's last bits.
+    Samples are a function of (weights, prompt, sampling, seed, index) up to float rounding: other
+    rows in the batch can change the order of a sum, and so the last bits of a logit.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -137,8 +138,8 @@ class EmbeddedEngine:
         self._version, self._pushed = 0, False
         self._receiver = WeightReceiver(self._model.device)
         self._broken: str | None = None
-        self._computed = 0  # chunks of decoding, batches of scoring
-        # On the event loop: what was asked and not yet answered.
+        self._computed = 0  # calls on the compute thread so far
+        # Used on the event loop only: queued and unfinished work.
         self._generations: list[_Generation] = []
         self._scorings: list[_PendingScores] = []
         self._new_rows: list[Row] = []
@@ -148,7 +149,7 @@ class EmbeddedEngine:
         self._rows_unwanted = False
         self._score_batches: list[ScoreBatch] = []
         self._pump_task: asyncio.Task[None] | None = None
-        # Between the two: the loop asks the chunk in progress to end after its current step.
+        # Set by the event loop to make the chunk in progress end after its current step.
         self._interrupt = Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedded-engine")
 
@@ -169,7 +170,7 @@ class EmbeddedEngine:
         try:
             return await call.future
         finally:
-            # If the caller was cancelled, or one row failed, other rows are still live.
+            # Other rows are still live if the caller was cancelled or a row failed.
             call.unwanted = True
             self._rows_unwanted |= call.unfinished > 0
             self._generations.remove(call)
@@ -192,12 +193,12 @@ class EmbeddedEngine:
             self._scorings.remove(call)
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See `Engine.decode_score`. The rows are decoded with whatever else is in flight.
+        """See `Engine.decode_score`. The rows are decoded in one batch with other live rows.
 
-        Listed tokens are not heeded: a row reports the log-prob of one given token.
+        Listed tokens are ignored: a row reports the log-prob of one given token.
 
         Raises:
-            EngineError: `abort` was called meanwhile.
+            EngineError: `abort` was called before the rows ended.
         """
         self._check_health()
         check_chains(requests, *self._limits)
@@ -217,11 +218,12 @@ class EmbeddedEngine:
         ]
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
-        """See `Engine.load_weights`. A bundle that does not fit leaves the old weights in place.
+        """See `Engine.load_weights`. After an error the old weights are still in place.
 
         Raises:
-            EngineError: names the first tensor that is unknown, missing or of another shape; or
-                the weights did not arrive, or are lent, which is for servers.
+            EngineError: a tensor is unknown, missing or has another shape (the message names the
+                first one); the weights did not arrive; or they are an adapter or lent weights,
+                which only servers support.
         """
         self._check_health()
         if isinstance(weights, LentWeights | AdapterTensors):
@@ -243,12 +245,12 @@ class EmbeddedEngine:
         return await load.future
 
     async def weight_ranks(self) -> int:
-        """Number of ranks that receive weights: 1 of an embedded engine."""
+        """Number of ranks that receive weights: always 1."""
         self._check_health()
         return 1
 
     async def weight_checksums(self) -> list[dict[str, str]]:
-        """Digests of the parameters that each rank holds, by name (distill/weights/digests.py)."""
+        """Digests of each rank's parameters, by name (distill/weights/digests.py)."""
         self._check_health()
         return [await self._compute(self._model.digests)]
 
@@ -288,7 +290,7 @@ class EmbeddedEngine:
         return await done
 
     async def close(self) -> None:
-        """Ends the compute thread; no call may follow."""
+        """Stop the compute thread. No call may follow."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _check_health(self) -> None:
@@ -324,7 +326,7 @@ class EmbeddedEngine:
         self._interrupt.clear()
         if self._rows_unwanted or self._aborts:
             await self._take_out_unwanted()
-        # Scoring that has begun ends first: the requests of one call see the same weights.
+        # Loads wait for scoring in progress: the requests of one call must use the same weights.
         while self._loads and not self._score_batches:
             await self._load_next()
         rows, self._new_rows = self._new_rows, []
@@ -360,7 +362,7 @@ class EmbeddedEngine:
         return ended
 
     async def _take_out_unwanted(self) -> None:
-        """Ends the rows of calls that were aborted, cancelled or failed, and answers `abort`."""
+        """End the rows of aborted, cancelled or failed calls, and complete `abort` calls."""
         self._rows_unwanted = False
         out = [row for row in self._new_rows if row.owner.unwanted]
         self._new_rows = [row for row in self._new_rows if not row.owner.unwanted]
@@ -414,7 +416,7 @@ class EmbeddedEngine:
             if not load.future.done():
                 load.future.set_exception(misfit)
         except BaseException:
-            self._loads.append(load)  # to be failed with everyone else
+            self._loads.append(load)  # `_fail_everyone` sets its error
             raise
         else:
             if not load.future.done():
@@ -436,7 +438,7 @@ class EmbeddedEngine:
                 future.set_exception(EngineLost(f"the compute thread failed: {error}"))
 
     def _forget(self) -> None:
-        """Drops all work. The thread may still be in a chunk, so it clears the batch itself."""
+        """Discard all work. The compute thread clears its batch, after a chunk in progress."""
         self._new_rows, self._new_items, self._loads, self._aborts = [], [], [], []
         self._score_batches = []
         self._interrupt.set()

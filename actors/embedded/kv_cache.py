@@ -1,4 +1,4 @@
-"""Decoding with a KV cache: a prompt's keys and values once per group, new tokens' once per row."""
+"""Decoding with a KV cache that stores prompts once per group and new tokens once per row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ _FIRST_COLUMNS = 8
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A prompt some live row continues. `users` counts those rows; experts, if recorded."""
+    """Cached prompt of live rows.
+
+    Attributes:
+        key: bytes of the prompt's token ids.
+        hidden_H: hidden state of the last token.
+        slot: index in the store.
+        users: number of live rows that continue the prompt.
+        experts_TLK: routed experts; None if they are not recorded.
+    """
 
     key: bytes
     length: int
@@ -39,9 +47,9 @@ class _Prefix:
 
 
 def _resized(old: Tensor, rows: int, columns: int, used: slice) -> Tensor:
-    """A (rows, heads, columns, D) buffer with `old`'s used columns first.
+    """Copy the used columns of `old` to the start of a new (rows, heads, columns, D) buffer.
 
-    Zeroed, because a masked key is still multiplied: 0 times a stray NaN is NaN.
+    The buffer is zeroed because masked keys are multiplied too, and 0 times a stray NaN is NaN.
     """
     new = old.new_zeros((rows, old.shape[1], columns, old.shape[3]))
     kept = old[:, :, used]
@@ -50,7 +58,7 @@ def _resized(old: Tensor, rows: int, columns: int, used: slice) -> Tensor:
 
 
 class _PrefixStore:
-    """Keys and values of the live prompts, right-padded: per layer (U, kv_heads, P, D)."""
+    """Keys and values of U live prompts, right-padded to P: (U, kv_heads, P, D) for each layer."""
 
     def __init__(self) -> None:
         self.by_key: dict[bytes, _Prefix] = {}
@@ -84,7 +92,7 @@ class _PrefixStore:
             self._slots.append(self.by_key[name])
 
     def release(self, prefix: _Prefix) -> None:
-        """One row less uses it; after the last, the last slot's prefix moves into its place."""
+        """Remove one user of a prefix. An unused prefix is replaced by that of the last slot."""
         prefix.users -= 1
         if prefix.users:
             return
@@ -99,7 +107,7 @@ class _PrefixStore:
         self._slots[moved.slot] = moved
 
     def view(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
-        """Keys and values as long as the longest live prefix, and positions (U, P)."""
+        """Keys and values up to the length of the longest live prefix, and positions (U, P)."""
         lengths = [prefix.length for prefix in self._slots]
         keys, values = (
             {layer: tensor[: len(lengths), :, : max(lengths)] for layer, tensor in store.items()}
@@ -109,11 +117,11 @@ class _PrefixStore:
 
 
 class _SuffixStore:
-    """Keys and values of the tokens fed so far: per layer (N, kv_heads, columns, D), right-aligned.
+    """Keys and values of the new tokens, right-aligned: (N, kv_heads, columns, D) for each layer.
 
-    All rows write the same column at a step, so a step's write and read are slices. A row that
-    joined later has nothing in the earlier columns (their positions are NOWHERE). Columns left of
-    the longest row are dropped when space runs out.
+    At each step all rows write the same column, so reads and writes are slices. The columns before
+    a row joined are empty for that row (position NOWHERE). When space runs out, the columns that
+    no live row uses are dropped.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +133,7 @@ class _SuffixStore:
         self._positions = torch.full((_FIRST_ROWS, _FIRST_COLUMNS), NOWHERE, device=device)
 
     def open_rows(self, count: int) -> None:
-        """Adds empty rows at the end."""
+        """Append empty rows."""
         needed = self.rows + count
         capacity, columns = self._positions.shape
         if needed > capacity:
@@ -134,11 +142,11 @@ class _SuffixStore:
         self.rows = needed
 
     def trim(self, longest: int) -> None:
-        """Shrinks the window: no live row has more than this many tokens here."""
+        """Shrink the used columns to the last `longest`, the most that a live row uses."""
         self._start = self._end - longest
 
     def open_columns(self, positions_NS: Tensor) -> None:
-        """Adds a column a new token, at these positions; `append` then fills it in every layer."""
+        """Add S columns for new tokens at these positions; `append` fills them in every layer."""
         count = positions_NS.shape[1]
         capacity, columns = self._positions.shape
         if self._end + count > columns:
@@ -158,13 +166,13 @@ class _SuffixStore:
         self._start, self._end = 0, self._end - self._start
 
     def positions(self, rows: slice) -> Tensor:
-        """(rows, columns in use)."""
+        """Positions of the rows' tokens, (rows, columns in use)."""
         return self._positions[rows, self._start : self._end]
 
     def append(
         self, rows: slice, layer: int, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Writes a layer's keys and values of the newest columns; returns those in use."""
+        """Write a layer's keys and values to the newest columns; return all columns in use."""
         new_columns = slice(self._end - keys.shape[2], self._end)
         in_use = slice(self._start, self._end)
         views = []
@@ -178,7 +186,7 @@ class _SuffixStore:
         return views[0], views[1]
 
     def remove(self, moves: Sequence[tuple[int, int]], remaining: int) -> None:
-        """Copies row `source` over row `target` for each move; keeps the first `remaining`."""
+        """Copy row `source` to row `target` for each move; keep the first `remaining` rows."""
         if moves:
             sources, targets = (list(side) for side in zip(*moves, strict=True))
             used = slice(self._start, self._end)
@@ -190,7 +198,7 @@ class _SuffixStore:
 
 
 class CachedDecoder:
-    """Every context token is run once. Rows with the same prompt share its keys and values."""
+    """A `Decoder` that runs every context token once. Rows with equal prompts share a prefix."""
 
     def __init__(
         self,
@@ -214,7 +222,10 @@ class CachedDecoder:
         self._views: tuple[dict[int, Tensor], dict[int, Tensor], SlotMap, Tensor] | None = None
 
     def admit(self, rows: Sequence[Row]) -> Tensor:
-        """Rows that have tokens already (their cache was dropped) need an empty batch to join."""
+        """See `Decoder.admit`. Rows that already have tokens may only join an empty decoder.
+
+        Such rows are admitted again after the cache was cleared.
+        """
         self._prefill({row.prompt_T.tobytes(): row.prompt_T for row in rows})
         new = [self._prefixes.by_key[row.prompt_T.tobytes()] for row in rows]
         for prefix in new:
@@ -256,7 +267,7 @@ class CachedDecoder:
         return rows * length <= self._token_budget
 
     def _replay(self, tokens: Sequence[Sequence[int]], hidden_NH: Tensor) -> None:
-        """Runs the rows' generated tokens again, right-aligned, and updates `hidden_NH`."""
+        """Run the rows' generated tokens again, right-aligned, and update `hidden_NH`."""
         self._fed_N = np.array([len(row) for row in tokens])
         longest = int(self._fed_N.max())
         tokens_NS = np.zeros((len(tokens), longest), dtype=np.int64)
@@ -293,7 +304,7 @@ class CachedDecoder:
         return hidden_N1H[:, 0]
 
     def _note_routed(self, shape: Sequence[int], first_row: int) -> None:
-        """Notes the experts of the last pass, over (rows, S) tokens: the newest of each row."""
+        """Record the experts of the last pass over the newest tokens of each row, (rows, S)."""
         if self._recorder is None:
             return
         for row, experts_SLK in enumerate(self._recorder.take(shape), start=first_row):
@@ -310,7 +321,7 @@ class CachedDecoder:
         return self._model.run(tokens_NS, positions_NS, current)
 
     def _view(self, rows: slice) -> tuple[dict[int, Tensor], dict[int, Tensor], SlotMap, Tensor]:
-        """Prefix keys and values that the rows see; for all rows, cached until rows come or go."""
+        """Keys and values of the rows' prefixes. For all rows, cached until the rows change."""
         if self._views is not None:
             return self._views
         keys, values, positions_UP = self._prefixes.view()

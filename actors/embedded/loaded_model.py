@@ -1,4 +1,4 @@
-"""A loaded checkpoint: its facts for an engine, and in-place updates of its weights."""
+"""Loaded checkpoint for an engine: model, head, stop tokens, and in-place weight updates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from distill.weights.model_weights import TensorLayout
 
 
 class WeightMisfit(EngineError):
-    """A weight bundle that is not this model's. The old weights are still in place."""
+    """Raised for weights that do not match the model, which keeps its old weights."""
 
 
 class LoadedModel:
@@ -42,13 +42,15 @@ class LoadedModel:
         forward: tokens -> hidden states, with or without shared prefixes.
         head: hidden states (N, H) -> logits (N, V).
         device: device of the weights.
-        stops: where samples end: those given, else the generation config's, else the model's.
-        tokenizer: what the checkpoint's tokenizer makes of known texts; None if it has none.
-        recorder: of the experts that tokens are routed to; None: nobody asks for them.
+        stops: tokens that end samples: the argument, or those of the generation config, or those
+            of the model's config.
+        tokenizer: token ids of known texts from the checkpoint's tokenizer; None if the checkpoint
+            has no tokenizer.
+        recorder: recorder of routed experts; None if they are not recorded.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: an unknown dtype, a model whose logits cannot be reproduced, or whose routing
+        ConfigError: the dtype is unknown, or the model's logits cannot be reproduced or its routing
             cannot be recorded.
     """
 
@@ -77,22 +79,23 @@ class LoadedModel:
         self.recorder = RoutingRecorder(self._lm) if routed_experts else None
 
     def decoder(self, token_budget: int) -> Decoder:
-        """A decoder of its own, running at most `token_budget` known tokens in one pass."""
+        """Create a decoder that runs at most `token_budget` known tokens in one pass."""
         if isinstance(self.forward, SharedPrefixModel):
             return CachedDecoder(self.forward, token_budget, self.recorder)
         return RecomputingDecoder(self.forward, token_budget, self.recorder)
 
     def digests(self) -> dict[str, str]:
-        """Digest of each parameter, by name; a tied head's is its embedding's."""
+        """Digest of each parameter, by name. A tied head has no separate digest."""
         return {name: digest(parameter) for name, parameter in self._lm.named_parameters()}
 
     def copy_weights(self, new: Mapping[str, Tensor]) -> None:
-        """Copies a bundle into the model, all of it or nothing. Its names are a checkpoint's.
+        """Copy tensors with a checkpoint's names into the model, either all or none.
 
-        A name may be absent if its tensor is tied to one that is there (lm_head, usually).
+        A name may be absent if its tensor is tied to one that is present (usually lm_head).
 
         Raises:
-            WeightMisfit: the first name that is unknown, missing, or of another shape.
+            WeightMisfit: a tensor is unknown, missing, or has another shape. The message names the
+                first one.
         """
         converted = self._conversion(new)
         own = self._lm.state_dict()
@@ -109,10 +112,10 @@ class LoadedModel:
         )
 
     def _conversion(self, new: Mapping[str, Tensor]) -> Conversion:
-        """Conversion of a checkpoint's tensors, whose shapes alone matter, to the model's.
+        """Build and check the conversion of a checkpoint's tensors to the model's, by shapes only.
 
         Raises:
-            WeightMisfit: the first name that is unknown, missing, or of another shape.
+            WeightMisfit: a tensor is unknown, missing, or has another shape.
         """
         own = self._lm.state_dict()
         converted = Conversion(self._lm, new)
@@ -134,11 +137,15 @@ class LoadedModel:
     def _shapes(
         self, converted: Conversion, new: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, torch.Size]]:
-        """Names and shapes that a bundle will have in the model. Raises WeightMisfit."""
+        """Names and shapes that the tensors will have in the model.
+
+        Raises:
+            WeightMisfit: the tensors cannot be converted.
+        """
         try:
             for name, tensor in converted(lambda name: new[name].to("meta")):
                 yield name, tensor.shape
-        except RuntimeError as error:  # of torch: they cannot be put together
+        except RuntimeError as error:  # from torch: the shapes cannot be concatenated or stacked
             raise WeightMisfit(f"the bundle is not this model's: {error}") from error
 
 
@@ -146,14 +153,17 @@ def _tokenizer_probe(path: str) -> TokenizerProbe | None:
     try:
         return probe_tokenizer(load_tokenizer(path))
     except CheckpointError:
-        return None  # a model without one is scored and sampled by token ids all the same
+        return None  # a model without a tokenizer can still be used by token ids
 
 
 @torch.inference_mode()
 def decode_gap(
     ours: SharedPrefixModel, rows: Sequence[TokenArray], expected: Sequence[Tensor]
 ) -> float:
-    """Largest relative gap of two ragged rows prefilled, decoded four tokens, and replayed."""
+    """Largest relative gap of `CachedDecoder`'s hidden states from the expected ones.
+
+    The rows are prefilled, decoded for four tokens, and replayed.
+    """
     prompts = [row[: len(row) - 4] for row in rows]
     sampling = EvalSampling(temperature=0, max_new_tokens=5)  # nothing is sampled here
     live = [Row(None, prompt, sampling, 5, np.zeros(5)) for prompt in prompts]

@@ -1,10 +1,10 @@
-"""The reward model of a run: a transformers model in its actor's process, on one compute thread.
+"""Reward model of a run: a transformers model in its actor's process, on one compute thread.
 
     rewards        encodes conversations, queues them, and waits for their scores
     pump           one task, active while the queue has rows: scores them batch by batch
     compute thread owns the model
 
-Requests that arrive while a batch runs form the next batch: one scorer serves all rollout workers.
+One scorer serves all rollout workers. Requests that arrive while a batch runs form the next batch.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class EmbeddedRewardModel:
 
     @torch.inference_mode()
     def score_rows(self, rows: Sequence[TokenArray]) -> list[float]:
-        """Scores of rows, at the position that the checkpoint's own class reads."""
-        padding = 0 if self._padding is None else self._padding  # a batch of one row has none
+        """Compute the scores of rows, at the position that the checkpoint's model class reads."""
+        padding = 0 if self._padding is None else self._padding  # unused: batches of one row
         width = max(map(len, rows))
         tokens_NT = np.full((len(rows), width), padding, np.int64)
         mask_NT = np.zeros((len(rows), width), np.int64)

@@ -1,4 +1,4 @@
-"""Recorder of a mixture's routing: which experts each token of a forward pass went through."""
+"""Recorder of the experts that each token of a forward pass is routed to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from distill.routing import ExpertArray, MixtureShape
 
 
 class RoutingRecorder:
-    """Listens to a model's routers.
+    """Records the chosen experts by forward hooks on a model's routers.
 
     Raises:
-        ConfigError: the model is dense, or its routers are of a class that is not known.
+        ConfigError: the model is dense, or the class of its routers is unknown.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,7 +34,11 @@ class RoutingRecorder:
         self._chosen[layer] = outputs[2]
 
     def take(self, tokens: Sequence[int]) -> ExpertArray:
-        """Experts of the last pass, whose tokens had this shape: (*tokens, layers, K)."""
+        """Return the experts of the last pass, (*tokens, layers, K), and clear the record.
+
+        Args:
+            tokens: shape of the tokens of the pass.
+        """
         layers = sorted(self._chosen)
         chosen_NLK = torch.stack([self._chosen[layer] for layer in layers], dim=1).cpu().numpy()
         shape = (len(chosen_NLK), self._shape.layers, self._shape.top_k)

@@ -1,9 +1,9 @@
-"""Batched scoring: the plan of passes, of shared prefixes and of the positions to project.
+"""Batched scoring: plans of forward passes with shared prefixes, and the vocabulary projection.
 
-The requests of one group continue the same prompt. If it is long enough to pay, it is run once.
-Only scored positions go through the vocabulary projection, a bounded number at a time. Given and
-likeliest tokens are looked for only at the positions of the requests that want them. Hidden states
-are those that the projection is given.
+The requests of one group continue the same prompt, which is run once if it is long enough. Only
+scored positions are projected to the vocabulary, a bounded number at a time. Given and likeliest
+tokens are computed only at positions of requests that list tokens. Returned hidden states are the
+inputs of the projection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from distill.types import FloatArray, TokenArray, TopLogprobs
 
 @dataclass(slots=True, eq=False)
 class ScoreItem:
-    """One request, who asked, and, once scored, its score; None if that is not finite."""
+    """One request of a `score` call.
+
+    Attributes:
+        owner: the call.
+        found: the score; None before it is computed, or if it is not finite.
+    """
 
     owner: Any
     request: ScoreRequest
@@ -37,12 +42,12 @@ class ScoreItem:
 
     @property
     def prefix_T(self) -> TokenArray:
-        """Tokens of which no hidden state is needed: the first scored token's is the next one."""
+        """Tokens whose hidden states are not needed: all but the one before the first scored."""
         return self.request.tokens_T[: self.request.start - 1]
 
     @property
     def suffix_T(self) -> TokenArray:
-        """Tokens whose hidden states predict the scored ones."""
+        """Tokens whose hidden states predict the scored tokens."""
         return self.request.tokens_T[self.request.start - 1 : -1]
 
     def score(self) -> Score:
@@ -52,9 +57,12 @@ class ScoreItem:
     def settle(
         self, logprobs_KN: FloatArray, tops: Sequence[tuple[Tensor, Tensor]], hidden_NH: Tensor
     ) -> None:
-        """Takes the item's part of a batch: K temperatures, N positions.
+        """Set `found` from the item's part of a batch, if all values are finite.
 
-        `tops`: ids and log-probs of the tokens it lists, of some positions after others.
+        Args:
+            logprobs_KN: log-probs at K temperatures and N positions.
+            tops: ids and log-probs of listed tokens, for consecutive ranges of positions.
+            hidden_NH: hidden states at the N positions.
         """
         listed = [torch.cat(parts).cpu().numpy() for parts in zip(*tops, strict=True)]
         if not all(np.isfinite(values).all() for values in (logprobs_KN, *listed)):
@@ -73,14 +81,19 @@ class ScoreItem:
 
 @dataclass(slots=True, eq=False)
 class ScoreBatch:
-    """Items of one forward pass; with `prefixes`, each of those is run once for its items."""
+    """Items of one forward pass.
+
+    Attributes:
+        prefixes: shared prefixes, each run once; empty: items are run in full.
+        prefix_of_item: index of each item's prefix.
+    """
 
     items: list[ScoreItem]
     prefixes: list[TokenArray] = field(default_factory=list)
     prefix_of_item: list[int] = field(default_factory=list)
 
     def run(self, model: SharedPrefixModel | PlainModel, head: VocabularyHead) -> list[ScoreItem]:
-        """Settles every item; returns the items."""
+        """Compute the scores of the items, and return the items."""
         lengths = [len(item.suffix_T) for item in self.items]
         if self.prefixes:
             assert isinstance(model, SharedPrefixModel)
@@ -100,7 +113,7 @@ class ScoreBatch:
         )
         temperatures = [item.request.temperatures for item in self.items]
         columns = max(len(of_item) for of_item in temperatures)
-        # A request with fewer temperatures than its batch-mates repeats its last one.
+        # A request with fewer temperatures than the others of its batch repeats its last one.
         padded = [of_item + of_item[-1:] * (columns - len(of_item)) for of_item in temperatures]
         temperatures_MK = np.repeat(np.array(padded, dtype=np.float32), lengths, axis=0)
         ends = np.cumsum(lengths).tolist()
@@ -126,9 +139,14 @@ def _project(
     spans: Sequence[tuple[ScoreRequest, slice]],
     head: VocabularyHead,
 ) -> tuple[FloatArray, list[list[tuple[Tensor, Tensor]]]]:
-    """log softmax(z / T)[target] for each position and each of its K temperatures: (K, M).
+    """Compute log-probs of the targets, and listed tokens, in chunks of positions.
 
-    And for each request, whose positions are its span, what `_listed` returns, chunk by chunk.
+    Args:
+        spans: each request with the range of its positions.
+
+    Returns:
+        log softmax(z / T)[target] for each position and each of its K temperatures, (K, M); and for
+        each request the results of `_listed`, one for each chunk.
     """
     target_tensor_M = _index(targets_M, hidden_MH)
     temperature_tensor_MK = torch.from_numpy(temperatures_MK).to(hidden_MH.device)
@@ -157,10 +175,12 @@ def _project(
 def _listed(
     logits_NV: Tensor, request: ScoreRequest, first: int, event: Event
 ) -> tuple[Tensor, Tensor]:
-    """(ids, log softmax(z / T), fp32) of given tokens, then of the likeliest others, best first.
+    """Ids and log softmax(z / T) in fp32 of given tokens, then of the likeliest others, best first.
 
-    The rows are those of the request's scored positions from `first` on, T is its first. An event
-    is among the tokens by the id of its first one.
+    An event has the id of its first token. T is the request's first temperature.
+
+    Args:
+        logits_NV: logits of the request's scored positions from `first` on.
     """
     scaled_NV = one_outcome(logits_NV.float() / request.temperatures[0], event)
     whole_N1 = scaled_NV.logsumexp(dim=1, keepdim=True)
@@ -174,9 +194,9 @@ def _listed(
 
 
 def plan(items: Sequence[ScoreItem], token_budget: int, most_mask: int) -> list[ScoreBatch]:
-    """Splits items into forward passes of at most `token_budget` padded tokens (or one item).
+    """Split items into forward passes of at most `token_budget` padded tokens, or one item.
 
-    Those with shared prefixes have masks of at most `most_mask` elements.
+    Passes with shared prefixes have attention masks of at most `most_mask` elements.
     """
     shared: list[list[ScoreItem]] = []
     alone: list[ScoreItem] = []
@@ -211,12 +231,12 @@ def _plan_alone(items: list[ScoreItem], token_budget: int) -> list[ScoreBatch]:
 def _plan_shared(
     groups: list[list[ScoreItem]], token_budget: int, most_mask: int
 ) -> list[ScoreBatch]:
-    """Groups of like length go together; one that does not fit goes on in the next batch."""
+    """Batch groups of similar length; a group that does not fit continues in the next batch."""
     batches: list[ScoreBatch] = []
     longest_prefix = longest_suffix = 0
     for members in sorted(groups, key=lambda group: -len(group[0].request.tokens_T)):
         prefix_T = members[0].prefix_T
-        is_open = False  # in the last batch, that is
+        is_open = False  # True if the last batch contains the prefix
         for item in sorted(members, key=lambda item: -len(item.suffix_T)):
             longest_prefix = max(longest_prefix, len(prefix_T))
             longest_suffix = max(longest_suffix, len(item.suffix_T))

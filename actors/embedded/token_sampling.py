@@ -1,6 +1,7 @@
 """Token sampling from logits: exact softmax(z / T) by inverse CDF, greedy, and truncation.
 
-One uniform number decides a row, so a row's samples depend on its own logits and generator only.
+Each sampled token is determined by one uniform number, so the samples of a row depend only on its
+logits and its generator.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from distill.sampling import UNSCALED, EvalSampling, Sampling
 
 
 class SamplingPlan:
-    """Sampling parameters of N rows, as tensors. Rows may mix training and evaluation freely."""
+    """Sampling parameters of N rows as tensors. Rows may mix training and evaluation."""
 
     def __init__(
         self,
@@ -29,12 +30,13 @@ class SamplingPlan:
     ) -> None:
         """
         Args:
-            given: a row's token to report the log-prob of, in place of the one it samples.
-            top_k: number of likeliest outcomes to name, of each row; none: of no row.
-            event: tokens whose log-prob is that of all of them together.
+            given: for each row, a token whose log-prob is reported instead of the sampled token's;
+                None: the sampled token's.
+            event: tokens that count as one outcome, with the sum of their probabilities.
+            top_k: for each row, number of likeliest outcomes to list; empty: 0 for all rows.
         """
         self._event = event
-        # A greedy row is left unscaled: nothing is ever divided by a temperature of 0.
+        # Greedy rows are not scaled, because a temperature of 0 cannot divide.
         temperatures = [sampling.temperature or UNSCALED for sampling in samplings]
         self._unscaled = all(temperature == UNSCALED for temperature in temperatures)
         self._temperature_N1 = torch.tensor(temperatures, device=device)[:, None]
@@ -59,16 +61,16 @@ class SamplingPlan:
         self._listed = [row for row, k in enumerate(top_k) if k]
 
     def likeliest(self, logits_NV: Tensor) -> npt.NDArray[np.int32] | None:
-        """Ids of the likeliest outcomes, the best first, as many as any row wants: for each row
-        that wants some, in order. None: none does.
+        """Ids of the likeliest outcomes, the best first, for each row with a `top_k` above 0.
 
-        The event is among them by the id of its first token.
+        Each row has as many ids as the largest `top_k`. The event has the id of its first token.
+        None if no row lists outcomes.
         """
         if not self._most:
             return None
         if len(self._listed) < len(logits_NV):
             logits_NV = logits_NV[self._listed]
-        if self._event:  # its rank is that of its whole mass, at T
+        if self._event:  # the rank of an event depends on its total probability at T
             temperature_N1 = self._temperature_N1
             if len(self._listed) < len(temperature_N1):
                 temperature_N1 = temperature_N1[self._listed]
@@ -79,9 +81,11 @@ class SamplingPlan:
     def sample(
         self, logits_NV: Tensor, uniforms_N: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Tokens, and their log softmax(z / T) before truncation (T = 0: unscaled), or the given's.
+        """Sample a token for each row.
 
-        Non-finite logits give a non-finite log-prob and an arbitrary token; the caller checks.
+        Returns:
+            The tokens, and their log softmax(z / T) before truncation, or that of the given token
+            (T = 0: unscaled). Non-finite logits give a non-finite log-prob and an arbitrary token.
         """
         scaled_NV = logits_NV if self._unscaled else logits_NV / self._temperature_N1
         p_NV = torch.softmax(scaled_NV, dim=1, dtype=torch.float32)
@@ -98,7 +102,7 @@ class SamplingPlan:
             chosen_N = torch.where(torch.isin(tokens_N, self._event_E), together_N, chosen_N)
         logprobs_N = chosen_N.log()
         if len(self._asked):
-            # Not the log of p: a given token may be so unlikely that its p is 0 in fp32.
+            # Not log(p): p of an unlikely given token may be 0 in fp32.
             asked_AV = one_outcome(scaled_NV[self._asked].float(), self._event)
             log_p_AV = torch.log_softmax(asked_AV, dim=1)
             logprobs_N[self._asked] = log_p_AV.gather(1, self._given_A1).squeeze(1)
@@ -106,9 +110,10 @@ class SamplingPlan:
 
 
 def truncate(p_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor) -> Tensor:
-    """Zeroes what top_k, then top_p of the remaining mass, cut off; rows are not renormalised.
+    """Set the probabilities outside top_k, then outside top_p of the remaining mass, to 0.
 
-    top_p keeps the fewest most likely tokens whose mass reaches top_p, the first one always.
+    Rows are not renormalised. top_p keeps the smallest number of likeliest tokens whose mass
+    reaches top_p, and always the first one.
     """
     sorted_NV, order_NV = p_NV.sort(dim=1, descending=True, stable=True)
     rank_V = torch.arange(p_NV.shape[1], device=p_NV.device)
@@ -122,10 +127,10 @@ def truncate(p_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor) -> Tensor:
 
 
 def draw(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One index a row, in proportion to its non-negative weights; never one of weight 0.
+    """Draw one index for each row, in proportion to non-negative weights; never one of weight 0.
 
-    Inverse CDF in two levels, blocks then tokens of one block, so that only about 2 sqrt(V) of V
-    values are accumulated; sums over blocks and within the block are in fp64.
+    The inverse CDF has two levels, blocks and the tokens of one block, so that only about 2 sqrt(V)
+    of V values are accumulated. Sums over blocks and within a block are in fp64.
     """
     vocab_size = weights_NV.shape[1]
     size = 1 << ((vocab_size - 1).bit_length() // 2)
@@ -145,9 +150,9 @@ def draw(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def _first_above(cdf_NK: Tensor, target_N1: Tensor) -> Tensor:
-    """Index of the first value above the target, which is first put just below the row's total.
+    """Index of the first value above the target, after the target is limited to below the total.
 
-    The value there exceeds the one before it, so its weight is above 0 whatever was rounded.
+    The value at this index exceeds the previous one, so its weight is above 0 despite rounding.
     """
     below_total_N1 = torch.nextafter(cdf_NK[:, -1:], torch.zeros_like(target_N1))
     target_N1 = torch.minimum(target_N1, below_total_N1)

@@ -1,7 +1,7 @@
-"""The embedded engine's end of a weight group; the protocol is in cluster/weights/collective.py.
+"""Embedded engine's side of a weight group; the protocol is in cluster/weights/collective.py.
 
-The weights are received whole into main memory while the engine generates, and are loaded
-afterwards. A broadcast that breaks off therefore leaves the engine's weights as they were.
+All weights are received into main memory while the engine generates, and are loaded afterwards. So
+an interrupted broadcast leaves the engine's weights unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WeightReceiver:
     """One rank of a weight group, joined once and left after a failure.
 
     Args:
-        device: device of the model; NCCL receives there, a bucket at a time.
+        device: device of the model, on which NCCL receives one bucket at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,17 +36,17 @@ class WeightReceiver:
         self._lock = threading.Lock()
 
     def receive(self, weights: CollectiveBroadcast, version: int) -> dict[str, Tensor]:
-        """Join the group if necessary, and receive a push. Blocks until all of it has arrived.
+        """Join the group if necessary, and receive a push; block until all weights have arrived.
 
         Raises:
-            EngineError: they did not arrive.
+            EngineError: the weights did not arrive.
         """
         with self._lock:
             try:
                 group = self._joined(weights.member)
                 announce(weights.member, version)
                 return self._received(group, weights)
-            except (EngineError, RuntimeError) as error:  # RuntimeError: torch's, of several kinds
+            except (EngineError, RuntimeError) as error:  # RuntimeError: from torch
                 self._leave()
                 why = first_line(error).removeprefix(f"{NOT_RECEIVED}: ")
                 raise EngineError(
@@ -60,7 +60,7 @@ class WeightReceiver:
         if member.backend == "gloo":
             listen_towards(member.address)
         else:
-            os.environ.update(nccl_settings())  # read once, with the first communicator
+            os.environ.update(nccl_settings())  # NCCL reads them at the first communicator
         self._group = join_group(learner_store(member), member)
         self._name = member.name
         return self._group
