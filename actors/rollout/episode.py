@@ -1,4 +1,4 @@
-"""Episodes: environments and a policy engine take turns until the environment ends it."""
+"""Episodes of a group: environment and policy engine alternate until the environment ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from distill.rewards.registry import LARGEST_REWARD
 from distill.sampling import Sampling, TrainSampling
 from distill.types import Segment, StopReason, TokenArray, Trajectory, TrajectoryGroup
 
-# Entered before an environment's or a reward's code runs, and left after it. Several of a group may
-# be in it at once.
+# Context manager around the code of an environment or a reward. Several members of a group may be
+# inside at the same time.
 UserCode = Callable[[], AbstractAsyncContextManager[None]]
 
-# Computes a member's seed. Members that start from one prompt are sampled by the seed of the first.
+# Computes a member's seed. Members with the same first prompt share the seed of the first member.
 Seed = Callable[[], int]
 
-# Beyond, the sum of a few is no finite number.
+# Limit of metrics. Sums of much larger values are not finite.
 _LARGEST_METRIC = 1e100
 
 
@@ -50,19 +50,19 @@ async def rollout_group(
     ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
     lengths: LengthRules | None = None,
 ) -> TrajectoryGroup:
-    """The group's G episodes as trajectories to train on.
+    """Play a group's G episodes and return them as trajectories to train on.
 
-    What the builder says of its teacher, tag, answer and privileged context goes on the group.
-    Members that never had a turn, or that failed, are left out.
+    The group gets the builder's teacher, tag, answer and privileged context. Members without a
+    turn, and members that failed, are left out.
 
     Args:
-        lengths: what the lengths of episodes do to their rewards.
-        ended: is shown the segments of each trajectory as soon as it has ended (where the teacher
-            gets feedback, as soon as all have); they are those that the group will have.
+        lengths: rules that change rewards by the lengths of episodes.
+        ended: called with the segments of each trajectory when it has ended, or, if the teacher
+            gets feedback, when all have ended. The group contains the same objects.
 
     Raises:
-        EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
-        EpisodesFailed: no member is left; with the reason of the first that failed.
+        EngineError, DataError: see `play_group`; DataError also for an invalid trajectory.
+        EpisodesFailed: all members failed; the message is the reason of the first failure.
     """
     segments_G: dict[int, tuple[Segment, ...]] = {}
 
@@ -72,7 +72,7 @@ async def rollout_group(
             segments_G[member] = _segments(episode, sampling.temperature, context_T)
             ended(segments_G[member])
 
-    # Feedback tells the teacher what an episode earned, and that is known once all have ended.
+    # Feedback includes the episode's reward, which is known when all episodes have ended.
     waits = builder.feedback is not None
 
     episodes_G = await play_group(
@@ -114,7 +114,7 @@ def _is_trained(episode: Episode) -> bool:
 
 
 def _failed(episodes_G: Sequence[Episode]) -> dict[str, float]:
-    """The share of the episodes that failed, of environments whose episodes can."""
+    """Share of failed episodes. Empty for environments that do not report failures."""
     told = [bool(episode.failure) for episode in episodes_G if episode.failure is not None]
     return {"rollout/failed_episodes": sum(told) / len(told)} if told else {}
 
@@ -129,8 +129,10 @@ def _trajectory(segments: tuple[Segment, ...], episode: Episode) -> Trajectory:
 
 
 def _ruled(trajectory: Trajectory, episode: Episode, rules: LengthRules | None) -> Trajectory:
-    """The trajectory with the reward that the rules leave it: less the penalty of its longest turn,
-    which is its metric `overlong`."""
+    """Apply length rules to the reward: subtract the penalty of the longest turn.
+
+    The penalty is recorded as the metric `overlong`.
+    """
     if rules is None:
         return trajectory
     metrics, penalty = trajectory.metrics, 0.0
@@ -155,7 +157,7 @@ def _segments(
 
 
 def _cached(episodes_G: Sequence[Episode]) -> dict[str, float]:
-    """The share of the tokens before later turns that engines had in their caches."""
+    """Share of the prompt tokens of all turns but the first that engines had in their caches."""
     later = [turn for episode in episodes_G for turn in episode.turns[1:]]
     told = [turn for turn in later if turn.sample.cached_tokens is not None]
     if not told:
@@ -165,7 +167,7 @@ def _cached(episodes_G: Sequence[Episode]) -> dict[str, float]:
 
 
 def _unhinted(trajectories_G: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of segments in which the privileged context could replace nothing."""
+    """Share of segments without privileged context, because it could not replace any tokens."""
     told = [s.teacher_context_T is not None for t in trajectories_G for s in t.segments]
     return {"opd/unhinted_segments": told.count(False) / len(told)} if told else {}
 
@@ -181,20 +183,24 @@ async def play_group(
     user_code: UserCode = nullcontext,
     ended: Callable[[int, Episode], None] = lambda member, episode: None,
 ) -> list[Episode]:
-    """Plays the group's G episodes at the same time.
+    """Play a group's G episodes concurrently.
 
-    Members that start from the same observation are sampled by one request, so the engine computes
-    their prompt once. The samples are a function of (weights, prompt, sampling, seed, group_id).
+    The first turns of members with the same first observation are one request, so the engine
+    computes their prompt once. Samples are a function of (weights, prompt, sampling, seed,
+    group_id).
 
     Args:
-        models: what environments may ask besides the policy; see `EnvGroupBuilder.make_envs`.
-        user_code: is entered around whatever the environments do, but for their `close`.
-        ended: is shown each member's episode when it has ended, before the group's rewards.
+        models: models that environments may use besides the policy; see
+            `EnvGroupBuilder.make_envs`.
+        user_code: context manager entered around all calls of environments and rewards, except
+            `close`.
+        ended: called with each member's index and episode when the episode has ended, before the
+            group's rewards.
 
     Raises:
         EngineError: the engine aborted a sample.
-        DataError: the builder did not reward every member; a reward or a metric is not finite, or
-            too large for means.
+        DataError: the builder did not return one reward for each member; or a reward or a metric is
+            not finite, or too large to average.
     """
     async with user_code():
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
@@ -221,7 +227,7 @@ async def play_group(
 
 
 async def _close(envs_G: Sequence[Env]) -> None:
-    """Closes all that hold something, to the end: who gives the group up meanwhile waits for it."""
+    """Close all environments. A caller that cancels the group waits until they are closed."""
     holding = [env for env in envs_G if type(env).close is not Env.close]
     closing = asyncio.gather(*(env.close() for env in holding))
     try:
@@ -232,8 +238,10 @@ async def _close(envs_G: Sequence[Env]) -> None:
 
 
 def _checked(episode: Episode, of_group: float) -> Episode:
-    """The episode with its reward in the group, in plain numbers, whatever the user's code counts
-    with."""
+    """Add the group's reward to an episode, convert numbers to float, and check their limits.
+
+    User code may return other numeric types, such as NumPy scalars.
+    """
     metrics = {name: float(value) for name, value in episode.metrics.items()}
     episode = replace(episode, reward=float(episode.reward + of_group), metrics=metrics)
     limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
@@ -246,14 +254,14 @@ def _checked(episode: Episode, of_group: float) -> Episode:
 
 
 def _mix(*parts: int) -> int:
-    """A 63-bit seed from several; equal parts give equal seeds."""
+    """Combine integers into a 63-bit seed; equal parts give equal seeds."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _known(turns: Sequence[Turn], observation_T: TokenArray) -> int:
-    """Number of an observation's tokens that have been through the policy in the turns before.
+    """Number of leading tokens of an observation that the policy has processed in earlier turns.
 
-    The last one that was sampled has not.
+    The last sampled token is not processed before the next turn.
     """
     if not turns:
         return 0
@@ -264,7 +272,7 @@ def _known(turns: Sequence[Turn], observation_T: TokenArray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlay:
-    """The episodes of one group; `session` names the group to the policy's engines."""
+    """Plays the episodes of one group. `session` identifies the group to the policy's engines."""
 
     policy: SamplingModel
     sampling: Sampling
@@ -280,7 +288,7 @@ class _GroupPlay:
         max_new_tokens: int | None = None,
         known: int = 0,
     ) -> list[Sample]:
-        """Samples of the policy. Raises EngineError if it has aborted one."""
+        """Sample from the policy. Raises EngineError if the engine aborted a sample."""
         sampling = self.sampling
         if max_new_tokens:
             most = min(sampling.max_new_tokens, max_new_tokens)
@@ -301,7 +309,7 @@ class _GroupPlay:
     async def first_turns(
         self, envs_G: Sequence[Env], seeds_G: Sequence[Seed]
     ) -> list[tuple[TokenArray, Sample] | None]:
-        """First observation and sample of each member; None for those that wait for others."""
+        """First observation and sample of each member; None for members that do not start."""
         starters = [member for member, env in enumerate(envs_G) if env.starts]
         async with self.user_code():
             observed = await asyncio.gather(*(envs_G[m].initial_observation() for m in starters))
@@ -325,7 +333,7 @@ class _GroupPlay:
         return first_G
 
     async def play(self, env: Env, first: tuple[TokenArray, Sample] | None, seed: Seed) -> Episode:
-        """Plays one episode, from its first sample where there is one, to its end."""
+        """Play one episode to its end, starting with its first sample if given."""
         if isinstance(env, AskingEnv):
             async with self.user_code():
                 return await env.play(_EpisodePolicy(self, seed()))
@@ -370,7 +378,7 @@ class _GroupPlay:
 
 
 class _EpisodePolicy:
-    """The policy for one episode (`Ask`); request n has the seed (seed, n)."""
+    """Policy of one episode (`Ask`). The seed of request n is derived from (seed, n)."""
 
     def __init__(self, group: _GroupPlay, seed: int) -> None:
         self.sampling = group.sampling

@@ -1,17 +1,19 @@
-"""Evaluation: the policy's accuracy at the serving decoder, and its distance from the teacher.
+"""Evaluation of the policy's accuracy, and of its distance from the teacher.
 
-`eval/*` metrics, of R responses a problem; rewards are those of problems that can be judged:
+`eval/*` metrics, with R responses per problem. Reward metrics are over problems that have a judge:
 
-    eval/accuracy         the mean reward, and its 95 % interval: _low and _high; with several
-                          sources of problems also /source=NAME
-    eval/pass@k           the mean best reward of k responses, k = 2, 4, ... up to R; R > 1
-    eval/majority@R       the mean reward of the answer that most responses give; R > 1, and a
-                          reward that knows what a response answers
-    eval/response_length  tokens; eval/eos_share: responses that end by themselves
-    eval/turns            of an episode, where some have several; eval/NAME: the environment's own
+    eval/accuracy         mean reward, with its 95 % interval in _low and _high; also
+                          /source=NAME if there are several sources of problems
+    eval/pass@k           mean best reward of k responses, k = 2, 4, ... up to R; if R > 1
+    eval/majority@R       mean reward of the most frequent answer; if R > 1 and the reward can
+                          extract the answer of a response
+    eval/response_length  mean number of tokens
+    eval/eos_share        share of responses that end with a stop token
+    eval/turns            mean number of turns of an episode, if any episode has several
+    eval/NAME             metrics of the environment
 
-The two use two sampling types on purpose. Accuracy is measured at `EvalSampling` (greedy unless
-told otherwise); KL(p_T || q_T) at the run's `TrainSampling`. Neither changes the other.
+Accuracy is measured with `EvalSampling` (greedy by default), and KL(p_T || q_T) with the run's
+`TrainSampling`. The two sampling types are separate on purpose: neither setting affects the other.
 """
 
 from __future__ import annotations
@@ -42,25 +44,26 @@ from distill.types import StopReason
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Seed of every evaluation's samples: two evaluations of the same weights agree.
+# Seed of the samples of every evaluation, so that two evaluations of the same weights agree.
 _SEED = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedResponse:
-    """The policy's response to one problem, and its judgement.
+    """The policy's response to one problem, and its reward.
 
     Attributes:
-        line: the problem's row in its source, or its number.
-        prompt: what the policy saw before its first turn, special tokens included.
-        sample: which of the problem's responses, from 0.
-        text: of its last turn, with the marks around its thinking.
-        said: the same without the thinking.
-        num_tokens: that were sampled, in all turns.
-        correct: its reward; None where there is nothing to judge by.
-        metrics: the environment's.
-        source: the problem's, where there are several.
-        answer: what a right response says, where that is known.
+        line: row of the problem in its source, or its index.
+        prompt: text of the first observation, special tokens included.
+        sample: index of the response among those to its problem.
+        text: text of the last turn, with the marks around its thinking.
+        num_tokens: number of sampled tokens in all turns.
+        num_turns: number of turns.
+        correct: reward; None if the problem has no judge.
+        metrics: metrics of the environment.
+        source: source of the problem; empty if there is only one.
+        answer: reference answer; None if unknown.
+        said: text of the last turn without its thinking.
     """
 
     line: int
@@ -79,7 +82,7 @@ class EvaluatedResponse:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`eval/*` metrics, and those of the responses that are kept for people to look at."""
+    """`eval/*` metrics, and the responses that are kept for inspection."""
 
     metrics: dict[str, float]
     responses: list[EvaluatedResponse]
@@ -93,7 +96,7 @@ class Evaluator:
     """Evaluates an engine on a fixed list of held-out problems.
 
     Args:
-        inside: where to keep which problems are in their environment's or reward's code.
+        inside: path of the `InsideFile` that records which problems run user code; None: no record.
     """
 
     def __init__(
@@ -106,13 +109,13 @@ class Evaluator:
     async def respond(
         self, engine: ScoringModel, sampling: EvalSampling, models: Mapping[str, Any] | None = None
     ) -> list[EvaluatedResponse]:
-        """`sampling.num_samples` episodes per problem, in order.
+        """Play `sampling.num_samples` episodes per problem; return the responses in order.
 
         Args:
-            models: what environments may ask besides the engine, by name.
+            models: models that environments may use besides the engine, by name.
 
         Raises:
-            EpisodesFailed: all episodes of all problems did.
+            EpisodesFailed: all episodes of all problems failed.
         """
         failures: list[str] = []
 
@@ -141,9 +144,9 @@ class Evaluator:
         return responses
 
     def _user_code(self, problem: int) -> UserCode:
-        """Around the code of an environment or a reward: its errors say of which problem and where.
+        """Context manager around user code, which adds the problem and the place to errors.
 
-        An evaluation has no group to set aside: one such error ends it.
+        An evaluation cannot set groups aside as training does: one such error ends it.
         """
         noted = nullcontext if self._inside is None else partial(self._inside.entered, problem)
 
@@ -152,14 +155,14 @@ class Evaluator:
             try:
                 async with noted():
                     yield
-            except DataError as error:  # of a reward, which names itself
+            except DataError as error:  # from a reward; the message already names the reward
                 raise DataError(
                     f"evaluation: {error}, in problem {self._problems.label(problem)}",
                     field=error.field,
                 ) from error
             except (IsothermError, EngineError):
                 raise
-            except Exception as error:  # it is the user's: it may raise anything
+            except Exception as error:  # user code may raise anything
                 raise DataError(
                     f"evaluation: {described(error)}, in the environment or reward of problem "
                     f"{self._problems.label(problem)}"
@@ -171,7 +174,7 @@ class Evaluator:
         self, problem: int, number: int, episode: Episode, builder: EnvGroupBuilder
     ) -> EvaluatedResponse:
         prompt = text = said = ""
-        if episode.turns:  # else it failed before its first one
+        if episode.turns:  # otherwise the episode failed before its first turn
             first, last = episode.turns[0], episode.turns[-1]
             prompt = decode(self._tokenizer, first.observation_T)
             response = read_response(self._tokenizer, last.observation_T, last.sample)
@@ -198,14 +201,14 @@ class Evaluator:
         models: Mapping[str, Any] | None = None,
         keep: int | None = 0,
     ) -> Evaluation:
-        """Metrics of all responses, and those to the first `keep` problems; None: to all."""
+        """Evaluate the engine; keep the responses to the first `keep` problems (None: to all)."""
         responses = await self.respond(engine, sampling, models)
         problems = list(dict.fromkeys((each.source, each.line) for each in responses))[:keep]
         kept = [each for each in responses if (each.source, each.line) in problems]
         return Evaluation(self.summarise(responses), kept)
 
     def summarise(self, responses: Sequence[EvaluatedResponse]) -> dict[str, float]:
-        """`eval/*` metrics of some responses."""
+        """`eval/*` metrics of responses."""
         return summarise(responses, self._problems.answer)
 
     async def reverse_kl(
@@ -216,15 +219,16 @@ class Evaluator:
         num_samples: int = 1,
         models: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        """`eval/reverse_kl`: sampled KL(p_T || q_T), mean per token, over `num_samples` fresh
-        episodes per problem; `_low` and `_high`: its 95 % interval over problems.
+        """Estimate KL(p_T || q_T) from samples, as the metric `eval/reverse_kl`.
 
-        Scored as in training: by the teacher that the problem names, after the context it gives.
-        Problems whose episodes all failed are left out.
+        The metric is the mean per token over `num_samples` new episodes per problem; `_low` and
+        `_high` are its 95 % interval over problems. Episodes are scored as in training: by the
+        teacher of the problem, with its privileged context. Problems whose episodes all failed are
+        left out.
 
         Raises:
-            ConfigError: `teachers` lacks the one that a problem names.
-            EpisodesFailed: all episodes of all problems did.
+            ConfigError: a problem names a teacher that `teachers` does not contain.
+            EpisodesFailed: all episodes of all problems failed.
         """
         failures: list[str] = []
 
@@ -269,10 +273,13 @@ class Evaluator:
 def summarise(
     responses: Sequence[EvaluatedResponse], answer: Callable[[str], Hashable | None] | None = None
 ) -> dict[str, float]:
-    """`eval/*` metrics of some responses, as many to each problem but for players that never moved.
+    """`eval/*` metrics of responses.
+
+    All problems have the same number of responses, except that players of a game without a turn
+    have none.
 
     Args:
-        answer: finds what a response answers, for the majority's vote; None: there is no vote.
+        answer: extracts the answer from a response, for the majority vote; None: no majority vote.
     """
     metrics = {
         "eval/response_length": fmean(response.num_tokens for response in responses),

@@ -1,7 +1,8 @@
-"""Crash record of the problems whose environment or reward code runs: it outlives its writer.
+"""Record of the problems whose environment or reward code is running, readable after a crash.
 
-The evaluator writes it, in a mapping that costs nothing; the driver reads it when the evaluator has
-died, or does not answer, of such code. Both are on one machine.
+The evaluator writes the record through a memory-mapped file, at negligible cost. The driver reads
+the file when the evaluator has died or does not answer because of such code. Both processes are on
+the same machine.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import numpy as np
 
 
 class InsideFile:
-    """The writer's end: when each problem entered, by `time.monotonic`; 0 where it is not."""
+    """Writer of the record: for each problem `time.monotonic` of its entry, or 0 if outside."""
 
     def __init__(self, path: str | Path, num_problems: int) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        np.zeros(max(1, num_problems)).tofile(path)  # no holes: a full disk shows here, not later
+        # Written without holes, so that a full disk raises here and not during the evaluation.
+        np.zeros(max(1, num_problems)).tofile(path)
         self._since_P = np.memmap(path, np.float64, "r+")
         self._episodes_P = [0] * num_problems
 
     @asynccontextmanager
     async def entered(self, problem: int) -> AsyncIterator[None]:
-        """Around such code; several of a problem's episodes may be in it."""
+        """Context manager around user code; several episodes of a problem may be inside."""
         if not self._episodes_P[problem]:
             self._since_P[problem] = time.monotonic()
         self._episodes_P[problem] += 1
@@ -38,7 +40,7 @@ class InsideFile:
 
 
 def problems_inside(path: str | Path) -> list[int]:
-    """Problems inside, the earliest first; none where there is no such file."""
+    """Problems that are inside user code, earliest entry first; empty if there is no file."""
     if not Path(path).exists():
         return []
     since_P = np.fromfile(path, np.float64)

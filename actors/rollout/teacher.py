@@ -2,14 +2,14 @@
 
     teacher      log q_T of each token, log q_1 for the bias meter, and at each action log-probs of
                  other tokens: the policy's likeliest if they are known, and optionally the
-                 teacher's own likeliest; and the teacher's hidden states where its head is in the
-                 learner (`States`);
-                 if the segment has a `teacher_context_T`, it replaces the prompt
+                 teacher's own likeliest; and the teacher's hidden states if the learner holds the
+                 teacher's head (`States`). If the segment has a `teacher_context_T`, it replaces
+                 the prompt
     reference    log-probs of each token, given the context that the policy saw
 
-Each segment is scored at its own temperature (`Segment.temperature`).
-`Scorer` scores a trajectory when it ends, while other trajectories of the group continue.
-`TeacherSampler` is a teacher that samples in place of the policy.
+Each segment is scored at its own temperature (`Segment.temperature`). `Scorer` scores a trajectory
+when it ends, while other trajectories of the group continue. `TeacherSampler` makes a teacher
+sample instead of the policy.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from distill.types import FloatArray, Segment, TokenArray, TopLogprobs, Trajecto
 # their common prompt once.
 _TOGETHER_S = 0.02
 
-# Hidden states of a teacher: none; beside its log-probs; or alone, of a server that scores given
-# tokens at T = 1 only, so that its log-probs are not those at T.
+# Hidden states of a teacher: none; in addition to log-probs; or only hidden states, for a server
+# that scores given tokens at T = 1, so that its log-probs cannot be used.
 States: TypeAlias = Literal["none", "also", "only"]
 
 # Fields of `Segment` that a model adds to one segment, by name.
@@ -72,14 +72,14 @@ def teacher_of(teachers: Mapping[str, ScoringModel], name: str) -> ScoringModel:
 async def score_group(
     teacher: ScoringModel, group: TrajectoryGroup, *, top_k: int = 0
 ) -> TrajectoryGroup:
-    """The group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
+    """Score a group, and return it with `teacher_logprobs_T` (and those of q_1) on every segment.
 
     With `policy_top_ids_NK`, or `top_k` above 0, segments also get `teacher_top`: log-probs at
     those ids, and at the teacher's `top_k` likeliest other tokens. `policy_top_ids_NK` is then
     dropped, because `teacher_top` contains the ids.
 
     Raises:
-        EngineError: the teacher answered with the wrong number of log-probs.
+        EngineError: the teacher returned the wrong number of log-probs.
     """
     scorers = Scorers(teacher=teacher, top_k=top_k)
     return _filled(group, await scorers.score(list(group.segments())))
@@ -87,11 +87,12 @@ async def score_group(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorers:
-    """Engines that score a group, and what the teacher is asked for; None: its fields are left out.
+    """Engines that score a group, and the values requested from the teacher.
 
     Attributes:
+        teacher, reference: the engines; None: segments do not get its fields.
         top_k: number of the teacher's likeliest (other) tokens, as for `score_group`.
-        states: hidden states of the teacher.
+        states: hidden states requested from the teacher.
     """
 
     teacher: ScoringModel | None

@@ -1,6 +1,6 @@
 """Client of a model behind an OpenAI-compatible endpoint, which returns text.
 
-    .../v1, .../v1/chat/completions    takes chats; a plain text becomes a user message
+    .../v1, .../v1/chat/completions    answers chats; a plain text becomes a user message
     .../v1/completions                 continues texts
 
 Transient failures (no connection, timeouts, 408, 409, 429, 5xx) are retried after the server's
@@ -169,7 +169,7 @@ def read_key(variable: str) -> str:
 def in_a_line(error: BaseException, key: str) -> str:
     """Format an error's message as one line, shortened, with the key replaced by ***.
 
-    Of an HTML page, which proxies and other servers answer with, only the text is kept.
+    If a proxy or another server answered with an HTML page, only its text is kept.
     """
     words = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
     if "<html" in words.lower():
@@ -274,7 +274,7 @@ class TextEndpoint:
         return cls(_client(address), address, patience, asyncio.Semaphore(max_concurrent))
 
     async def models(self) -> Any:
-        """The answer to GET .../models, in one attempt. Raises EngineError if there is none."""
+        """Return the answer to GET .../models, in one attempt. Raises EngineError on failure."""
         return await self._tried(self.client.get("/models", cast_to=object))
 
     async def answer(

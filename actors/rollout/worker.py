@@ -1,13 +1,14 @@
-"""The rollout worker: prompts in, scored trajectory groups out.
+"""Rollout worker, which turns prompts into scored trajectory groups.
 
     lease     waits for: credit (slots)        unblocked by: the learner's publish
     rollout   waits for: the policy engine
-    score     waits for: the group's teacher and the reference, where there are any; each member
-                         as soon as it has ended
+    score     waits for: the group's teacher and the reference, if any; each member is scored when
+                         it has ended
     put       waits for: room in the queue     unblocked by: the learner's take
 
 A group of `teacher_samples` is sampled by its teacher instead, through the teacher's engine or, as
-text, through an endpoint. It is not scored.
+text, through an endpoint. Such a group is not scored.
+
 Many groups run concurrently, each as one task. A group that fails is reported with the reason and
 is leased again by any worker with free capacity; the worker continues.
 """
@@ -89,7 +90,7 @@ class UnderWay:
         waits_for_sampler: number of pending sampling calls.
         problem: description of the group's problem.
         inside: number of the group's members that run an environment's or a reward's code.
-        reported: True if the sink has been told about them.
+        reported: True if the group has been reported to the sink as running such code.
         given_up: time of the last cancellation (`time.monotonic`); None: not cancelled.
     """
 
@@ -123,7 +124,7 @@ class RolloutWorker:
 
     Attributes:
         policy: engine that samples.
-        teachers: teacher engines by name, as groups name theirs; empty for plain RL.
+        teachers: teacher engines by the names that groups use; empty for plain RL.
         reference: policy of the objective's reference (KL) term; None without such a term.
         models: models that environments may sample from, besides the policy and the teachers, by
             name.
@@ -133,8 +134,9 @@ class RolloutWorker:
             objective needs them.
         lengths: rules that change rewards by the lengths of episodes.
         routed_experts: request the experts that tokens are routed to with each sample.
-        scored: groups that the teacher engine scores; for the others the learner has its own copy
+        scored: groups that the teacher engine scores; the learner scores the others with its copy
             of the teacher.
+        states: hidden states requested from each teacher, by name.
         teacher_samples: groups that their teacher samples.
         text_teachers: teachers whose samples come from an endpoint as text, by name.
         max_groups: maximum number of concurrent groups.
