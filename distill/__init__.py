@@ -1,5 +1,5 @@
-"""Data types, sampling, environments, maths: what a token, a group, a temperature and a KL *are*.
+"""Data types, sampling, environments and the mathematics of the objective.
 
-The bottom of the house. It may use torch, transformers and numpy; it never imports ray, sglang,
+The lowest layer. It may use torch, transformers and numpy; it never imports ray, sglang,
 `actors`, `learner` or `cluster`, and it never opens a network connection.
 """

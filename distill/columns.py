@@ -1,9 +1,9 @@
 """Columns of sampled trajectories: one flat array for each field of their segments.
 
-A group has dozens of small arrays, and checking or pickling an array costs microseconds whatever
-its size. A rollout worker therefore packs and checks a group once (`checked`). The sums of the
-metrics (`distill.objective.sums`) and the payloads of the queue are made from the columns, and a
-learner worker unpacks views of them.
+A group has dozens of small arrays, and checking or pickling an array costs microseconds,
+independent of its size. A rollout worker therefore packs and checks a group once (`checked`). The
+sums of the metrics (`distill.objective.sums`) and the payloads of the queue are computed from the
+columns, and a learner worker unpacks views of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_SEGMENT = attrgetter(*_FIELDS)
 MEMBER_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name != "segments")
 _OF_MEMBER = attrgetter(*MEMBER_FIELDS)
 
-# Number of rows of a field in each segment; -1 where the segment does not have it.
+# Number of rows of a field in each segment; -1 if the segment lacks the field.
 Lengths: TypeAlias = tuple[int, ...]
 
 
@@ -47,16 +47,16 @@ Lengths: TypeAlias = tuple[int, ...]
 class GroupColumns:
     """Consecutive trajectories of a group, packed.
 
-    Declared without slots, like the other classes of which a step pickles hundreds: a dataclass
+    Declared without slots, like other classes that a step pickles hundreds of times: a dataclass
     with slots is pickled by Python code, which takes twice as long.
 
     Attributes:
-        members_G: values of the fields of each trajectory, in their order, without its segments.
+        members_G: values of `MEMBER_FIELDS` for each trajectory, in that order.
         segments_G: number of segments of each trajectory.
         tokens_S: number of tokens of each segment.
-        arrays: array fields of all segments, end to end, by name; without those that no segment
-            has.
-        lengths: lengths of the parts of these arrays, by the same names.
+        arrays: array fields by name, concatenated over all segments; fields that no segment has
+            are omitted.
+        lengths: number of rows that each segment has in these arrays, by field name.
         values: other fields by name, one value per segment.
     """
 
@@ -72,7 +72,10 @@ class GroupColumns:
         return name in self.arrays and -1 not in self.lengths[name]
 
     def per_token(self, name: str) -> npt.NDArray[np.float32] | None:
-        """A float field at all tokens, NaN in segments without it; None if no segment has it."""
+        """Values of a float field at all tokens, NaN in segments that lack the field.
+
+        None if no segment has the field.
+        """
         values = self.arrays.get(name)
         if values is None or self.all_have(name):
             return values
@@ -83,7 +86,7 @@ class GroupColumns:
 
     @property
     def nbytes(self) -> int:
-        """Size of the arrays."""
+        """Size of the arrays in bytes."""
         tops = sum(map(_top_bytes, self.values["teacher_top"]))
         return tops + sum(array.nbytes for array in self.arrays.values())
 
@@ -111,7 +114,10 @@ class GroupColumns:
         ]
 
     def parts(self, least_bytes: int) -> list[GroupColumns]:
-        """Split into runs of trajectories of at least `least_bytes` each; a small group is one."""
+        """Split into runs of trajectories, each of at least `least_bytes`.
+
+        A group of less than twice that size is not split.
+        """
         if self.nbytes < 2 * least_bytes:
             return [self]
         ends, size = [], 0
@@ -121,7 +127,7 @@ class GroupColumns:
             if size >= least_bytes:
                 ends.append(member + 1)
                 size = 0
-        ends[-1] = len(self.segments_G)  # a rest that is too small belongs to the last run
+        ends[-1] = len(self.segments_G)  # a remainder that is too small joins the last run
         return [self._run(first, end) for first, end in pairwise([0, *ends])]
 
     def _segment_bytes(self) -> list[int]:
@@ -194,7 +200,7 @@ def pack(trajectories: Sequence[Trajectory]) -> GroupColumns:
             _check_shapes(name, dtype, parts_S, tokens_S)
         complete = len(there) == len(parts_S)
         lengths_S = tuple(-1 if part is None else len(part) for part in parts_S)
-        # One tuple for all fields of the same lengths: a pickle has it once.
+        # Fields with the lengths of the tokens share one tuple, which a pickle stores once.
         lengths[name] = tokens_S if complete and lengths_S == tokens_S else lengths_S
         arrays[name] = np.concatenate(there)
     return GroupColumns(
@@ -208,7 +214,9 @@ def pack(trajectories: Sequence[Trajectory]) -> GroupColumns:
 
 
 def checked(group: TrajectoryGroup) -> GroupColumns:
-    """Columns of a group that keeps the rules of its types. Each group is checked once, here.
+    """Check that a group obeys the rules of its types, and pack it.
+
+    This is the only check of a group.
 
     Raises:
         DataError: a rule is broken; the message and `field` name the field.
@@ -239,7 +247,7 @@ def checked(group: TrajectoryGroup) -> GroupColumns:
 
 
 def _check_actions(columns: GroupColumns) -> list[int]:
-    """Check tokens, and the places and versions of actions; returns each segment's actions."""
+    """Check tokens, and positions and versions of actions; return each segment's action count."""
     mask_L, versions_L = columns.arrays["action_mask_T"], columns.arrays["versions_T"]
     tokens_L = columns.arrays["tokens_T"]
     _refuse("tokens_T", tokens_L < 0, columns, "is a negative id")
@@ -318,7 +326,10 @@ def _check_shapes(
 
 
 def _refuse(name: str, bad_L: npt.NDArray[np.bool_], columns: GroupColumns, why: str) -> None:
-    """Raise DataError if any value of a column is bad; the message has the first and its place."""
+    """Raise DataError if any value of a column is bad.
+
+    The message has the first bad value and its index in its segment.
+    """
     if not bad_L.any():
         return
     where = first = int(np.argmax(bad_L))

@@ -1,11 +1,11 @@
-"""Files that appear whole or not at all, survive a power failure, and are known by their digests.
+"""Atomic and durable writes of files and directories, and SHA-256 digests.
 
-whole_write       a file or a directory, whoever dies while it is written
-write_whole       a file, after a power failure as well
-sync_tree         the contents of a directory, with the digests of its files
-sync_directory    the names in a directory
-disk_remedy       what to do about a file that could not be written
-Retries           how often and how long it is tried again
+whole_write       write a file or a directory atomically: a dying process leaves no partial one
+write_whole       write a file atomically, and durably: it survives a power failure
+sync_tree         make the contents of a directory durable, and compute its files' digests
+sync_directory    make the names in a directory durable
+disk_remedy       remedy for a file that could not be written
+Retries           how often and how long a failed write is tried again
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Reading and hashing leave the interpreter's lock; more threads than this wait for the disk.
+# Reading and hashing release the GIL; more threads than this only wait for the disk.
 _THREADS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Seconds between two tries of a write, at first and at most, and that a full disk is given.
+# Seconds between two tries of a write: the first and the longest pause. Longest time that writes to
+# a full disk are tried again.
 PAUSE_S, _LONGEST_PAUSE_S, FULL_S = 3.0, 30.0, 1800.0
 _MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 @contextmanager
 def whole_write(path: Path) -> Iterator[Path]:
-    """Path to write a file or a directory to; at the block's end it replaces `path`.
+    """Yield a temporary path for a file or a directory, which replaces `path` as the block ends.
 
-    A block that raises leaves `path` as it was. What must survive a power failure is synced by the
-    caller, before the end of the block and, for the name, after it.
+    If the block raises, `path` is unchanged. Nothing is synced here: to survive a power failure,
+    the caller syncs the contents before the block ends, and the name after it.
 
     Raises:
-        OSError: the written file or directory cannot take its name.
+        OSError: the written file or directory cannot be renamed to `path`.
     """
     partial = path.with_name(f".{path.name}.partial")
     _remove(partial)  # left by a process that was killed
     try:
         yield partial
         if partial.is_dir():
-            _remove(path)  # a directory replaces an empty one only
+            _remove(path)  # a directory can replace only an empty directory
         partial.replace(path)
     except BaseException:
         _remove(partial)
@@ -51,10 +52,10 @@ def whole_write(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; it is on disk once this returns.
+    """Write a file atomically; once this returns, the file survives a power failure.
 
     Raises:
-        OSError: it could not be written. The file is as it was.
+        OSError: the file could not be written and is unchanged.
     """
     with whole_write(path) as partial, partial.open("wb") as file:
         file.write(data)
@@ -78,14 +79,14 @@ def digest(path: str | Path) -> str:
 
 
 def digests(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of these files below `root`, several at a time."""
+    """SHA-256 of each of the files `names` below `root`, computed in parallel."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest(root / name), names), strict=True))
 
 
 def sync_tree(root: Path) -> dict[str, str]:
-    """Sync all of `root` to disk, directories included; return the digests of its files."""
+    """Sync all of `root` to disk, directories included; return its files' digests by path."""
 
     def sync(name: str) -> str:
         with (root / name).open("rb") as file:
@@ -120,7 +121,7 @@ def disk_remedy(error: BaseException | str) -> str:
 
 
 def is_full(error: BaseException | str) -> bool:
-    """True if the error, or one that caused it, says that a disk or a quota is full.
+    """True if the error, or an error that caused it, reports that a disk or a quota is full.
 
     Errors of safetensors and torch carry the system's message and no errno.
     """
@@ -133,17 +134,17 @@ def is_full(error: BaseException | str) -> bool:
 
 
 class Retries:
-    """Tries of a write, later and later after each failure.
+    """Repeated tries of a write, with a growing pause after each failure.
 
     Attributes:
-        failures: number of those since the last success.
+        failures: number of failures since the last success.
     """
 
     def __init__(self) -> None:
         self.failures, self._first = 0, 0.0
 
     def pause_s(self) -> float:
-        """Count a failure; returns the seconds until the next try."""
+        """Count a failure; return the seconds until the next try."""
         if not self.failures:
             self._first = time.monotonic()
         self.failures += 1

@@ -1,4 +1,7 @@
-"""The `Engine` protocol of policy and teacher, embedded or served, local or behind Ray."""
+"""The `Engine` protocol: models that sample and score, embedded or served, local or on Ray.
+
+Also its requests and answers, the ways in which new weights arrive, and checks of requests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from distill.stops import merged
 from distill.tokenizer import TokenizerProbe
 from distill.types import BoolArray, FloatArray, StopReason, TokenArray, TopLogprobs
 
-if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
+if TYPE_CHECKING:  # rollout workers import this module, and start without torch
     from distill.weights.adapter import AdapterTensors
     from distill.weights.model_weights import TensorLayout
     from distill.weights.shared_memory import SharedTensors
@@ -26,15 +29,16 @@ if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
 class GenerateRequest:
     """Sample `num_samples` continuations of one prompt.
 
-    `seed` makes the samples a function of (weights, prompt, sampling, seed), whatever else the
-    engine is doing at the time; sample g of the request uses (seed, g).
+    With `seed`, the samples are a function of (weights, prompt, sampling, seed), independent of the
+    engine's other requests; sample g of the request uses (seed, g).
 
     Attributes:
-        session: requests of one session share a prefix, so one engine serves them best, which has
-            it cached; "": nobody shares its prefix.
-        top_k: also the ids of the likeliest tokens where each was sampled, so many; 0: none.
-        experts: also the experts of a mixture that tokens are routed to.
-        known: of how many of the prompt's tokens the caller has the experts already.
+        session: requests of one session share a prefix, so a pool prefers the engine that has the
+            prefix cached; "": no shared prefix.
+        top_k: number of the likeliest tokens whose ids are returned at each sampled position; 0:
+            none.
+        experts: if True, return the experts of a mixture that tokens are routed to.
+        known: number of leading prompt tokens whose experts the caller already has.
     """
 
     prompt_tokens_T: TokenArray
@@ -78,15 +82,15 @@ class Sample:
     temperature (at temperature 0: of the unscaled distribution; evaluation never trains on them).
 
     Attributes:
-        cached_tokens: how much of the prompt the engine had in its cache; None: it has no cache, or
-            does not say.
-        top_ids_TK: int32 ids of the likeliest outcomes where each token was sampled, by the weights
-            that sampled it; the engine's `stop_event` is one by the id of its first token. None:
-            not asked for.
+        cached_tokens: number of prompt tokens that were in the engine's cache; None: the engine has
+            no cache, or does not report it.
+        top_ids_TK: int32 ids of the likeliest outcomes at each sampled position, under the weights
+            that sampled there; the first id of the engine's `stop_event` stands for the event.
+            None: not requested.
         experts_NLK: experts of the prompt's tokens from the request's `known` on, and of the new
-            ones but the last, which has been through no layer yet; as `distill.routing` has them.
-            None: not asked for, or not known of a sample that was aborted.
-        sampled_by: the number of the engine's life where a pool keeps count, as `Score.scored_by`.
+            tokens except the last, which has passed through no layer yet; in the format of
+            `distill.routing`. None: not requested, or unknown because the sample was aborted.
+        sampled_by: number of the replica that sampled it, as in `Score.scored_by`.
     """
 
     tokens_T: TokenArray
@@ -106,14 +110,14 @@ class ScoreRequest:
     Attributes:
         tokens_T: the whole chain, context and scored tokens.
         start: first position scored, at least 1 (position 0 has no context).
-        temperatures: the T's to score at; the forward pass is shared among them.
-        given_NK: int32 ids of tokens, distinct within a row, whose log-probs at the first T are
-            wanted beside that of the scored token: a row for each scored position. An engine's
-            `stop_event` goes by the id of its first token. None: none.
-        top_k: also the likeliest tokens of each scored position, so many, at the first T; of those
-            that are not given there. 0: none.
-        states_N: mask of the scored positions at which the hidden state is wanted that predicts
-            the token there: a value for each scored position. None: none.
+        temperatures: temperatures T to score at; they share one forward pass.
+        given_NK: int32 ids of further tokens whose log-probs at the first T are returned, one row
+            per scored position, distinct within a row. The first id of an engine's `stop_event`
+            stands for the event. None: no further tokens.
+        top_k: number of the likeliest tokens, other than the given ones, whose log-probs at the
+            first T are returned at each scored position. 0: none.
+        states_N: mask over the scored positions: True to return the hidden state that predicts the
+            token there. None: no hidden states.
     """
 
     tokens_T: TokenArray
@@ -160,7 +164,7 @@ class ScoreRequest:
 
     @property
     def listed(self) -> int:
-        """Number of tokens that are wanted at each position: those given, and the likeliest."""
+        """Number of tokens listed at each position: the given tokens and the likeliest."""
         return self.top_k + (0 if self.given_NK is None else self.given_NK.shape[1])
 
 
@@ -168,13 +172,17 @@ class ScoreRequest:
 class Score:
     """Log-probs of positions `start` to the end, one array per temperature of the request.
 
-    A token of the engine's `stop_event` has the event's log-prob here, as it has in a `Sample`.
-    `top` has one row per scored position, at the request's first temperature: the given tokens in
-    their order, then the likeliest of the others, the best first; None if neither was asked for.
-    `scored_by` is the number of the engine's life where a pool of them keeps count, else None.
-    `version` is that of the weights which scored it; None of an engine that nobody pushes to.
-    `states` are those of the positions of `states_N`, in the served dtype; None if none were asked
-    for. From an engine's Ray actor they come as a reference to an object that this actor owns.
+    A token of the engine's `stop_event` has the event's log-prob, as in a `Sample`.
+
+    Attributes:
+        top: one row per scored position, at the request's first temperature: the given tokens in
+            their order, then the likeliest other tokens, the best first; None if neither was
+            requested.
+        scored_by: number of the replica that scored, if a pool numbers its replicas; else None. A
+            replica is one process lifetime of an engine.
+        version: version of the weights that scored; None if the engine receives no pushes.
+        states: hidden states at the positions of `states_N`, in the served dtype; None if none were
+            requested. An engine's Ray actor returns a reference to an object that it owns.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
@@ -199,12 +207,12 @@ class GroupMember:
     """An engine's membership in a weight group; see cluster/weights/collective.py.
 
     Attributes:
-        address, port: of the group's TCPStore, held by rank 0.
-        name: the group's; a new one for every group that is formed.
-        backend: what torch calls it.
+        address, port: address of the group's TCPStore, which rank 0 holds.
+        name: name of the group, a new one for each group that is formed.
+        backend: torch's name of the backend.
         rank: this engine's first rank; its tensor-parallel ranks follow.
-        join_deadline_s: longest that forming the group may take.
-        timeout_s: longest that rank 0 may wait for the other engines.
+        join_deadline_s: longest time that forming the group may take.
+        timeout_s: longest time that rank 0 may wait for the other engines.
     """
 
     address: str
@@ -217,11 +225,11 @@ class GroupMember:
     timeout_s: float
 
     def ready_key(self, version: int) -> str:
-        """Set in the store by an engine that is about to receive; rank 0 waits for all of them."""
+        """Key that an engine sets when it is ready to receive; rank 0 waits for all engines."""
         return f"isotherm/{self.name}/{version}/{self.rank}"
 
     def word_key(self, version: int) -> str:
-        """Set by rank 0 when all are ready: `SENDS`, or `GIVES_UP` if one of them refuses."""
+        """Key that rank 0 sets when all are ready: `SENDS`, or `GIVES_UP` if an engine refuses."""
         return f"isotherm/{self.name}/{version}/word"
 
 
@@ -230,7 +238,7 @@ class CollectiveBroadcast:
     """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
 
     Attributes:
-        buckets: tensors of each broadcast, in which they lie end to end.
+        buckets: tensors of each broadcast, concatenated in this order.
     """
 
     member: GroupMember
@@ -239,12 +247,12 @@ class CollectiveBroadcast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentWeights:
-    """Weights in buckets that a learner lends, one after the other; see cluster/weights/ipc.py.
+    """Weights that a learner lends bucket by bucket; see cluster/weights/ipc.py.
 
     Attributes:
-        push: a name that no other push has.
-        buckets: tensors of each bucket, which comes by a call of `load_bucket`.
-        timeout_s: longest that the engine may wait for a bucket.
+        push: unique name of the push.
+        buckets: tensors of each bucket; a call of `load_bucket` delivers one bucket.
+        timeout_s: longest time that the engine may wait for a bucket.
     """
 
     push: str
@@ -252,10 +260,10 @@ class LentWeights:
     timeout_s: float
 
 
-# How a model's new weights reach an engine: in memory shared with the learner, as files, over a
-# network, or in buckets that are lent.
+# A model's new weights reach an engine in memory that it shares with the learner, as files, over a
+# network, or in buckets that the learner lends.
 ModelSource: TypeAlias = "SharedTensors | CheckpointDirectory | CollectiveBroadcast | LentWeights"
-# That, or an adapter by value.
+# Weights of a model, or of an adapter by value.
 WeightSource: TypeAlias = "ModelSource | AdapterTensors"
 
 
@@ -264,18 +272,20 @@ class EngineInfo:
     """An engine's description of itself; compared across parties before a run starts.
 
     Attributes:
-        vocab_size: ids below it may be sent.
-        dtype: compute precision; decides how far log-probs may differ.
-        eos_token_ids: ids that end a generation; None if the engine cannot know (a remote server).
-        tokenizer: what its tokenizer makes of known texts; None if it has none.
-        temperature_scaling: how given tokens come to be scored at T, for people to read.
-        stop_event: ids whose log-probs are those of all of them together; see `distill.stops`.
-        scores_given: it heeds `ScoreRequest.given_NK`; a server that lacks our plugin does not.
-        longest_states: tokens of the longest row of which it returns `ScoreRequest.states_N`; None:
-            any row. A server that lacks our plugin returns none, 0, unless it was started with
-            --enable-return-hidden-states; then those of one prefill chunk.
-        scores_at_t: it announces that given tokens are scored at T. A server without our plugin
-            does not: its log-probs of given tokens are those at T = 1.
+        vocab_size: exclusive upper bound of the token ids in requests.
+        dtype: compute precision; determines how far log-probs may differ.
+        eos_token_ids: ids that end a generation; None if unknown (a remote server).
+        tokenizer: token ids of known texts under its tokenizer; None if it has none.
+        temperature_scaling: description of how given tokens are scored at T, for people to read.
+        stop_event: ids that are one outcome: each has the log-prob of all of them together; see
+            `distill.stops`.
+        scores_given: True if it supports `ScoreRequest.given_NK`; a server without our plugin does
+            not.
+        longest_states: longest row, in tokens, for which it supports `ScoreRequest.states_N`; None:
+            no limit. For a server without our plugin it is 0, or the length of one prefill chunk if
+            the server was started with --enable-return-hidden-states.
+        scores_at_t: True if it announces that given tokens are scored at T. A server without our
+            plugin does not: its log-probs of given tokens are at T = 1.
     """
 
     kind: str
@@ -302,37 +312,37 @@ class SamplingModel(Protocol):
     """The part of `Engine` that an episode needs."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """`num_samples` samples; requests in flight at the same time are batched together."""
+        """Sample `num_samples` continuations. Concurrent requests are batched together."""
         ...
 
 
 class ScoringModel(SamplingModel, Protocol):
     """A model that generates and scores. Every method may be called concurrently.
 
-    Raises (all methods): EngineError when the engine cannot do what was asked; DataError for a
-    request it refuses (a token id outside the vocabulary, a prompt that fills the context).
+    Raises (all methods): EngineError if the engine cannot serve a request; DataError if it refuses
+    one (a token id outside the vocabulary, a prompt that fills the context).
     """
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Log-probs of given tokens, one `Score` a request, in order."""
+        """Compute log-probs of given tokens: one `Score` per request, in order."""
         ...
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """The scores of `score`, computed by the decode path: the handshake's reference.
+        """Compute the scores of `score` by the decode path: the handshake's reference.
 
-        One position at a time: its context is given, one token is sampled at T and thrown away,
-        and the log-prob of the given token is read off the distribution it was sampled from. Slow,
-        and right on any server whose decode log-probs are scaled by T.
+        For each position, the engine prefills the context and samples one token at T, which is
+        discarded. The log-prob of the given token is read from the distribution that was sampled.
+        Slow, but correct on any server whose decode log-probs are scaled by T.
         """
         ...
 
     async def info(self) -> EngineInfo:
-        """Answers only if the engine is healthy."""
+        """Describe the engine. Only a healthy engine answers."""
         ...
 
 
 class Engine(ScoringModel, Protocol):
-    """A scoring model whose weights are replaced, and whose health is watched.
+    """A scoring model with replaceable weights and monitored health.
 
     Raises (all methods): as `ScoringModel`.
     """
@@ -340,20 +350,20 @@ class Engine(ScoringModel, Protocol):
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         """Replace the weights and drop every cached prefix. Returning is the acknowledgement.
 
-        Requests in flight go on under the new weights with their context recomputed; the version
-        of each token tells which weights sampled it. Returns the seconds for which generation
-        stood still.
+        Requests in flight continue under the new weights with their context recomputed; each
+        token has the version of the weights that sampled it. Returns the seconds for which
+        generation paused.
 
         Raises:
-            EngineError: the weights do not fit or did not arrive. The engine goes on with those it
-                had; where it cannot, the error says that it must be restarted.
+            EngineError: the weights do not fit or did not arrive. The engine continues with its
+                previous weights; if it cannot, the error says that it must be restarted.
         """
         ...
 
     async def health(self) -> int:
-        """Returns soon, and only where requests would be answered: the heartbeat.
+        """Answer the heartbeat: return soon, and only if requests would be answered.
 
-        The number is another one each time if requests got on since the last time: tokens were
+        The returned number changes between two calls if requests made progress: tokens were
         generated, or chains scored.
 
         Raises:
@@ -362,18 +372,18 @@ class Engine(ScoringModel, Protocol):
         ...
 
     async def queue_length(self) -> int:
-        """Samples and chains under way or waiting here, whoever asked for them. Answers at once."""
+        """Count the samples and chains, of all callers, in progress or queued; return soon."""
         ...
 
     async def abort(self) -> int:
-        """End every request in flight with StopReason.ABORTED; returns how many samples."""
+        """End every request in flight with StopReason.ABORTED; return the number of samples."""
         ...
 
 
 def check_prompt(
     request: GenerateRequest, vocab_size: int, context_length: int, event: tuple[int, ...]
 ) -> int:
-    """The most tokens that may be sampled: what was asked for, or what the context has room for.
+    """Check a request; return the number of tokens to sample: as requested, or as the context fits.
 
     Args:
         event: the engine's `stop_event`.
@@ -394,7 +404,7 @@ def check_prompt(
 
 
 def check_records(request: GenerateRequest, records: bool) -> None:
-    """Raises DataError for experts that are asked of an engine which does not record them."""
+    """Raise DataError if experts are requested of an engine that does not record them."""
     if request.experts and not records:
         raise DataError(
             "GenerateRequest.experts of an engine that records none; start it with "
@@ -409,7 +419,7 @@ def check_chains(
     context_length: int,
     event: tuple[int, ...],
 ) -> None:
-    """Raises DataError for an id outside the vocabulary, a chain longer than the context, or more
+    """Raise DataError for an id outside the vocabulary, a chain longer than the context, or more
     listed tokens than there are outcomes. Arguments as for `check_prompt`."""
     for request in requests:
         check_token_ids(request.tokens_T, vocab_size, "ScoreRequest.tokens_T")
@@ -424,9 +434,9 @@ def check_chains(
 
 
 def _check_listed(listed: int, vocab_size: int, event: tuple[int, ...], field: str) -> None:
-    """Raises DataError if more tokens are listed than there are (a served engine would die of it).
+    """Raise DataError if more tokens are listed than there are outcomes: a server would crash.
 
-    The tokens of the event count as one.
+    The tokens of the event count as one outcome.
     """
     outcomes = vocab_size - merged(event)
     if listed > outcomes:
@@ -438,7 +448,7 @@ def _check_listed(listed: int, vocab_size: int, event: tuple[int, ...], field: s
 
 
 def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:
-    """Raises DataError if an id lies outside the vocabulary (a served engine would die of it)."""
+    """Raise DataError if an id lies outside the vocabulary: a server would crash."""
     highest = int(np.max(tokens_T))
     if highest >= vocab_size or int(np.min(tokens_T)) < 0:
         raise DataError(

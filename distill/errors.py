@@ -1,4 +1,4 @@
-"""Errors a user can act on, each with the exit code it ends a program with."""
+"""Error classes; those that a user can act on have the exit code that they end a program with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class IsothermError(ValueError):
-    """Error that the user can put right. The message names the field, the value and the remedy.
+    """Error that the user can correct. The message names the field, the value and the remedy.
 
     `field` is the setting, column or key of the data that is wrong, or None; `value` is its value.
     """
@@ -23,7 +23,7 @@ class IsothermError(ValueError):
 
 
 class ConfigError(IsothermError):
-    """A setting that cannot work, found before anything expensive starts."""
+    """A setting that cannot work, detected before anything expensive starts."""
 
     exit_code = 2
 
@@ -41,24 +41,24 @@ class CheckpointError(IsothermError):
 
 
 class CalibrationError(IsothermError):
-    """The parties score the same tokens differently: the objective would not be the one named."""
+    """Parties that score the same tokens differently: the objective would not be the one named."""
 
     exit_code = 3
 
 
 class EngineError(RuntimeError):
-    """An engine answered wrongly or not at all: non-finite log-probs, lengths, a bad state."""
+    """A missing or wrong answer of an engine: non-finite log-probs, wrong lengths, a bad state."""
 
 
 class EngineLost(EngineError):
-    """An engine that is gone, hangs, or must be restarted. Another one may answer the request."""
+    """An engine that is gone, hangs, or must be restarted. Another may answer the request."""
 
 
 class NonFiniteError(RuntimeError):
-    """The learner met a NaN or an infinity. The offending rows are on disk, where it says."""
+    """A NaN or an infinity in the learner. The message names the file with the offending rows."""
 
 
-# Directories whose code is not the user's: this project's packages, Python's, installed ones.
+# Directories of code that is not the user's: this project, Python's library, installed packages.
 _PROJECT = Path(__file__).resolve().parents[1]
 _NOT_USERS = (
     *(str(_PROJECT / name) for name in ("actors", "cluster", "distill", "isotherm", "learner")),
@@ -78,8 +78,8 @@ def first_line(error: BaseException) -> str:
 def described(error: BaseException) -> str:
     """An error and the user's line that raised it: `KeyError: 'answer' (my_env.py:14)`.
 
-    The message of an IsothermError is complete as it is. Half a surrogate pair, which no file of
-    UTF-8 can hold, is escaped.
+    The message of an IsothermError is complete, and is returned unchanged. Half a surrogate pair,
+    which UTF-8 cannot encode, is escaped.
     """
     message = (str(error).splitlines() or [""])[0].encode("utf-8", "backslashreplace").decode()
     if isinstance(error, IsothermError):
@@ -90,12 +90,12 @@ def described(error: BaseException) -> str:
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Frames of the error's traceback in files of the user's own, outermost first."""
+    """Frames of the error's traceback that are in the user's own files, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
 
 
 def kind_of(description: str) -> str:
-    """Kind of a described error: its type and line where it names them, else its beginning."""
+    """Kind of a described error: its type and line if it names them, else its first characters."""
     found = _KIND.search(description)
     return f"{found[1]} {found[2]}" if found else description[:60]

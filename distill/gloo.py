@@ -1,8 +1,8 @@
-"""Network interface on which gloo listens, for processes that meet at an address.
+"""Choice of the network interface that gloo listens on, for processes that meet at an address.
 
-gloo takes the address of the host's name. Debian and Ubuntu map that name to 127.0.1.1, which no
-other machine reaches: a group over two machines then waits for its deadline. Processes of one
-machine, on the other hand, need no address that others reach.
+By default, gloo listens on the address of the host's name. Debian and Ubuntu map that name to
+127.0.1.1, which no other machine reaches: a group over two machines then waits until its deadline.
+Processes on one machine need no address that other machines reach.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _chosen: str | None = None
 
 
 def listen_towards(address: str) -> None:
-    """Have gloo's next groups in this process listen on the interface that leads to `address`.
+    """Make gloo's next groups in this process listen on the interface that leads to `address`.
 
-    An interface that the environment named before stays.
+    An interface that the user's environment names is kept.
     """
     global _chosen
     if os.environ.get(INTERFACE) != _chosen:

@@ -1,7 +1,4 @@
-"""A GPU's memory, without touching the GPU: what there is, and what any process takes of it.
-
-Also how sizes of any memory are written.
-"""
+"""A GPU's memory, queried without initialising CUDA, and formatted sizes of any memory."""
 
 from __future__ import annotations
 
@@ -11,23 +8,23 @@ import subprocess
 from pathlib import Path
 
 GIB = 1 << 30
-# Of one number.
+# Size of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Of a process on a GPU before it holds anything: CUDA's context, loaded kernels, NCCL's buffers.
+# Memory of a process on a GPU before it allocates any: CUDA's context, kernels, NCCL's buffers.
 CONTEXT_BYTES = GIB
-# What the driver says there is, and CUDA does not hand out.
+# Fraction of the memory reported by the driver that CUDA can allocate.
 _USABLE = 0.98
-# Free memory of a GPU that no plan gives away, at most: NCCL's buffers beyond the first group's
-# (1 to 2 GiB with the groups of FSDP and of a push), fragments that the allocator cannot use, and
-# workspaces of kernels. 4 GiB are a twentieth of a GPU of 80 GiB.
+# Upper limit of the memory that every plan leaves free on a GPU, for NCCL's buffers beyond the
+# first group's (1 to 2 GiB with the groups of FSDP and of a push), fragments that the allocator
+# cannot use, and workspaces of kernels. 4 GiB are a twentieth of a GPU of 80 GiB.
 _MOST_HEADROOM = 4 * GIB
 _TIMEOUT_S = 20.0
 
 
 def gpu_bytes() -> int | None:
-    """Usable bytes of this process's first GPU; None where no driver answers.
+    """Usable bytes of this process's first GPU; None if no driver answers.
 
-    Asked of the driver's tool: torch would open a context, which takes memory itself.
+    Runs nvidia-smi: torch would open a CUDA context, which takes memory itself.
     """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
@@ -44,21 +41,21 @@ def gpu_bytes() -> int | None:
 def headroom(total: int) -> int:
     """Bytes of a GPU of `total` bytes that every plan leaves free.
 
-    A sixteenth of a small GPU: its models, and with them buffers and fragments, are smaller too,
-    and a fixed 4 GiB would be a third of a card of 12.
+    On a small GPU it is a sixteenth: models, and with them buffers and fragments, are smaller
+    there, and a fixed 4 GiB would be a third of a GPU of 12 GiB.
     """
     return min(_MOST_HEADROOM, total // 16)
 
 
 def part_bytes(total: int, share: float, beside: int) -> int:
-    """Bytes that the owner of a `share` of a GPU may fill, less those of others `beside` it."""
+    """Bytes that the owner of a `share` of a GPU may use, minus the `beside` bytes of others."""
     return int((total - headroom(total)) * share) - beside
 
 
 def no_gpu_here() -> bool:
-    """True only if torch can find no GPU here: there is no device file, and no CUDA driver.
+    """True only if torch can find no GPU here: no device file exists, and no CUDA driver.
 
-    Nothing is initialised: CUDA must not be before a fork.
+    Does not initialise CUDA, which must not happen before a fork.
     """
     devices = ("nvidia[0-9]*", "nvidiactl", "nvhost*", "nvmap", "dxg", "kfd")  # kfd is AMD's
     if any(found for name in devices for found in Path("/dev").glob(name)):
@@ -71,21 +68,21 @@ def no_gpu_here() -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Ids, on this machine, of the GPUs that this process sees, in its own order."""
+    """Ids, as numbered on this machine, of the GPUs visible to this process, in its order."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [gpu.strip() for gpu in given.split(",") if gpu.strip()]
-    import torch  # which settings do without
+    import torch  # not at the top: checks of settings run without torch
 
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, to one digit."""
+    """Bytes in GiB, formatted with one decimal."""
     return f"{size / GIB:.1f}"
 
 
 def readable(size: int) -> str:
-    """Bytes to three digits: in MiB below one GiB, else in GiB."""
+    """Bytes, formatted with three digits: in MiB below one GiB, else in GiB."""
     amount, unit = (size / (1 << 20), "MiB") if size < GIB else (size / GIB, "GiB")
     return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"

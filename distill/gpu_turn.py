@@ -1,29 +1,32 @@
-"""The turn on GPUs that several processes of one node use: one has the memory, the others sleep.
+"""Turns on GPUs that processes of one node share: one process uses the memory, the others sleep.
 
-    byte 0        lock of the process that has the turn
-    byte 1        of whoever is next; the holder of the turn sees by it that others wait
-    bytes 2, ...  of those behind: each moves up when the byte before its own is free
+The turn and the line of waiting processes are locks on the bytes of a file:
 
-The locks are those of an open file description (fcntl(2)), which the kernel takes back however
-their holder ends. A server's launcher holds them, too (actors/sglang/server.py): the turn of an
-engine that dies lasts until its server's processes, and so their memory on the GPUs, are gone.
+    byte 0        locked by the process that has the turn
+    byte 1        locked by the next in line, which shows the holder of the turn that others wait
+    bytes 2, ...  locked by the processes behind; each moves up when the byte before is free
+
+The locks belong to an open file description (fcntl(2)), so the kernel releases them however their
+holder ends. A server's launcher also holds them (actors/sglang/server.py): if an engine dies, its
+turn lasts until its server's processes, and therefore their memory on the GPUs, are gone.
 
 Engines take the turn to start, and to wake for calls or for new weights (actors/sglang/turns.py).
 A learner on the same GPUs takes it for the computation of a step (`ShardedModel.take_turn`):
 
     engine    waits for: the turn          unblocked by: an engine when its calls have ended, the
                                            learner when it has computed its step
-              ends at the latest: when its holder has; one without progress is ended by its
-              supervisor. A start has the engine's deadline besides
+              at most: until the holder ends; the supervisor ends a holder without progress. A
+              start is also limited by the engine's deadline
     learner   waits for: the turn on each  unblocked by: an engine when its calls have ended
               set of its GPUs
-              ends at the latest: after a multiple of no_progress_s, as an error of the step
+              at most: a multiple of no_progress_s; then the step fails
 
-A holder waits for nobody in the line, so there is no cycle. A call of an engine needs no other
-engine. A step begins with all of its groups, their scores included, and needs no engine until its
-push; groups of the next step are fetched meanwhile from object stores. The learner gives the turn
-up before it pushes, because the push wakes engines. On several sets of GPUs, the learner may have
-the turn on one while it waits for the other: the engines of the other end their calls without it.
+The waits form no cycle, because the holder of the turn waits for no process in the line. A call of
+an engine needs no other engine. A step begins with all of its groups, their scores included, and
+needs no engine until its push; the groups of the next step are fetched meanwhile from object
+stores. The learner releases the turn before it pushes, because the push wakes engines. With several
+sets of GPUs, the learner may have the turn on one set while it waits for another: the engines of
+the other set complete their calls without the learner.
 """
 
 from __future__ import annotations
@@ -37,37 +40,37 @@ import time
 from pathlib import Path
 
 _POLL_S = 0.05
-# Place of whoever begins to wait; more than that wait before it, in no order.
+# Byte at which a process joins the line. Processes that find it locked compete for it in no order.
 _LAST = 63
 # `struct flock`: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
 
 
 class GpuTurn:
-    """One process's part in the turns: it waits, has the turn, or does neither.
+    """State of one process: it has the turn, waits in the line, or does neither.
 
     Args:
-        path: file of the turn; all processes that share the GPUs are given the same one.
+        path: file with the locks, the same for all processes that share the GPUs.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
-        self._place: int | None = None  # in the line; 0: it has the turn; None: neither
+        self._place: int | None = None  # byte that is locked; 0: has the turn; None: not in line
 
     @property
     def file(self) -> int:
-        """Descriptor of the locks, for the process that holds them beside this one."""
+        """Descriptor of the locks, for a child process that also holds them."""
         return self._file.fileno()
 
     @property
     def wanted(self) -> bool:
-        """True if another process waits for the turn; ask while this one has it."""
+        """True if another process waits for the turn; valid while this process has it."""
         answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _range(fcntl.F_WRLCK, 1))
         return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
 
     def take(self, within_s: float = math.inf) -> bool:
-        """Wait for the turn; False if it did not come in time. The place in the line is kept."""
+        """Wait for the turn. Return False after `within_s`, and keep the place in the line."""
         end = time.monotonic() + within_s
         while not self._moved_up():
             if time.monotonic() >= end:
@@ -76,7 +79,7 @@ class GpuTurn:
         return True
 
     async def taken(self) -> None:
-        """`take`, for coroutines. One that is cancelled waits no longer."""
+        """`take` for coroutines. Cancellation leaves the line."""
         try:
             while not self._moved_up():
                 await asyncio.sleep(_POLL_S)
@@ -85,17 +88,17 @@ class GpuTurn:
             raise
 
     def give(self) -> None:
-        """Let the next process have the turn, or leave the line."""
+        """Release the turn to the next process, or leave the line."""
         if self._place is not None:
             self._unlock(self._place)
             self._place = None
 
     def close(self) -> None:
-        """Give up the turn, or the wait for it, unless the server's launcher still runs."""
+        """Close the file: this releases the turn or the place, unless the launcher still runs."""
         self._file.close()
 
     def _moved_up(self) -> bool:
-        """Take places in the line up to one that is taken; True if it has the turn."""
+        """Move up in the line while the next place is free; True if this process has the turn."""
         if self._place is None and self._locked(_LAST):
             self._place = _LAST
         while self._place and self._locked(self._place - 1):

@@ -4,10 +4,10 @@
     chosen     some of these             | others         | ...
 
 The choice is a pure function of the id, so that every attempt at a group, on any worker and after
-any resume, gives the same kind of group.
+any resume, produces the same kind of group.
 
-`TeacherSamples` are the groups that the teacher samples in the student's place: all of a warm-up,
-and a share of the rest. What is trained of such groups:
+`TeacherSamples` are the groups that the teacher samples instead of the student: all groups of a
+warm-up, and a share of the others. Their objective is
 `distill.objective.objectives.teacher_cross_entropy`.
 """
 
@@ -25,8 +25,8 @@ class GroupShare:
     """Membership test for a share of the groups: `group_id in share`.
 
     Attributes:
-        share: fraction of the groups, in [0, 1]; met over all blocks as closely as whole groups
-            allow.
+        share: fraction of the groups, in [0, 1]; matched over all blocks as closely as whole
+            groups allow.
         groups_per_step: number of groups in a block.
         seed: seeds the choice within each block; several numbers give an independent choice.
         first: id at which the blocks begin; no earlier group belongs to the share.
@@ -39,14 +39,14 @@ class GroupShare:
 
     def __contains__(self, group_id: int) -> bool:
         block, place = divmod(group_id - self.first, self.groups_per_step)
-        if self.share in (0, 1):  # no choice, whose generator takes longer than all else here
+        if self.share in (0, 1):  # without the generator, the slowest part of this test
             return block >= 0 and self.share == 1
         return block >= 0 and place in _chosen(block, self.groups_per_step, self.share, self.seed)
 
 
 @lru_cache(maxsize=32)
 def _chosen(block: int, size: int, share: float, seed: tuple[int, ...]) -> frozenset[int]:
-    """Positions in a block that belong to the share; over all blocks their number adds up to it."""
+    """Positions in a block that belong to the share; their number over all blocks matches it."""
     before, after = (floor(number * size * share + 1e-9) for number in (block, block + 1))
     order = np.random.default_rng((*seed, block)).permutation(size)
     return frozenset(order[: after - before].tolist())
@@ -60,10 +60,11 @@ class TeacherSamples:
     """The groups that the teacher samples.
 
     Attributes:
-        warmup_groups: all of the first so many.
-        share: of each later block of `groups_per_step`, as near to it as whole groups add up to.
-        seed: chooses them within a block; the order of the prompts' sources has no part in it.
-        vocab_size: the student's, which no sample may leave.
+        warmup_groups: number of first groups that the teacher samples without exception.
+        share: fraction of the later groups; matched as closely as whole groups allow.
+        groups_per_step: number of groups in a block.
+        seed: seeds the choice within a block, independently of the order of the prompts' sources.
+        vocab_size: size of the student's vocabulary, to which samples are limited.
     """
 
     warmup_groups: int

@@ -1,7 +1,7 @@
-"""JSON schemas: of a tool's arguments, and of answers. The one module that imports jsonschema.
+"""Checks by JSON schemas, of tools' arguments and of answers. Only this module imports jsonschema.
 
-A tool's schema may be anything that its author wrote: nothing is fetched, no check raises, and a
-schema that cannot be checked is a reason like any other.
+The author of a tool may write any schema: no reference is fetched, no check of arguments raises,
+and a schema that cannot be checked counts as a mismatch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from referencing.jsonschema import DRAFT202012
 from distill.errors import DataError, first_line
 from distill.json_values import loads
 
-# A pattern may take exponential time, and all episodes of a process wait for it.
+# A pattern may take exponential time, and blocks all episodes of its process.
 _PATTERN_TIMEOUT_S = 1.0
 _LONGEST_COMPLAINT = 300
 # One value of each JSON type.
@@ -33,7 +33,7 @@ def mismatch(value: object, schema: Mapping[str, Any]) -> str | None:
     """The reason why `value` does not fit `schema`; None if it does."""
     try:
         wrong = best_match(_errors(value, schema))
-    except Exception as error:  # jsonschema raises whatever a wrong schema leads it into
+    except Exception as error:  # a malformed schema makes jsonschema raise errors of any kind
         told = f"the schema cannot be checked: {type(error).__name__}: {first_line(error)}"
         return told[:_LONGEST_COMPLAINT]
     if wrong is None:
@@ -43,10 +43,11 @@ def mismatch(value: object, schema: Mapping[str, Any]) -> str | None:
 
 
 def value_of_text(text: str, parsed: object, name: str, schema: Mapping[str, Any]) -> object:
-    """The value of the argument `name`, written as `text`, which is JSON of `parsed`.
+    """Value of the argument `name`: either `text`, or `parsed`, which `text` encodes as JSON.
 
-    The schema decides. Where it takes both, the JSON value is meant if the schema tells types at
-    all. Where it takes neither, the one whose error says more: an object or array is no text.
+    The schema decides. If it accepts both, the value is `parsed`, provided that the schema
+    restricts the type at all. If it accepts neither, the value is `parsed` for an object or array
+    and else `text`, which makes the error more informative.
     """
     if _accepts(name, text, schema):
         tells_types = not all(_accepts(name, sample, schema) for sample in _SAMPLES)
@@ -65,7 +66,7 @@ def _accepts(name: str, value: object, schema: Mapping[str, Any]) -> bool:
 
 def _errors(value: object, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
     draft = validator_for(schema, default=Draft202012Validator)
-    # The registry of the drafts alone: nothing is fetched.
+    # The registry contains the drafts only, so that no reference is fetched.
     return _with_unicode_patterns(draft)(dict(schema), registry=REGISTRY).iter_errors(value)
 
 
@@ -87,10 +88,10 @@ def _pattern(
 
 @lru_cache(maxsize=256)
 def own_schema(answer: str) -> Draft202012Validator:
-    """The validator of a schema that refers to nothing but itself and the drafts of JSON Schema.
+    """Validator of a schema that refers only to itself and to the drafts of JSON Schema.
 
     Raises:
-        DataError: the text is no such schema.
+        DataError: the text is not such a schema.
     """
     try:
         schema = loads(answer)

@@ -1,7 +1,7 @@
 """Strict reading of the JSON that models write.
 
-Values that JSON does not have (NaN, numbers beyond floats, lone surrogates) and those too deep to
-be written again are refused.
+Values that JSON cannot express (NaN, numbers beyond floats, lone surrogates) are refused, as are
+values that are nested too deeply to be serialised again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 from numbers import Real
 from typing import Any
 
-# Deeper values would exhaust the stack of whatever prints them again.
+# Deeper values would exhaust the stack of code that serialises them again.
 _MOST_LEVELS = 64
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value at `start`, leading space aside, and the position of its end.
+    """The JSON value at `start`, after leading space, and the position of its end.
 
     Raises:
-        ValueError: there is none, or one that `require_plain` refuses.
+        ValueError: there is no JSON value, or `require_plain` refuses it.
     """
     while start < len(text) and text[start].isspace():
         start += 1
@@ -33,7 +33,11 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """The JSON object that is the whole of `text`. Raises ValueError: as `loads`, or another."""
+    """The JSON object that is the whole of `text`.
+
+    Raises:
+        ValueError: as `loads`, or the value is not an object.
+    """
     value = loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"it is a {type(value).__name__}; write names and values in braces")
@@ -53,14 +57,14 @@ def loads(text: str) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """True for a finite number that a float can hold; a boolean is none."""
+    """True for a finite number that a float can hold; False for a boolean."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return bool(abs(value) <= sys.float_info.max)  # pyright: ignore[reportOperatorIssue]
 
 
 def require_plain(value: object) -> None:
-    """Checks that `value` can be written as JSON, encoded in UTF-8.
+    """Check that `value` can be written as JSON, encoded in UTF-8.
 
     Raises:
         ValueError: a number that is not finite, a lone surrogate, or too many levels.

@@ -1,4 +1,4 @@
-"""Libraries that only some features need: imported where they are used, checked before a run."""
+"""Optional libraries: features import them where they use them, and a run checks for them first."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from importlib.util import find_spec
 
 from distill.errors import ConfigError
 
-# Kernels that transformers uses for linear attention where they are installed.
+# Kernels that transformers uses for linear attention if they are installed.
 LINEAR_ATTENTION_INSTALL = "pip install 'isotherm[linear-attention]'"
 
 
 def has_linear_attention_kernels() -> bool:
-    """True if this machine has them: without, transformers runs reference code of plain torch."""
+    """True if the kernels are installed; otherwise transformers runs reference code in torch."""
     return find_spec("fla") is not None
 
 
 def require_library(module: str, feature: str, install: str, field: str | None = None) -> None:
-    """Raises ConfigError unless `module` is installed.
+    """Raise ConfigError unless `module` is installed.
 
     Args:
-        feature: what needs it, for people.
-        install: what pip installs it by.
-        field: the setting that asks for it, if it is known.
+        feature: name of the feature that needs it, for the message.
+        install: argument of `pip install`.
+        field: setting that enables the feature, if known.
     """
     if find_spec(module) is None:
         raise ConfigError(

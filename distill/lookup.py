@@ -1,4 +1,4 @@
-"""Names in settings and messages: known ones, and `package.module:attribute` of a user's own."""
+"""Names in settings: known names, suggestions for unknown ones, and `package.module:attribute`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from distill.errors import ConfigError
 
-# How many names a message lists.
+# Number of names that a message lists.
 _NAMED = 4
 
 
 def known_names(name: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown `name`: the nearest known one, if any, and all."""
+    """End of an error message about an unknown `name`: the nearest known name and all names."""
     near = get_close_matches(name, known, n=1)
     every = ", ".join(sorted(known))
     return f"did you mean {near[0]!r}? Known: {every}" if near else f"known: {every}"
 
 
 def path_meant(path: str, pattern: str = "*") -> str:
-    """Question after the path of nearly this name beside a missing one; else an empty string.
+    """Suggestion of an existing path in place of a similar one that is missing; "" if none.
 
     Args:
-        pattern: of the names that count; `*/` for directories.
+        pattern: glob pattern of the candidates in the same directory; `*/` for directories.
     """
     missing = Path(path)
     if missing.exists():
@@ -39,10 +39,13 @@ def path_meant(path: str, pattern: str = "*") -> str:
 
 
 def resolve(setting: str, name: str, known: Collection[str]) -> Any:
-    """The object that `package.module:attribute` names, given as the value of `setting`.
+    """Import the object that `package.module:attribute` names, the value of `setting`.
+
+    Args:
+        known: names that the setting accepts besides, for the error message.
 
     Raises:
-        ConfigError: it is of another form, and none of the `known` names; or it cannot be imported.
+        ConfigError: `name` has another form, or the object cannot be imported.
     """
     _module_of(setting, name, known)
     with _importing(setting, name):
@@ -50,11 +53,13 @@ def resolve(setting: str, name: str, known: Collection[str]) -> Any:
 
 
 def require_module(setting: str, name: str, known: Collection[str]) -> None:
-    """Check `package.module:attribute` without an import of the module, which may take seconds.
+    """Check `package.module:attribute` without importing the module, which may take seconds.
+
+    Args:
+        known: names that the setting accepts besides, for the error message.
 
     Raises:
-        ConfigError: it is of another form, and none of the `known` names; or there is no such
-            module.
+        ConfigError: `name` has another form, or there is no such module.
     """
     module = _module_of(setting, name, known)
     with _importing(setting, name):
@@ -75,7 +80,7 @@ def _module_of(setting: str, name: str, known: Collection[str]) -> str:
 
 @contextmanager
 def _importing(setting: str, name: str) -> Iterator[None]:
-    """Context of an import of the user's module, which may raise anything."""
+    """Convert any error of importing the user's module to ConfigError."""
     try:
         yield
     except Exception as error:
@@ -88,10 +93,10 @@ def _importing(setting: str, name: str) -> Iterator[None]:
 
 
 def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
-    """`resolve`, of what can be called.
+    """Import a callable by `resolve`.
 
     Raises:
-        ConfigError: see `resolve`; it cannot be called.
+        ConfigError: as `resolve`, or the object is not callable.
     """
     found = resolve(setting, name, known)
     if not callable(found):
@@ -102,7 +107,7 @@ def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few of some names, for a message."""
+    """The first few names and the number of the others, for a message."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -110,10 +115,10 @@ def listed(names: Sequence[str]) -> str:
 def require_arguments(
     setting: str, name: str, function: Callable[..., Any], *arguments: str
 ) -> None:
-    """Raises ConfigError for a function that cannot be called with so many arguments."""
+    """Raise ConfigError if a function cannot be called with `arguments`, which are their names."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not say
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(*arguments)

@@ -1,4 +1,4 @@
-"""Main memory: how much of the machine's is free, whether it is enough, and what malloc keeps."""
+"""Main memory: the free amount, a check that it is enough, and settings of malloc."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from distill.errors import ConfigError
 from distill.gpu import gib
 
-# Where a container's limit is: cgroup v2, and v1.
+# Files of a container's limit and usage: cgroup v2, and v1.
 _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-# Of memory.stat: pages of files that the kernel drops when memory is asked for.
+# Fields of memory.stat: pages of files that the kernel drops when memory is requested.
 _DROPPABLE = ("inactive_file", "active_file")
 # Parameters of glibc's malloc (mallopt(3)) and their values in bytes: the largest block that comes
 # from the heap, and how much free memory the heap keeps at its end. malloc stops adjusting both by
@@ -22,7 +22,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = (-3, 32 << 20), (-1, 128 << 20)
 
 
 def free_main_memory() -> int:
-    """Bytes of main memory that can be had now, within this container's limit."""
+    """Bytes of main memory that are available now, within this container's limit."""
     return int(min(_available(), *(_left_in(*each) for each in _CGROUPS)))
 
 
@@ -37,7 +37,7 @@ def _available() -> int:
 
 
 def _left_in(directory: Path, limit: str, used: str) -> float:
-    """Bytes below a control group's limit; infinite where there is none."""
+    """Bytes left below a control group's limit; infinite if there is no limit."""
     try:
         left = int((directory / limit).read_text()) - int((directory / used).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
@@ -57,11 +57,12 @@ def require_main_memory(needed: int, what: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what a step frees for the next step, which needs as much.
+    """Make glibc's malloc keep the memory that a step frees: the next step needs as much.
 
-    By default it returns a model's activations to the kernel, and a page fault brings back every
-    4 KiB of them: 12 of 40 ms of the teacher's CPU in a step of `benchmarks.short_answers`. Other C
-    libraries are left as they are. Processes that are forked later inherit it.
+    By default, malloc returns the memory of a model's activations to the kernel, and a page fault
+    brings back every 4 KiB: 12 of 40 ms of the teacher's CPU time in a step of
+    `benchmarks.short_answers`. Other C libraries are unaffected. Processes that are forked later
+    inherit the setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

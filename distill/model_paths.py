@@ -1,4 +1,4 @@
-"""Paths of models in settings: what they stand for, and what is wrong with them before a load."""
+"""Paths of models in settings: their meaning, and checks before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def trained_model(path: str) -> str:
     """Directory of the model that `path` names.
 
     RUN is the directory of a run and stands for its final/; RUN:STEP and RUN:best stand for the
-    models of its checkpoints. Any other path is returned as it is.
+    models of its checkpoints. Any other path is returned unchanged.
 
     Raises:
-        CheckpointError: the run keeps no such checkpoint.
+        CheckpointError: the run has no such checkpoint.
     """
     if (Path(path) / "final").is_dir() and not (Path(path) / "tokenizer.json").exists():
         return str(Path(path) / "final")
@@ -37,13 +37,13 @@ def trained_model(path: str) -> str:
 
 
 def check_model_path(path: str) -> None:
-    """Check what can be told without a read: `path` is a checkpoint's directory or a hub name.
+    """Check that `path` is a checkpoint's directory or a hub name, without reading the model.
 
-    Hub names are OWNER/NAME. Those without an owner are links to others, and mostly directories
-    that are not there.
+    Hub names are OWNER/NAME. A name without an owner is refused: on the hub it is a link to another
+    name, and in a setting it is mostly a directory that does not exist.
 
     Raises:
-        CheckpointError: there is no such directory, or it holds no checkpoint.
+        CheckpointError: there is no such directory, or it is not a checkpoint.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -73,6 +73,6 @@ def check_model_path(path: str) -> None:
 
 
 def run_remedy(path: str) -> str:
-    """The checkpoint that was meant, if `path` is the directory of a run; else nothing."""
+    """Remedy that names the trained model if `path` is the directory of a run; else ""."""
     final = Path(path) / "final"
     return f". It is a run's directory, whose trained model is {final}" if final.is_dir() else ""

@@ -1,7 +1,7 @@
-"""NCCL's settings on which learner and engines must agree, or a group of both hangs or fails.
+"""NCCL settings on which learner and engines must agree, or a group of both hangs or fails.
 
-SGLang turns both off for its servers unless the environment says otherwise, and NCCL turns them on;
-each process reads them once, when it opens its first communicator.
+Unless the environment sets them, SGLang turns both off for its servers, while NCCL turns them on.
+Each process reads them once, when it opens its first communicator.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ _AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 def nccl_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The settings of a process with this environment, and of the server that it starts."""
+    """NCCL settings for a process with this environment and for the server that it starts."""
     return {name: environment.get(name, value) for name, value in _AGREED.items()}

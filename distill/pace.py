@@ -1,11 +1,10 @@
-"""Deadlines by work: the seconds that a number of tokens may take, from measurements; and the
-counter of work by which a watcher detects progress."""
+"""Deadlines that depend on the amount of work, and the counter by which a watcher sees progress."""
 
 from __future__ import annotations
 
 # Longest time per token of a sample on a busy server, retractions included.
 SLOWEST_TOKEN_S = 0.25
-# Longest time per prompt token where many requests are queued: 500 tokens per second.
+# Longest time per prompt token while many requests are queued: 500 tokens per second.
 SLOWEST_PREFILL_S = 0.002
 # Bytes per second read from a slow shared disk.
 LOADED_A_S = 100_000_000

@@ -3,9 +3,9 @@
     the student saw    prompt    y1 ... yn   observed   y ...
     the teacher sees   context   y1 ... yn   observed   y ...
 
-The context stands for as many leading tokens as the first observation has, and for nothing else:
-every later token, trained or not, is the same on both sides, `len(context_T) - replaced` places
-further on at the teacher's. Served and local teachers both ask here.
+The context replaces the tokens of the first observation, and nothing else: every later token,
+trained or not, is the same on both sides, shifted by `len(context_T) - replaced` positions for the
+teacher. Served and local teachers both use this module.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from distill.errors import DataError
 def in_context(
     values_T: np.ndarray[Any, Any], context_T: np.ndarray[Any, Any], replaced: int
 ) -> np.ndarray[Any, Any]:
-    """The values with those of the context in place of the first `replaced`."""
+    """Replace the first `replaced` values with those of the context."""
     return np.concatenate([context_T, values_T[replaced:]])
 
 
 def check_context(
     context_T: np.ndarray[Any, Any] | None, replaced: int, first: int, what: str
 ) -> None:
-    """Raises DataError for a context that cannot stand for `replaced` tokens, all before the first
-    that is sampled or trained, at `first`; or for a number without a context."""
+    """Raise DataError if a context cannot replace `replaced` tokens.
+
+    Args:
+        replaced: number of replaced tokens; 0 without a context.
+        first: index of the first token that is sampled or trained; replaced tokens precede it.
+        what: name of `replaced` for the message.
+    """
     if context_T is None:
         if replaced != 0:
             raise DataError(

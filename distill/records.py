@@ -22,7 +22,7 @@ from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
 
 # Treatment of groups that cannot be trained in time (cluster/queue/step_rule.py).
 OnStale = Literal["wait", "train_late", "restart"]
-# Reason for setting aside a group without a fault, which a step has passed over.
+# Reason for setting aside a group without a fault that a step has skipped.
 CONSTANT_REWARD = "all members have the same reward"
 
 
@@ -50,7 +50,7 @@ class TrajectoryId(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Identifies a training row, which is a segment: its trajectory, and its index within it."""
+    """Identifies a training row, which is a segment: its trajectory, and its index there."""
 
     group_id: int
     member: int
@@ -72,11 +72,11 @@ class TrajectorySource(Protocol):
     """Source from which a learner's worker fetches the trajectories of taken groups."""
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
-        """Fetch trajectories. Raises on a deadline.
+        """Fetch trajectories. Raises an error if a deadline passes.
 
         Args:
-            ahead: the groups may be taken later. Up to and including the next call for groups
-                that were taken, the same trajectory is the same object.
+            ahead: if True, the groups have not been taken yet, and may be taken later. Up to and
+                including the next call without `ahead`, a trajectory is always the same object.
         """
         ...
 
@@ -87,9 +87,9 @@ Sum: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGroupMeta:
-    """A `TrajectoryGroup` without its tokens: all that queue and learner's leader read of it.
+    """A `TrajectoryGroup` without its tokens: all that the queue and the learner's leader read.
 
-    It has at most a hundredth of the group's size. It determines which rows run together and on
+    Its size is at most a hundredth of the group's. It determines which rows run together and on
     which learner worker, the advantages within the group, and the metrics of the samples.
 
     Attributes:
@@ -97,11 +97,11 @@ class TrajectoryGroupMeta:
         segments_G: number of segments of each trajectory.
         tokens_S, actions_S: numbers of all tokens, and of sampled tokens, of each segment.
         first_actions_S: index of the first sampled token in each segment.
-        contexts_S: digests of the tokens before the first sampled one.
+        contexts_S: digests of the tokens before the first sampled token.
         prefixes_S: digests of the same tokens without the last, which predicts the first action.
         constant_reward, scored_by: as in the group.
         oldest_version: oldest weight version that sampled a token.
-        sums: sums for the metrics, by name; without those that the group does not have.
+        sums: sums for the metrics, by name; sums that the group lacks are omitted.
     """
 
     group_id: int
@@ -186,12 +186,11 @@ class StepGroups:
         set_aside: reason for each id that the step's weights account for without training on it,
             ids of earlier weights excluded.
         overdue: number of groups that are older than `max_staleness`.
-        begun_again: number of restarts of its groups because they were overdue, in total.
+        begun_again: number of restarts of the step's groups because they were overdue, in total.
         replaced: reward of each group of constant reward that the step skips, by id.
         start_max: weight versions since the first lease of the group that was leased first; None:
             unknown.
-        queued: number of groups beside the step's that had arrived when the step was taken; None:
-            no queue.
+        queued: number of other groups that had arrived when the step was taken; None: no queue.
         epoch: epoch of the queue in which the step was taken (see `Lease`).
     """
 
@@ -234,10 +233,11 @@ class StepGroups:
 class TrainedGroups:
     """The prompt groups that a set of weights accounts for: the state for exactly-once training.
 
-    Immutable. Steps take groups approximately in order of id, and set aside those that could not be
-    made: a watermark, the set-aside ids below it and the few trained ids above it describe the set.
+    Immutable. Steps take groups approximately in order of id, and set aside groups that could not
+    be produced: a watermark, the set-aside ids below it and the few trained ids above it describe
+    the set.
 
-    Every id below `watermark` was trained, except those set aside, and so were those in `above`.
+    Every id below `watermark` was trained, except the set-aside ids; so was every id in `above`.
     `group_id in trained` is True for the trained ids, and `len(trained)` counts them.
     """
 

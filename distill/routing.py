@@ -1,11 +1,11 @@
 """Experts of a mixture that tokens were routed to: engines record them, the learner replays them.
 
-A layer's router picks K of E experts for each token. Where two are nearly as good, the last bits of
-a sum decide, and an engine's are not the learner's: the same token goes through other weights
-there. Replayed, it does not (Ma et al. 2025, arXiv:2510.11370).
+A layer's router picks K of E experts for each token. If two experts score almost equally, rounding
+decides, and rounds differently in an engine and in the learner: the same token passes through
+different weights. Replaying the engine's experts prevents that (Ma et al. 2025, arXiv:2510.11370).
 
-Recorded experts are ids of shape (tokens, layers, K), of all of the model's layers: those without
-experts have 0. A token of which nobody knows has `unknown_expert(dtype)` throughout.
+Recorded experts are ids of shape (tokens, layers, K), for all layers of the model: layers without
+experts have 0. A token whose experts are unknown has `unknown_expert(dtype)` throughout.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# uint8, or uint16 where there are more experts.
+# uint8, or uint16 if uint8 cannot hold the ids.
 ExpertArray: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
-# What configs call the number of experts of a layer.
+# Names of the number of experts of a layer in model configs.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureShape:
-    """A mixture of experts: its layers (those without experts, too), E and K."""
+    """Shape of a mixture of experts: number of layers (also those without experts), E and K."""
 
     layers: int
     experts: int
@@ -34,7 +34,7 @@ class MixtureShape:
 
     @classmethod
     def of(cls, config: Any) -> MixtureShape | None:
-        """That of a Hugging Face config; None of a dense model's."""
+        """Shape of the mixture in a Hugging Face config; None for a dense model."""
         text = config.get_text_config()
         counts = (getattr(text, name, None) for name in _EXPERTS)
         experts = next((count for count in counts if isinstance(count, int) and count > 1), None)
@@ -45,20 +45,20 @@ class MixtureShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest that holds every id, and one more for unknown ones."""
+        """The smallest dtype that holds every id, and one more for unknown experts."""
         return _UINT8 if self.experts <= unknown_expert(_UINT8) else _UINT16
 
 
 def unknown_expert(dtype: np.dtype[Any]) -> int:
-    """The id that no expert has."""
+    """Id that stands for an unknown expert."""
     return int(np.iinfo(dtype).max)
 
 
 def merged_experts(length: int, pieces: list[tuple[int, ExpertArray]]) -> ExpertArray | None:
-    """Experts of a chain of `length` tokens, from those that became known turn by turn.
+    """Combine the experts of a chain of `length` tokens, recorded turn by turn.
 
     Args:
-        pieces: (position of the first token, its experts and those of the tokens after it).
+        pieces: (position of the first token, experts of it and of the tokens that follow).
     """
     if not pieces:
         return None

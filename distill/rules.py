@@ -5,9 +5,9 @@
 
 A rule refuses a value with a ConfigError that names the setting, the value and the reason. Rules
 refer to other settings by their path in a run's settings (`checkpoint.every`), in an environment by
-name. They are checked whenever an object with the setting is made; a rule about settings that the
-object lacks is left to an object that has them all: for those of a section, the run's settings. The
-constructors of rules stand below; a condition that they cannot state stays a `chz.validate` method.
+name. They are checked whenever an object with the setting is created. If the object lacks a setting
+that a rule refers to, an object that has both checks the rule: for a section, the run's settings. A
+condition that none of the constructors below can express is a `chz.validate` method.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distill.json_values import is_number
 from distill.lookup import known_names
 
 _RULES = "rules"
-# Characters of a refused value that are shown.
+# Number of characters of a refused value in a message.
 _SHOWN = 120
 # Value of a setting that an object does not have.
 ABSENT: Final = object()
@@ -42,11 +42,11 @@ class Rule:
     Attributes:
         text: the condition, for help texts: "at least 1".
         holds: whether `(settings, value)` meets it.
-        problem: what is wrong, and the remedy; text that follows `name=value`.
-        other: name of the other setting that it depends on, if any.
-        allows: values that just meet it.
-        refuses: values that just fail it.
-        only_given: if True, a setting with its default value meets it.
+        problem: text of the problem and the remedy, which follows `name=value`.
+        other: name of the other setting that the condition depends on, if any.
+        allows: values that just meet the condition.
+        refuses: values that just fail the condition.
+        only_given: if True, a setting with its default value meets the condition.
     """
 
     text: str
@@ -68,7 +68,7 @@ def setting(*rules: Rule, metadata: Mapping[str, Any] | None = None, **field: An
 
 
 def rules_of(field: Field) -> tuple[Rule, ...]:
-    """Rules of a field that `setting` declares; none for other fields."""
+    """Rules of a field that `setting` declared; empty for other fields."""
     return (field.metadata or {}).get(_RULES, ())
 
 
@@ -82,7 +82,7 @@ def get(settings: Any, path: str) -> Any:
     """Value of a setting by its path; `ABSENT` if the object lacks it.
 
     Args:
-        settings: a run's settings, or a section of them, to which `within` leads in paths.
+        settings: a run's settings, or one of their sections, whose paths begin with its `within`.
     """
     for name in path.removeprefix(getattr(settings, "within", "")).split("."):
         settings = getattr(settings, name, ABSENT)
@@ -91,7 +91,7 @@ def get(settings: Any, path: str) -> Any:
 
 @chz.chz
 class WithSections:
-    """Settings with sections. Checks the rules of their settings about others outside."""
+    """Settings with sections. Checks the sections' rules about settings of other sections."""
 
     @chz.validate
     def _settings_of_sections_agree(self) -> None:
@@ -106,20 +106,20 @@ class WithSections:
 
 
 def _path(settings: Any, name: str) -> str:
-    """Path of a setting: those of an environment begin with `env.`."""
+    """Path of a setting; for a setting of an environment it begins with `env.`."""
     within = getattr(settings, "within", "")
     return name if name.startswith(within) else within + name
 
 
 def _check(rule: Rule, settings: Any, attribute: str) -> None:
-    """Check a rule of a field of `settings`: a validator of chz."""
+    """Check a rule of a field of `settings`; chz calls this as a validator."""
     name = attribute.removeprefix("X_")
     field = chz.chz_fields(settings)[name]
     _require(rule, settings, _path(settings, name), getattr(settings, attribute), field)
 
 
 def _require(rule: Rule, settings: Any, path: str, value: Any, field: Field) -> None:
-    """Raises ConfigError if the value of the setting at `path` breaks a rule.
+    """Raise ConfigError if the value of the setting at `path` breaks a rule.
 
     A rule about a setting that `settings` lacks is not checked.
     """
@@ -176,7 +176,7 @@ def _bound(
     )
 
 
-# The value is a number of objects that are in memory at once, such as samples of a prompt.
+# The value is a number of objects that are in memory together, such as samples of a prompt.
 IN_MEMORY: Final = at_most(1_000_000, "each takes memory of its own")
 
 
@@ -203,7 +203,7 @@ def ends_in(suffix: str, why: str) -> Rule:
 
 
 def readable_as(what: str, read: Callable[[str], object], *, allows: str, refuses: str) -> Rule:
-    """The value is a text that `read` takes: a regular expression, a date, JSON."""
+    """The value is a text that `read` accepts: a regular expression, a date, JSON."""
 
     def complaint(value: str) -> str:
         try:
@@ -243,14 +243,14 @@ def multiple_of(other: str, why: str) -> Rule:
 
 
 def never(value: Any, why: str) -> Rule:
-    """One value is refused, for a reason."""
+    """The value is not `value`; the message is `why`."""
     return Rule(
         f"not {value}", lambda _, given: given != value, lambda _, __: why, refuses=(value,)
     )
 
 
 def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
-    """The setting changes something only if `other` has one of `values`, by default any but 0."""
+    """The setting has an effect only if `other` has one of `values`, by default any but 0."""
     options = _options(values)
 
     def holds(settings: Any, _: Any) -> bool:
@@ -272,7 +272,10 @@ def needs(other: str, *values: Any, remedy: str = "leave it out") -> Rule:
 
 
 def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of them out") -> Rule:
-    """The setting cannot be given if `other` has one of `values`, by default any at all."""
+    """The setting cannot be given if `other` has one of `values`, by default any value.
+
+    None and False do not count as values.
+    """
 
     def holds(settings: Any, _: Any) -> bool:
         found = get(settings, other)
@@ -288,7 +291,7 @@ def not_with(other: str, *values: Any, why: str, remedy: str = "leave one of the
 
 
 def only_for(value: Any, rule: Rule) -> Rule:
-    """A rule about other settings that only one value of the setting has to meet."""
+    """A rule about other settings that applies only if the setting has this value."""
     return replace(
         rule,
         text=f"{value}: {rule.text}",

@@ -1,7 +1,8 @@
-"""Sampling parameters. Two types on purpose: one that losses accept, one that they do not.
+"""Sampling parameters: `TrainSampling`, which losses accept, and `EvalSampling`, which they refuse.
 
-`TrainSampling.temperature` is the one home of the rollout temperature T (T > 0, no truncation).
-It is copied into every `Segment`; teacher, learner and calibration read it from the data.
+`TrainSampling.temperature` is the only place of the rollout temperature T (T > 0, no truncation) in
+the settings. It is copied into every `Segment`; teacher, learner and calibration read it from the
+data.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from distill.errors import ConfigError
 from distill.json_values import is_number
 
-# log softmax(z) itself, q_1: what a server returns that forgets T, and what the bias meter holds
-# KL(p_T || q_T) against. The one literal temperature of this project.
+# Temperature of the unscaled distribution softmax(z), q_1. A server that ignores T scores at it,
+# and the bias meter compares the KL against q_1 with KL(p_T || q_T). The only literal temperature
+# in this project.
 UNSCALED = 1.0
 
 
 def check_temperature(temperature: float, field: str) -> None:
-    """Raises ConfigError unless `temperature` is a finite number above zero."""
+    """Raise ConfigError unless `temperature` is a finite number above zero."""
     if not is_number(temperature):
         raise ConfigError(
             f"{field}={temperature!r} is not a finite number; give one above 0", field=field
@@ -39,7 +41,7 @@ def _check_max_new_tokens(max_new_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSampling:
-    """Sampling of rollouts that are trained on: softmax(z / T), nothing truncated.
+    """Sampling of rollouts for training: softmax(z / T), without truncation.
 
     There is deliberately no top_p, top_k or min_p: truncated rollouts are not samples of p_T.
 
@@ -57,14 +59,14 @@ class TrainSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSampling:
-    """Sampling of your serving decoder, for evaluation only: no loss accepts what it produced.
+    """Sampling for evaluation, as your serving decoder does it: no loss accepts such samples.
 
-    temperature 0 is greedy. top_p = 1 and top_k = 0 truncate nothing. `num_samples` responses are
-    sampled to each prompt.
+    Temperature 0 is greedy. top_p = 1 and top_k = 0 truncate nothing. `num_samples` responses are
+    sampled for each prompt.
 
     Raises:
         ConfigError: a temperature or a length out of range. The settings of commands and recipes
-            have the ranges of all.
+            check the ranges of all fields.
     """
 
     temperature: float

@@ -1,7 +1,8 @@
 """Sections, names and metadata of settings.
 
 A setting is a field of a chz class. The settings of one part of a run are declared once, in a class
-that stands with that part. A run holds it as a section, which the part is given whole.
+next to the code of that part. A run's settings contain an object of that class as a section, and
+the part receives the whole section.
 
     @chz.chz
     class CheckpointSettings:
@@ -9,7 +10,7 @@ that stands with that part. A run holds it as a section, which the part is given
         within: ClassVar[str] = "checkpoint."
         every: int = setting(at_least(1), default=10, doc="...", metadata=MAY_CHANGE)
 
-    class CommonConfig(...):                                       a run's: checkpoint.every=5
+    class CommonConfig(...):                                       a run: checkpoint.every=5
         checkpoint: CheckpointSettings = section_field(CheckpointSettings)
 """
 
@@ -29,16 +30,16 @@ from distill.errors import ConfigError
 
 Settings = TypeVar("Settings")
 
-# Flags of a field, as its metadata; joined by |.
-# A resumed run may change it: nothing that a step computes depends on it.
+# Flags of a field, as its metadata; combined by |.
+# A resumed run may change the setting: nothing that a step computes depends on it.
 MAY_CHANGE: Final[dict[str, Any]] = {"may_change": True}
 # One of the dozen settings that matter first.
 ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
-# Looked for before a run: package.module:attribute, if a colon is in the value; an adapter.
+# Looked up before a run: package.module:attribute, if the value has a colon; an adapter.
 FUNCTION: Final[dict[str, Any]] = {"path": "function"}
 ADAPTER: Final[dict[str, Any]] = {"path": "adapter"}
 _SECTION = "section"
-# Names of settings that are no last names of their paths, and last names of several.
+# Short names that are not the last name of their path, or are the last name of several paths.
 _SHORT: Final[Mapping[str, str]] = {
     "student": "model.path",
     "prompts": "data.source",
@@ -70,7 +71,7 @@ def with_default(part: type, name: str, default: Any) -> Any:
 
 
 def section_field(kind: type, **field: Any) -> Any:
-    """Field that holds a section: an object with the settings of one part of a run.
+    """Field that contains a section: an object with the settings of one part of a run.
 
     The ClassVar `within` of `kind` is the field's name and a dot. Keyword arguments are those of
     `chz.field`.
@@ -80,12 +81,12 @@ def section_field(kind: type, **field: Any) -> Any:
 
 
 def is_section(field: Field) -> bool:
-    """True if the field holds a section."""
+    """True if the field contains a section."""
     return _SECTION in (field.metadata or {})
 
 
 def shown_fields(kind: type) -> Mapping[str, Field]:
-    """Fields of `kind` that a user may set: all but those that the ClassVar `hidden` names.
+    """Fields of `kind` that a user may set: all except those named in the ClassVar `hidden`.
 
     A section that a recipe narrows hides the settings that the recipe does not have.
     """
@@ -94,7 +95,7 @@ def shown_fields(kind: type) -> Mapping[str, Field]:
 
 
 def kind_of(section: Field) -> type:
-    """Class of a field that holds a section."""
+    """Class of the section that a field contains."""
     kind: Any = section._default_factory
     return kind
 
@@ -112,22 +113,25 @@ def fields_of(kind: type) -> Mapping[str, Field]:
 
 
 def short_names(kind: type) -> dict[str, str]:
-    """Paths of settings of `kind` by short names that are no last names: `student`."""
+    """Paths of settings of `kind` by short name, such as `student`."""
     return {name: path for name, path in _SHORT.items() if path in fields_of(kind)}
 
 
 def other_names(kind: type, path: str) -> list[str]:
-    """Names of a setting that are no parts of its path's end: `student`, or its section's."""
+    """Names of a setting beside the ends of its path: short names, and the name of its section.
+
+    Only the main setting of a section has the section's name.
+    """
     short = [name for name, meant in short_names(kind).items() if meant == path]
     return [*short, *[path.rpartition(".")[0]] * _is_main(kind, path)]
 
 
 def meant_by(kind: type, name: str) -> list[str]:
-    """Paths of the settings, or the section, of `kind` that a user's name stands for.
+    """Paths of the settings, or the section, of `kind` that a user's name may stand for.
 
     A name is, in this order: a path (`checkpoint.every`); a short name (`temperature`); section and
-    field joined by `_` (`checkpoint_every`); the last name of one path (`keep_last`). What follows
-    the name of a setting that is an object itself (`env.max_turns`) stays as it is.
+    field joined by `_` (`checkpoint_every`); the last name of a path (`keep_last`). If a setting is
+    an object itself, the part of the name after it (`env.max_turns`) is kept unchanged.
     """
     fields = fields_of(kind)
     head, dot, rest = name.partition(".")
@@ -141,10 +145,10 @@ def meant_by(kind: type, name: str) -> list[str]:
 
 
 def path_of(kind: type, name: str) -> str:
-    """Path of the setting of `kind` that a user's name stands for; an unknown name itself.
+    """Path of the setting of `kind` that a user's name stands for; an unknown name is unchanged.
 
     Raises:
-        ConfigError: it may be one of several settings.
+        ConfigError: the name may stand for several settings.
     """
     meant = meant_by(kind, name)
     if len(meant) > 1:
@@ -153,9 +157,9 @@ def path_of(kind: type, name: str) -> str:
 
 
 def setting_of(kind: type, path: str, value: Any) -> str:
-    """Path of the setting that a value is for: with a plain value, `teacher` is `teacher.model`.
+    """Path of the setting that a value sets: with a plain value, `teacher` is `teacher.model`.
 
-    The ClassVar `main` of a section's class is the name of that setting.
+    The ClassVar `main` of a section's class is the name of the setting that a plain value sets.
     """
     field = chz.chz_fields(kind).get(path)
     if field is None or not is_section(field) or isinstance(value, Mapping) or chz.is_chz(value):
@@ -170,7 +174,7 @@ def _is_main(kind: type, path: str) -> bool:
 
 
 def by_path(tree: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Values by path: `{"env": {"max_turns": 3}}` is `{"env.max_turns": 3}`."""
+    """Values by path: `{"env": {"max_turns": 3}}` becomes `{"env.max_turns": 3}`."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -181,15 +185,15 @@ def by_path(tree: Mapping[str, Any], within: str = "") -> dict[str, Any]:
 
 
 def by_names(kind: type[Settings], /, **values: Any) -> Settings:
-    """Make settings of the class `kind` from values by name; a mapping gives those within one."""
+    """Create settings of the class `kind` from values by name, which may be nested."""
     return chz.Blueprint(kind).apply(_given(kind, values)).make()
 
 
 def changed(settings: Settings, /, **changes: Any) -> Settings:
-    """Copy settings with some changed. A default that depends on a changed setting follows it.
+    """Copy settings with some values changed. A default that depends on one of them follows it.
 
     Args:
-        changes: values by name; a mapping changes the settings within one.
+        changes: values by name; a mapping changes settings within a section or an object.
     """
     kind = type(settings)
     given = _given(kind, changes)
@@ -202,7 +206,7 @@ def changed(settings: Settings, /, **changes: Any) -> Settings:
 
 
 def _given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by path, of those by a user's names."""
+    """Convert values by users' names to values by path."""
     return {
         setting_of(kind, path_of(kind, name), value): value
         for name, value in by_path(values).items()
@@ -210,7 +214,7 @@ def _given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def may_change_but(identity: Callable[[Any], Any]) -> dict[str, Any]:
-    """Flag of a setting of which a resumed run must keep `identity(value)` alone."""
+    """Flag of a setting of which a resumed run must keep only `identity(value)`."""
     return {"identity": identity}
 
 
@@ -233,7 +237,7 @@ def declarer_of(kind: type, path: str) -> type:
 
 
 def section_of(kind: type, path: str) -> Section | None:
-    """The section of --help of the class that declares a setting of `kind`, if it has one."""
+    """Section of --help that lists a setting of `kind`: that of the class that declares it."""
     return declarer_of(kind, path).__dict__.get("section")
 
 

@@ -1,11 +1,11 @@
-"""Hidden states that a model's vocabulary projection turns into distributions, as plain bytes.
+"""Hidden states that a model's vocabulary projection turns into distributions, as numpy arrays.
 
-A teacher's engine gives those of the trained positions, and the learner applies the teacher's head
-to them (`learner.frozen.TeacherHead`): log q_T at every token of the vocabulary, at any T, for the
-bytes of one state per trained token.
+A teacher's engine returns the hidden states at the trained positions, and the learner applies the
+teacher's head to them (`learner.frozen.TeacherHead`). Transferring one state per trained token thus
+gives log q_T at every token of the vocabulary, at any T.
 
-numpy has no bfloat16, so values of 16 bits are kept as uint16 beside the name of their dtype.
-Rollout workers pass states on, so nothing here imports torch before a tensor is asked for.
+numpy has no bfloat16, so values of 16 bits are stored as uint16 together with the name of their
+dtype. Rollout workers forward states without torch, so only functions with tensors import it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distill.types import BoolArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-# dtype of a model -> dtype of the array that holds its values.
+# dtype of a model -> dtype of the array that stores its values.
 _STORED = {"float32": np.dtype(np.float32)} | dict.fromkeys(
     ("bfloat16", "float16"), np.dtype(np.uint16)
 )
@@ -30,14 +30,14 @@ _STORED = {"float32": np.dtype(np.float32)} | dict.fromkeys(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HiddenStates:
-    """The last hidden state at each of N positions, after the final norm: what the head is given.
+    """The last hidden state at each of N positions, after the final norm: the input of the head.
 
     Attributes:
         values_NH: float32, or the bits of bfloat16 or float16 as uint16.
         dtype: dtype of the values: float32, bfloat16 or float16.
 
     Raises:
-        DataError: another dtype, or values that are not stored as it is.
+        DataError: another dtype, or values that are not stored in its form.
     """
 
     values_NH: np.ndarray
@@ -69,7 +69,7 @@ class HiddenStates:
         """States of `rows` positions from their little-endian bytes.
 
         Raises:
-            DataError: the bytes are of no such states.
+            DataError: the dtype is unknown, or the number of bytes does not fit.
         """
         stored = _STORED.get(dtype)
         if stored is None or not rows or not content or len(content) % (rows * stored.itemsize):
@@ -78,7 +78,7 @@ class HiddenStates:
 
     @classmethod
     def rounded(cls, values_NH: np.ndarray, dtype: str) -> HiddenStates:
-        """States from float32 numbers, rounded to the model's dtype, in which they are exact."""
+        """States from float32 numbers that are exact in the model's dtype, converted to it."""
         import torch
 
         states_NH = torch.from_numpy(np.ascontiguousarray(values_NH, np.float32))
@@ -89,12 +89,12 @@ class HiddenStates:
         return self.values_NH.shape[1]
 
     def at(self, positions_N: BoolArray) -> HiddenStates:
-        """States of some positions, by a mask over all N."""
+        """States of some positions, given by a mask over all N."""
         return replace(self, values_NH=self.values_NH[positions_N])
 
 
 def joined(parts: Sequence[HiddenStates], device: str) -> Tensor:
-    """States of several rows, end to end, in their own dtype: shape (N, H)."""
+    """Concatenate the states of several rows, in their own dtype: shape (N, H)."""
     import torch
 
     [dtype] = {part.dtype for part in parts}

@@ -1,9 +1,9 @@
 """Stop tokens of a run: the ids at which a response ends, for all parts of the run.
 
 A student and a teacher may end with different tokens: a base model with `<|endoftext|>`, its
-instruction-tuned version with `<|im_end|>`. The decision to stop is one event nevertheless. If they
-differ, the stop tokens are therefore one outcome of the next token: its log-prob is that of all of
-them together, log sum_s p_T(s), for policy, teacher and learner alike, whichever was sampled.
+instruction-tuned version with `<|im_end|>`. The decision to stop is one event nevertheless. If the
+models' stop tokens differ, they are therefore one outcome of the next token: whichever is sampled,
+its log-prob is that of all stop tokens together, log sum_s p_T(s), for policy, teacher and learner.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StopTokens:
     def of(cls, ends: Iterable[Collection[int] | None], chosen: Collection[int] = ()) -> StopTokens:
         """Stop tokens of models that end at `ends`, one entry per model; None: unknown.
 
-        The ids are those `chosen`, or else all at which any of the models ends. They are one event
-        unless every model ends at exactly these.
+        The ids are `chosen`, or else all ids at which any of the models ends. They are one event
+        unless every model ends at exactly these ids.
         """
         known = list(ends)
         ids = set(chosen) or {id_ for of_one in known for id_ in of_one or ()}
@@ -78,7 +78,7 @@ class StopSettings:
     def stops(
         self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[Collection[int] | None]
     ) -> StopTokens:
-        """The run's stop tokens; `ends` as `StopTokens.of` takes them.
+        """The run's stop tokens; `ends` as in `StopTokens.of`.
 
         Raises:
             ConfigError: an entry of `stop_tokens` is no token.
@@ -92,12 +92,12 @@ def hits(tokens_N: TokenArray, event: Collection[int]) -> np.ndarray:
 
 
 def merged(event: Collection[int]) -> int:
-    """Number of event tokens beyond the first, which are no outcome of their own."""
+    """Number of event tokens beyond the first: tokens that are not outcomes of their own."""
     return max(0, len(event) - 1)
 
 
 def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of tokens given as text or by id, with commas between them.
+    """Ids of tokens given as text or by id, separated by commas.
 
     Raises:
         ConfigError: an entry is no token; the message names it.

@@ -1,4 +1,4 @@
-"""Tokenizers: loading, fingerprints, and the differences of two."""
+"""Tokenizers: loading, fingerprints, and comparison."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer; never runs code that the checkpoint brings along.
+    """Load a checkpoint's tokenizer. Code in the checkpoint is never run.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the checkpoint has no tokenizer, or it cannot be read.
     """
-    from transformers import AutoTokenizer  # imports torch, its compiler, and every model's names
+    from transformers import AutoTokenizer  # slow: torch, its compiler, the names of all models
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # json, OSError, ValueError, KeyError: a corrupt file has many faces
+    except Exception as error:  # a corrupt file raises json errors, OSError, ValueError, KeyError
         raise CheckpointError(
             f"cannot load a tokenizer from {path!r}: {first_line(error)}{run_remedy(path)}"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer of the model's kind where the files are missing
+        # transformers creates an empty tokenizer of the model's kind if the files are missing
         raise CheckpointError(f"cannot load a tokenizer from {path!r}: it holds no vocabulary")
     return tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Facts that must agree between two tokenizers for their token ids to mean the same."""
+    """Facts that must agree between two tokenizers for their token ids to be interchangeable."""
 
     vocab_hash: str
     vocab_len: int
@@ -66,7 +66,7 @@ PROBE_CHAT = ({"role": "user", "content": "What is 12 + 345?"},)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerProbe:
-    """Token ids of known texts: comparable where only a server can be asked.
+    """Token ids of fixed texts, for comparing tokenizers if only a server can be queried.
 
     Attributes:
         texts: token ids of each of `PROBE_TEXTS`, without special tokens.
@@ -78,7 +78,7 @@ class TokenizerProbe:
     chat: tuple[int, ...] | None
 
     def digest(self) -> str:
-        """A short name for all of it."""
+        """Short hash of all the token ids."""
         return _hash(json.dumps([self.texts, self.chat]))
 
 
@@ -98,10 +98,10 @@ def probe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
 def check_same_tokenizer(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase
 ) -> None:
-    """A teacher scores the student's token ids as they are, so both must mean the same by them.
+    """Check that two tokenizers agree: a teacher scores the student's token ids unchanged.
 
     Raises:
-        ConfigError: names the first difference.
+        ConfigError: they differ; the message names the first difference.
     """
     difference = first_difference(student, teacher)
     if difference:
@@ -118,7 +118,11 @@ def first_difference(
     to_a: str = "to the student",
     to_b: str = "to the teacher",
 ) -> str | None:
-    """The first way in which two tokenizers differ, in words that say whose; None: in none."""
+    """Description of the first difference between two tokenizers; None if there is none.
+
+    Args:
+        to_a, to_b: names of the two sides in the description.
+    """
     ids_a, ids_b = _tokens_by_id(a), _tokens_by_id(b)
     for token_id in sorted(ids_a.keys() | ids_b.keys()):
         token_a, token_b = ids_a.get(token_id), ids_b.get(token_id)

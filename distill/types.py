@@ -52,7 +52,7 @@ class StopReason(StrEnum):
     EOS = "eos"  # the model sampled one of its end-of-sequence tokens
     LENGTH = "length"  # max_new_tokens or the context's end
     ABORTED = "aborted"  # cancelled from outside; the tokens so far are kept
-    DONE = "done"  # the environment has ended: a game is over, say
+    DONE = "done"  # the environment has ended: for example, a game is over
     TURNS = "turns"  # the environment's limit on turns
     TIME = "time"  # the environment's limit on seconds
 
@@ -75,14 +75,14 @@ def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.nda
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopLogprobs:
-    """Log-probs of K tokens at each of N positions; what is left of each is the tail.
+    """Log-probs of K tokens at each of N positions; the rest of each distribution is the tail.
 
     Attributes:
         ids_NK: int32 token ids, distinct within a row.
         logprobs_NK: float32 log-probs at the temperature of the segment (or score) they belong to.
 
     Raises:
-        DataError: shapes differ, or a row is no part of a distribution.
+        DataError: shapes differ, or a row cannot be part of a distribution.
     """
 
     ids_NK: npt.NDArray[np.int32]
@@ -132,36 +132,37 @@ class Segment:
     """One flat token chain, exactly as the model saw it. All `_T` arrays have the same length.
 
     Attributes:
-        tokens_T: int32 token ids: what was observed and what was sampled, in order.
+        tokens_T: int32 token ids, observed and sampled, in order.
         action_mask_T: True where the policy sampled the token. Position 0 is never an action.
         behaviour_logprobs_T: float32 log p_T(y_t | y_<t) of the sampling engine; 0 elsewhere.
         versions_T: int32 weight version that sampled the token; -1 elsewhere.
-        temperature: the T of both log-prob arrays, and of the loss. Its only home in the data.
+        temperature: the T of both log-prob arrays, and of the loss. The only place of T in the
+            data.
         first_action: index of the first action token, at least 1.
         teacher_logprobs_T: float32 log q_T(y_t | y_<t), at the same T; None until scored.
-        teacher_logprobs_q1_T: the teacher's log-probs *unscaled* (q_1). Read by the bias meter
-            only; no loss touches it. None where it was not asked for.
-        policy_top_ids_NK: int32 ids of the policy's likeliest tokens, one row per action token:
-            where the teacher is to be asked. None: not there, or asked already.
+        teacher_logprobs_q1_T: the teacher's *unscaled* log-probs (q_1). Only the bias meter reads
+            them; no loss does. None if not requested.
+        policy_top_ids_NK: int32 ids of the policy's likeliest tokens, one row per action token, at
+            which the teacher is to be scored. None: not requested, or scored already.
         teacher_top: the teacher's log-probs at T of several tokens, its own likeliest or the
-            policy's, one row per action token; None where the objective needs none.
+            policy's, one row per action token; None if the objective needs none.
         teacher_states: the teacher's hidden states, one per action token, for its head in the
-            learner (`distill.states`); on the way to the learner a reference to them, which the
-            actor of the teacher's engine owns. None where the objective needs none, and in kept
+            learner (`distill.states`). On the way to the learner it is a reference to them, owned
+            by the actor of the teacher's engine. None if the objective needs none, and in kept
             groups.
         teacher_context_T: int32 tokens that the teacher sees in place of the first
             `teacher_replaces`: a privileged context, such as a hint (`distill.privileged`). None:
-            the same as the policy's.
-        teacher_replaces: length of the episode's first observation where there is such a context;
-            0 without one.
+            the teacher sees the policy's tokens.
+        teacher_replaces: length of the episode's first observation if there is such a context;
+            else 0.
         reference_logprobs_T: float32 log-probs of the reference policy, at T; None without one.
         bonuses_T: float32 reward of single tokens, from the environment; None: no such rewards.
-        experts_TLK: the experts of a mixture that the engine routed each token to, as
-            `distill.routing` has them; None: a dense policy, or nobody replays them.
-        teacher_version: weight version of the teacher that gave its log-probs, where it is the
-            policy itself as it trains; None: its weights never change.
-        scored_by: the engines that gave the teacher's and the reference's log-probs, by the numbers
-            of their lives (`Score.scored_by`); of what a teacher sampled, its own.
+        experts_TLK: experts of a mixture that the engine routed each token to, in the format of
+            `distill.routing`; None: a dense policy, or no replay.
+        teacher_version: weight version of the teacher that scored, if the teacher follows the
+            policy; None: its weights never change.
+        scored_by: numbers of the replicas that computed the teacher's and the reference's log-probs
+            (`Score.scored_by`); of tokens that a teacher sampled, the teacher's replica.
     """
 
     tokens_T: TokenArray
@@ -195,7 +196,7 @@ class Segment:
 class Trajectory:
     """One episode: its segments in order, its reward, and why it ended.
 
-    `reward_counts` is False where the reward says nothing, as of an episode that was cut off.
+    `reward_counts` is False if the reward is meaningless, as for an episode that was cut off.
     """
 
     segments: tuple[Segment, ...]
@@ -209,15 +210,18 @@ class Trajectory:
 class TrajectoryGroup:
     """The G trajectories of one prompt: the unit of delivery and of advantage.
 
-    `group_id` is the prompt's place in the run's seeded prompt stream. It is the same in every
-    attempt and after every resume, which is what lets delivery be exactly once. `metrics` are
-    measurements of the group as a whole, such as the seconds its rollout took. `teacher` names the
-    one that scored it, among several; `tag` is the prompt's own, for metrics by kind of prompt, and
-    `source` the name of the prompt's source, where there are several. `answer` is what a right
-    response says, where that is known: for people to judge the reward by. `by_teacher` is True of a
-    group that the teacher sampled instead of the policy: its behaviour log-probs are log q_T, and
-    it is trained on by cross-entropy (`distill.group_share`). `as_text` is True of one of those
-    that an endpoint wrote as text: nobody knows its log q_T, and its behaviour log-probs are 0.
+    Attributes:
+        group_id: the prompt's position in the run's seeded prompt stream. It is the same in every
+            attempt and after every resume, which makes exactly-once delivery possible.
+        metrics: measurements of the group as a whole, such as the seconds of its rollout.
+        teacher: name of the teacher that scored it, if there are several.
+        tag: the prompt's tag, for metrics by kind of prompt.
+        source: name of the prompt's source, if there are several.
+        answer: content of a correct response, if known: for people who judge the reward.
+        by_teacher: True if the teacher sampled the group instead of the policy. Its behaviour
+            log-probs are log q_T, and the loss is cross-entropy (`distill.group_share`).
+        as_text: True if it is a teacher's group that an endpoint returned as text. Its log q_T is
+            unknown, and its behaviour log-probs are 0.
     """
 
     group_id: int
@@ -236,7 +240,7 @@ class TrajectoryGroup:
 
     @property
     def scored_by(self) -> tuple[int, ...]:
-        """The engines that scored any of it, by number, in order."""
+        """Numbers of the replicas that scored any of the group's segments, in order."""
         return tuple(sorted({number for each in self.segments() for number in each.scored_by}))
 
     @property
@@ -247,7 +251,7 @@ class TrajectoryGroup:
     def constant_reward(self) -> float | None:
         """The reward of every member; None if they differ (`same_reward`).
 
-        Rewards that do not count make no difference; where none does, the mean of all.
+        Rewards that do not count are ignored; if none counts, the mean of all rewards.
         """
         counted = [member.reward for member in self.trajectories_G if member.reward_counts]
         if not counted:

@@ -1,4 +1,4 @@
-"""Membership in a weight group: a torch.distributed group besides torch's default one.
+"""Membership in a weight group: a torch.distributed group in addition to torch's default group.
 
 The learner is rank 0 and holds the group's TCPStore; the protocol is in
 cluster/weights/collective.py. A broadcast that is never sent blocks its receivers, and with NCCL
@@ -29,10 +29,10 @@ NOT_RECEIVED = "Failed to receive weights"
 
 
 def join_group(store: TCPStore, member: GroupMember) -> ProcessGroup:
-    """Join a weight group as SGLang's `init_custom_process_group` does. Blocks until all have.
+    """Join a weight group as SGLang's `init_custom_process_group` does; blocks until all joined.
 
     Raises:
-        RuntimeError: torch's, of several kinds.
+        RuntimeError: torch failed to form the group.
     """
     group, _ = _new_process_group_helper(
         member.world_size,
@@ -52,7 +52,8 @@ def join_group(store: TCPStore, member: GroupMember) -> ProcessGroup:
 def leave_group(group: ProcessGroup) -> None:
     """Close the group's connections: peers that wait for a broadcast by gloo get an error instead.
 
-    NCCL's is aborted: an orderly end waits for its broadcasts, and for peers of the same node.
+    An NCCL group is aborted, because destroying it waits for its broadcasts, and for peers on the
+    same node.
     """
     if torch.distributed.get_backend(group) == "nccl":
         _abort_process_group(group)
