@@ -1,4 +1,4 @@
-"""Environments that ask for samples themselves, instead of being stepped."""
+"""Environments that request samples themselves, instead of being stepped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill.types import TokenArray
 
 
 class Ask(Protocol):
-    """The policy of one episode, at the episode's own sampling. Calls may be concurrent."""
+    """The policy of one episode, with the episode's sampling. Calls may be concurrent."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -21,22 +21,22 @@ class Ask(Protocol):
     def __call__(
         self, observation_T: TokenArray, *, num_samples: int = 1, max_new_tokens: int | None = None
     ) -> Coroutine[Any, Any, Sequence[Sample]]:
-        """`num_samples` samples behind the same observation.
+        """Sample `num_samples` continuations of one observation.
 
         Args:
-            max_new_tokens: longest sample, if it is below that of the episode's sampling.
+            max_new_tokens: limit on a sample's length, if below that of the episode's sampling.
 
         Raises:
-            EngineError: the engine failed or aborted a sample; the episode cannot go on.
+            EngineError: the engine failed or aborted a sample; the episode cannot continue.
             DataError: the observation fills the context.
         """
         ...
 
 
 class AskingEnv(Env):
-    """Environment that plays its episode by itself: it asks for samples in any order.
+    """Environment that runs its own episode, and requests samples in any order.
 
-    Its episode has a turn for each sample that it used, in the order in which they came.
+    The episode has one turn for each sample that the environment used, in the order of arrival.
     """
 
     starts = False
@@ -45,7 +45,7 @@ class AskingEnv(Env):
     async def play(self, ask: Ask) -> Episode: ...
 
     async def initial_observation(self) -> None:
-        """None: no turn is asked of it."""
+        """None: the environment is not stepped."""
 
     async def step(self, sample: Sample) -> StepResult:
         raise AssertionError("an AskingEnv is played, not stepped")

@@ -2,8 +2,9 @@
 
     EnvConfig -> EnvDataset -> EnvGroupBuilder -> G Envs
 
-Settings make a dataset, which is a list of problems; each problem makes groups of environments with
-the same start. A dataset and its builders must pickle, because workers may be on other machines.
+Settings create a dataset, which is a list of problems; a builder creates a group of environments
+that start from the same problem. A dataset and its builders must pickle, because workers may be on
+other machines.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class StepResult:
     """The environment's answer to one sample.
 
     Attributes:
-        reward: adds up over the episode.
-        observation_T: everything the model sees next; None ends the episode.
-        bonuses_T: rewards of the sampled tokens, one each; None: no such rewards.
+        reward: reward of the turn; an episode's reward is the sum over its turns.
+        observation_T: all tokens that the model sees next; None ends the episode.
+        bonuses_T: one reward per sampled token; None: no such rewards.
         trained: False excludes the turn from training: it is context, and has no loss.
         stop_reason: reason why the episode ends; None: that of the last sample.
-        metrics: metrics of the episode so far; later turns overwrite the values of earlier ones.
+        metrics: metrics of the episode so far; later turns overwrite values of earlier turns.
         feedback: feedback on the episode for a teacher whose context has `{feedback}`
-            (`distill.data.feedback`); the last one that is not empty counts.
+            (`distill.data.feedback`); the last feedback that is not empty is used.
     """
 
     reward: float = 0.0
@@ -69,9 +70,10 @@ class Episode:
 
     Attributes:
         first_messages: see `Env`.
-        first_tools: schemas of the tools that they were rendered with; None: the problem's.
-        failure: reason why the episode is not trained, which evaluations count as wrong; empty: it
-            did not fail; None: episodes of its environment cannot fail by themselves.
+        first_tools: schemas of the tools that `first_messages` were rendered with; None: the
+            problem's.
+        failure: reason why the episode is not trained, and counts as wrong in evaluations; empty:
+            it did not fail; None: episodes of this environment cannot fail by themselves.
     """
 
     turns: tuple[Turn, ...]
@@ -175,7 +177,7 @@ class EnvGroupBuilder(ABC):
 
     @abstractmethod
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        """The group's environments.
+        """Create the group's environments.
 
         Args:
             models: models that environments may query, by name: `policy`, the run's teachers, its
@@ -185,7 +187,7 @@ class EnvGroupBuilder(ABC):
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
     ) -> Sequence[float]:
-        """Additional reward of each member once all have ended, for example from a comparison."""
+        """Additional reward of each member after all have ended, for example from a comparison."""
         return [0.0] * len(episodes_G)
 
 
@@ -202,10 +204,10 @@ class EnvDataset(ABC):
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder: ...
 
     def longest_row(self, max_new_tokens: int) -> int:
-        """Tokens of the longest row of an episode, as far as they are known before it is run.
+        """Number of tokens of an episode's longest row, as far as it is known before the run.
 
         Args:
-            max_new_tokens: longest turn.
+            max_new_tokens: length of the longest turn.
         """
         return max_new_tokens
 
@@ -221,7 +223,7 @@ class EnvDataset(ABC):
         return problem + 1
 
     def label(self, problem: int) -> str:
-        """The problem's row for messages, with its source if there are several."""
+        """Text that names the problem's row in messages, with its source if there are several."""
         return str(self.line(problem))
 
 
@@ -241,7 +243,7 @@ class EnvContext(PromptContext):
         return self.reward
 
     def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
-        """The prompts of a source, rendered and checked against the models' context lengths.
+        """Load the prompts of a source, render them, and check that they fit the models' contexts.
 
         Raises:
             DataError: see `load_prompts`; or the reward cannot read an answer.
@@ -251,7 +253,7 @@ class EnvContext(PromptContext):
         return prompts
 
     def check_answers(self, path: str, answers: Iterable[tuple[int, str | None]]) -> None:
-        """Read the (row number, answer) pairs of a source as `reward` would.
+        """Check that `reward` can read all answers, given as (row number, answer) pairs.
 
         Raises:
             DataError: the reward cannot read an answer; the message names the source and the row.
@@ -267,13 +269,13 @@ class EnvConfig(ABC):
     `eval.source`, and `reward`. A setting that it does not use is rejected.
     """
 
-    # What precedes the names of its fields on the command line.
+    # Prefix of the names of the environment's fields on the command line.
     within: ClassVar[str] = "env."
     reads_prompts: ClassVar[bool] = True
     judges: ClassVar[bool] = True
-    # True if `reward` may be a reward model: a `ModelReward`, which is no function.
+    # True if `reward` may be a reward model: a `ModelReward`, which is not a function.
     takes_reward_model: ClassVar[bool] = False
-    # Fields of a row that it reads, for `columns.FIELD=`; None: any may be one.
+    # Fields of a row that the environment reads, for `columns.FIELD=`; None: any field.
     row_fields: ClassVar[Collection[str] | None] = None
 
     @property
@@ -295,30 +297,32 @@ class EnvConfig(ABC):
         """The environment of evaluations."""
         return self
 
-    def check_here(self) -> None:  # noqa: B027 - most name nothing outside
-        """Raise ConfigError for a program, a module or a file that a field names and that is not
-        there. It neither reads rows nor imports what takes seconds."""
+    def check_here(self) -> None:  # noqa: B027 - most name no files or modules
+        """Raise ConfigError if a program, module or file that a field names does not exist.
 
-    @staticmethod  # noqa: B027 - rows of one's own
+        The check reads no rows, and imports nothing that takes seconds.
+        """
+
+    @staticmethod  # noqa: B027 - rows of a custom form
     def check_row(row: Mapping[str, Any]) -> None:
         """Raise DataError for a row without the fields that the environment reads."""
 
-    def check_group(self, group_size: int) -> None:  # noqa: B027 - most take any
+    def check_group(self, group_size: int) -> None:  # noqa: B027 - most accept any
         """Raise ConfigError for a group size that the environment does not support."""
 
     @abstractmethod
     def __call__(self, path: str | None, setting: EnvContext) -> EnvDataset:
-        """The problems of the source at `path`; `path` is None if the environment reads none.
+        """Load the problems of the source at `path`, which is None if the environment reads none.
 
         `setting.read(path)` returns the rows of any kind of source.
 
         Raises:
-            ConfigError, DataError: with the field or file, the value and the remedy.
+            ConfigError, DataError: the message has the field or file, the value and the remedy.
         """
 
 
 def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDataset:
-    """`env(path, setting)`; unexpected exceptions of a custom environment become ConfigErrors.
+    """Call `env(path, setting)`; convert unexpected exceptions of a custom class to ConfigError.
 
     Raises:
         ConfigError, DataError: see `EnvConfig.__call__`.
@@ -334,7 +338,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
 
 
 class Subset(EnvDataset):
-    """Subset of the problems of a dataset that does not hold them."""
+    """Some of a dataset's problems, by number."""
 
     def __init__(self, dataset: EnvDataset, problems: Sequence[int]) -> None:
         self._dataset, self._problems = dataset, list(problems)
@@ -370,7 +374,7 @@ class Mixture(EnvDataset):
             MixedPart(name=source.name, size=len(dataset), weight=source.weight)
             for dataset, source in zip(datasets, sources, strict=True)
         ]
-        self.answer = datasets[0].answer  # the reward's: the same in all datasets
+        self.answer = datasets[0].answer  # depends on the reward only: the same in all datasets
 
     def __len__(self) -> int:
         return sum(part.size for part in self.parts)
@@ -406,9 +410,9 @@ def source_of(dataset: EnvDataset, problem: int) -> str:
 
 
 class EnvStream:
-    """A run's endless, seeded sequence of groups: group id -> the problem at that place.
+    """A run's endless, seeded sequence of groups: maps a group id to the problem at that position.
 
-    The cursor is the group id, so a resumed run continues with the same problems.
+    The position is the group id, so a resumed run continues with the same problems.
     """
 
     def __init__(
@@ -426,12 +430,12 @@ class EnvStream:
         return source_of(self._dataset, self._order.index(group_id))
 
     def describe(self, group_id: int) -> str:
-        """The group's problem, for messages."""
+        """Text that names the group's problem in messages."""
         return f"problem {self._dataset.label(self._order.index(group_id))} of {self._title}"
 
 
 def only_teacher(setting: EnvContext) -> str:
-    """The teacher of problems that name none.
+    """Name of the teacher of problems that name no teacher.
 
     Raises:
         ConfigError: there are several teachers.
@@ -446,7 +450,7 @@ def only_teacher(setting: EnvContext) -> str:
 
 
 def require_path(path: str | None, env: str) -> str:
-    """The file of problems. Raises ConfigError if `path` is None."""
+    """Return the path of the file of problems; raise ConfigError if it is None."""
     if path is None:
         raise ConfigError(
             f"env={env} needs a file of problems; give prompts=FILE.jsonl", field="env"

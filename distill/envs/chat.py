@@ -1,9 +1,9 @@
-"""Chat environments: write the environment's messages, and the rest is done here.
+"""Chat environments: a custom environment defines messages; this module handles their tokens.
 
-MessageEnv      yours: the first messages, what comes back to a turn, what it earns
-ChatEnv         renders them by the model's own template, reads tool calls, runs the tools,
-                keeps the limits, condenses what grows too long; tokens stay as sampled
-ChatEnvConfig   `env=package.module:Class`: its settings, and the list of problems
+MessageEnv      a custom class: the first messages, and the reply to and reward of each turn
+ChatEnv         renders messages with the model's template, parses tool calls, runs tools,
+                enforces limits, condenses long histories; sampled tokens are kept as sampled
+ChatEnvConfig   `env=package.module:Class`: the settings, and the list of problems
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Oracle: TypeAlias = "Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageStep:
-    """The environment's answer to a turn of the assistant's.
+    """The environment's answer to a turn of the assistant.
 
     Attributes:
-        reward: adds up over the episode.
-        messages: what the model sees next; none end the episode.
-        afresh: the messages take the place of all that was said, instead of following it.
-        bonus: a reward of this very turn, spread over its tokens.
-        oracle: rewards of the turn's tokens, one each, such as `phrase_bonuses` and
-            `key_fact_bonuses` give. The advantages of the tokens have both kinds in them.
-        stop_reason: why the episode ends; None: as the turn did.
-        metrics: of the episode so far.
-        feedback: as `distill.envs.base.StepResult` has it.
+        reward: reward of the turn; an episode's reward is the sum over its turns.
+        messages: messages that the model sees next; empty ends the episode.
+        afresh: if True, `messages` replace the history instead of following it.
+        bonus: reward of this turn alone, spread over its tokens.
+        oracle: computes one reward per token of the turn, such as `phrase_bonuses` and
+            `key_fact_bonuses`. The tokens' advantages include `bonus` and these rewards.
+        stop_reason: reason why the episode ends; None: that of the turn.
+        metrics: metrics of the episode so far.
+        feedback: see `distill.envs.base.StepResult`.
     """
 
     reward: float = 0.0
@@ -65,8 +65,11 @@ class MessageStep:
 class MessageEnv(ABC):
     """One episode, in messages of OpenAI's chat format.
 
-    `tools` are what the model may call. `starts`: `start` waits for no other member of the group.
-    `ends_when_cut`: a turn cut off by `max_new_tokens` is the last, whatever `step` answers.
+    Attributes:
+        tools: tools that the model may call.
+        starts: True if `start` does not wait for another member of the group.
+        ends_when_cut: if True, a turn cut off by `max_new_tokens` ends the episode, even if `step`
+            returns further messages.
     """
 
     tools: Sequence[Tool] = ()
@@ -74,27 +77,31 @@ class MessageEnv(ABC):
     ends_when_cut: bool = False
 
     async def start(self, models: Mapping[str, SamplingModel]) -> None:  # noqa: B027 - most need nothing
-        """Called first. `models` may be asked; see `EnvGroupBuilder.make_envs`."""
+        """Prepare the episode; called first.
+
+        Args:
+            models: models that the environment may query; see `EnvGroupBuilder.make_envs`.
+        """
 
     @abstractmethod
     def initial_messages(self) -> Sequence[Message]:
-        """The messages before the model's first turn; none: it never has one."""
+        """Messages before the model's first turn; empty if the model never has a turn."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
-        """Answers a turn that calls no tool, or one that a limit cut off.
+        """Answer a turn that calls no tool, or that was cut off by a limit.
 
-        `content` is the answer, without the thinking, which is in `reasoning_content`; `text` is
-        the whole turn as it was sampled. A turn that was cut off within its thinking or within a
-        tool call has no answer.
+        In `message`, `content` is the answer without the thinking, `reasoning_content` the
+        thinking, and `text` the whole turn as sampled. A turn that was cut off within its thinking
+        or within a tool call has no answer.
         """
 
     async def unfinished(self) -> float:
-        """Reward of an episode that a limit has cut off."""
+        """Reward of an episode that was cut off by a limit."""
         return 0.0
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Releases the episode's resources."""
+        """Release the episode's resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +109,12 @@ class ChatLimits:
     """Limits of an episode.
 
     Attributes:
-        max_turns: most turns of the model's.
-        max_tokens: the model sees fewer before each of its turns.
-        teacher_tokens: the most that a teacher with a privileged context may see before a turn, so
-            that it has room for the turn.
-        time_s: seconds, looked at between turns.
+        max_turns: maximum number of the model's turns.
+        max_tokens: exclusive upper bound of the tokens that the model sees before a turn.
+        teacher_tokens: maximum number of tokens that a teacher with a privileged context sees
+            before a turn, so that the turn fits.
+        time_s: maximum duration in seconds, checked between turns.
+        tools: limits of tool calls.
     """
 
     max_turns: int
@@ -116,18 +124,24 @@ class ChatLimits:
     tools: ToolLimits
 
     def longest_row(self, first: int, max_new_tokens: int) -> int:
-        """Tokens of the longest row of an episode that begins with `first` tokens: those that the
-        model sees before its last turn, and that turn. What others say is not counted."""
+        """Number of tokens of the longest row of an episode that begins with `first` tokens.
+
+        The row has the tokens before the last turn, and that turn. Messages of the environment
+        after the first observation are not counted.
+        """
         before = min(self.max_tokens - 1, first + (self.max_turns - 1) * max_new_tokens)
         return before + max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condensing:
-    """Condenses a history when the next observation exceeds the limit: see `condense_history`.
+    """Condense a history when the next observation exceeds the limit: see `condense_history`.
 
-    `condenser` is made of the models that may be asked. `recall`: the model has a tool by which it
-    reads what was condensed.
+    Attributes:
+        condenser: creates the condenser from the models that may be queried.
+        max_tokens: maximum number of tokens of the condensed history.
+        keep_last: number of last messages that are never condensed.
+        recall: True if the model has a tool that reads the original of a condensed message.
     """
 
     condenser: Callable[[Mapping[str, SamplingModel]], Condenser]
@@ -159,10 +173,10 @@ class ChatSetting:
     """Settings that all episodes of a run share.
 
     Attributes:
-        tool_format: how the model writes calls; None where there are no tools.
-        tool_names: of every tool that an episode may have.
+        tool_format: format in which the model writes calls; None if there are no tools.
+        tool_names: names of all tools that an episode may have.
         malformed_penalty: see `ChatConfig`.
-        condensing: what becomes of a history that is too long; None: the episode ends.
+        condensing: condenses a history that is too long; None: the episode ends.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -184,14 +198,14 @@ def counts(*, tools: bool, condenses: bool) -> dict[str, float]:
 def offered_tools(
     env: MessageEnv, setting: ChatSetting, blocks: Blocks | None = None
 ) -> list[Tool]:
-    """The environment's tools, and read_block where what is condensed can be read."""
+    """The environment's tools, and `read_block` if condensed messages can be recalled."""
     if setting.condensing is None or not setting.condensing.recall:
         return list(env.tools)
     return [*env.tools, ReadBlock(blocks or Blocks(setting.tokenizer))]
 
 
 class ChatEnv(Env):
-    """A `MessageEnv` as tokens."""
+    """Token-level environment of a `MessageEnv`."""
 
     def __init__(
         self,
@@ -201,7 +215,7 @@ class ChatEnv(Env):
         *,
         teacher_context: int | None = None,
     ) -> None:
-        """`teacher_context` is the length of what the teacher sees in place of the prompt."""
+        """`teacher_context`: number of tokens that the teacher sees in place of the prompt."""
         self._env, self._setting, self.models = env, setting, models
         self._teacher_context = teacher_context
         self._max_tokens = setting.limits.max_tokens
@@ -276,8 +290,10 @@ class ChatEnv(Env):
         )
 
     async def _call(self, turn: ParsedTurn) -> MessageStep:
-        """The tools' results, and error messages for calls that cannot be parsed; the feedback is
-        what went wrong."""
+        """Run the calls. The messages are results, and errors for calls that cannot be parsed.
+
+        The feedback consists of the errors.
+        """
         outcomes = await run_calls(
             turn.calls, self._tools, self._setting.limits.tools, self._setting.tokenizer
         )
@@ -295,7 +311,7 @@ class ChatEnv(Env):
         )
 
     async def _go_on(self, answered: MessageStep) -> StopReason | None:
-        """Adds the messages to the conversation, or returns the limit that ends the episode."""
+        """Add the messages to the conversation, or return the limit that ends the episode."""
         limits = self._setting.limits
         if self._turns >= limits.max_turns:
             return StopReason.TURNS
@@ -311,12 +327,12 @@ class ChatEnv(Env):
             return StopReason.LENGTH
         try:
             await self._condense()
-        except TooLongToCondense:  # a tool's answer, say
+        except TooLongToCondense:  # for example, a tool's answer
             return StopReason.LENGTH
         return None
 
     async def _condense(self) -> None:
-        """Raises TooLongToCondense where what must stay is too long already."""
+        """Raise TooLongToCondense if the messages that must be kept are too long already."""
         condensing = self._setting.condensing
         if condensing is None:
             return  # the engine refuses a prompt without room for an answer

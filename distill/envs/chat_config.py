@@ -62,13 +62,17 @@ CompareBy = Callable[[Sequence[Sequence[Message]], Mapping[str, Any]], Awaitable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageProblem:
-    """One problem: `make` makes a single-use environment of it, and must pickle.
+    """One problem. The other fields are those of `EnvGroupBuilder`.
 
-    `make_group`, if given, makes the environments of a whole group instead, which share state.
-    `compare`, which must pickle too, rewards the members of a group once all have ended: see
-    `EnvGroupBuilder.group_rewards`. `compare_by` does the same, and receives the models that may be
-    queried. `line` is the problem's row in a file, `num_tokens` the length of its first
-    observation, if known. The other fields are those of `EnvGroupBuilder`.
+    Attributes:
+        make: creates a single-use environment. Must pickle.
+        make_group: creates the environments of a whole group, which share state; used instead of
+            `make` if given. Must pickle.
+        compare: rewards the members of a group after all have ended; see
+            `EnvGroupBuilder.group_rewards`. Must pickle.
+        compare_by: as `compare`, and receives the models that may be queried.
+        line: the problem's row in a file.
+        num_tokens: number of tokens of the first observation, if known.
     """
 
     make: Callable[[], MessageEnv]
@@ -135,7 +139,8 @@ class ChatDataset(EnvDataset):
     ) -> None:
         """
         Args:
-            teacher: name of the teacher of problems that name none.
+            teacher: name of the teacher of problems that name no teacher.
+            answer: extracts a response's answer; see `EnvDataset.answer`.
             longest_prompt: largest number of tokens that a problem begins with.
         """
         self._problems_P, self._setting, self._teacher = problems_P, setting, teacher
@@ -262,11 +267,11 @@ class ChatConfig(EnvConfig):
         return ()
 
     def chat_setting(self, setting: EnvContext) -> ChatSetting:
-        """The settings that all episodes share.
+        """Check these settings and combine them with the run's, for all episodes.
 
         Raises:
-            ConfigError: limits that leave no room, a template without tool support although there
-                are tools, settings of tools without tools, or a library that is not installed.
+            ConfigError: limits leave no room, there are tools but the template does not support
+                them, there are settings of tools but no tools, or a library is not installed.
         """
         tools = [*self.toolbox()]
         if self.recall:
@@ -382,10 +387,13 @@ class ChatEnvConfig(ChatConfig):
 
     @abstractmethod
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
-        """The problems to play; `path` is the run's `prompts`, or `eval.source`."""
+        """Load the problems; `path` is the run's `prompts`, or `eval.source`."""
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
-        """Function that extracts a last turn's answer, so that several can vote; None: none can."""
+        """Function that extracts the answer of a last turn, so that several responses can vote.
+
+        None if they cannot vote.
+        """
         return None
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
@@ -418,7 +426,7 @@ class ChatEnvConfig(ChatConfig):
     def _told(
         self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
     ) -> MessageProblem:
-        """The problem, with the maker of its teacher's context if the run sets teacher.feedback."""
+        """Add the teacher's context on feedback to a problem if the run sets teacher.feedback."""
         if setting.feedback is None or problem.feedback is not None:
             return problem
         if problem.teacher_tokens_T is not None:
@@ -449,7 +457,7 @@ class ChatEnvConfig(ChatConfig):
 
 async def _condensed(what: str, env: MessageEnv, chat: ChatSetting, condensing: Condensing) -> None:
     """Raise ConfigError if an episode's initial messages cannot be condensed."""
-    # Only the part that must be kept can be too long, and it is the same for every condenser.
+    # Only the messages that must be kept can be too long, and they are the same for all condensers.
     keywords = KeywordCondenser(tokenizer=chat.tokenizer)
     by_keywords = replace(condensing, condenser=partial(_given, keywords))
     schemas = [tool.schema for tool in offered_tools(env, chat)]

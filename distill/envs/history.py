@@ -1,11 +1,11 @@
-"""Conversations whose messages another program keeps: it sends the whole history with each request.
+"""Conversations stored by another program, which sends the whole history with each request.
 
-The history of a request is matched, message by message, with what the program was sent before. The
-longest match goes on as the tokens that were sampled (`distill.chat.conversation`); nothing that
-was sampled is encoded again. Where no match covers all of the assistant's turns, the program has
-rewritten its history: those are encoded as it gives them, and a new segment begins.
+The history of a request is compared, message by message, with the histories and answers of earlier
+requests. The longest match is continued with its tokens as sampled (`distill.chat.conversation`);
+sampled tokens are not encoded again. If no match covers all of the assistant's turns, the program
+has rewritten its history: the remaining turns are encoded as received, and a new segment begins.
 
-    (none) -- system, user -- [answer 1] -- tool -- [answer 2]         a node for each answer
+    (none) -- system, user -- [answer 1] -- tool -- [answer 2]         one node per answer
                                    \\-- tool, user -- [answer 3]       branches may be concurrent
 """
 
@@ -25,21 +25,21 @@ from distill.text.foreign import neutralised
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Fields of a message that a chat template is given; clients send back others of their own.
+# Fields of a message that are passed to the chat template; clients add fields of their own.
 _FIELDS = (
     "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning",
 )  # fmt: skip
 
 
 class Histories:
-    """All conversations of one episode, by the messages that its program was sent.
+    """All conversations of one episode, indexed by the messages that its program received.
 
     Attributes:
-        rewritten: requests in whose history the program changed something before or between answers
-            that it was sent.
-        unmatched: requests with an assistant's message that it was never sent.
-        prefix_breaks: requests whose history the chat template writes otherwise than it was sampled
-            (`Conversation.prefix_breaks`).
+        rewritten: number of requests whose history has messages changed before or between answers
+            that the program received.
+        unmatched: number of requests with an assistant's message that the program never received.
+        prefix_breaks: number of requests whose history the chat template renders differently from
+            the sampled tokens (`Conversation.prefix_breaks`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,15 +51,15 @@ class Histories:
     def asked(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> PendingAnswer:
-        """The request's place among the conversations; its `observation_T` is what the model sees.
+        """Match a request with the conversations; its `observation_T` is what the model sees.
 
         Args:
-            messages: in normal form (`check_messages`), at least one.
+            messages: at least one message, in normal form (`check_messages`).
             tools: schemas for the chat template.
 
         Raises:
             DataError: the chat template refuses the messages.
-            ConfigError: there are tools, and the template is not made for them.
+            ConfigError: there are tools, and the template does not support them.
         """
         given = [{name: m[name] for name in _FIELDS if name in m} for m in messages]
         keys = [_digest(b"", [*tools])]
@@ -81,13 +81,13 @@ class Histories:
         return PendingAnswer(self, conversation, keys[-1], tools)
 
     def keep(self, key: bytes, message: Message, conversation: Conversation) -> None:
-        """Note that the program was sent `message` as the answer to the history of that key."""
+        """Record that the program received `message` as the answer to the history of `key`."""
         compared = _compared(message)
         self._sent.add(_digest(b"", compared))
         self._answered[_digest(key, compared)] = conversation
 
     def _count(self, rest: Sequence[Message]) -> None:
-        """Counts a request by the messages that follow its longest match."""
+        """Classify and count a request by the messages that follow its longest match."""
         said = [message for message in rest if message["role"] == "assistant"]
         if any(_digest(b"", _compared(message)) not in self._sent for message in said):
             self.unmatched += 1
@@ -95,18 +95,18 @@ class Histories:
             self.rewritten += 1
 
     def _neutral(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A tool's result without the template's control tokens, as tools of ours have it."""
+        """Remove the template's control tokens from a tool's result, as for our own tools."""
         if message["role"] != "tool":
             return message
         return message | {"content": neutralised(str(message.get("content", "")), self._tokenizer)}
 
 
 class PendingAnswer:
-    """A request of the program, for whose samples `answered` makes the messages.
+    """A request that awaits samples; `answered` converts a sample to a message.
 
     Attributes:
         observation_T: int32 ids that the model sees.
-        messages, tools: what they were rendered from.
+        messages, tools: messages and schemas from which `observation_T` was rendered.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class PendingAnswer:
         self.messages, self.tools = conversation.messages, tools
 
     def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, Any]:
-        """The sample as the message that the program is sent, in OpenAI's format.
+        """Convert a sample to the message for the program, in OpenAI's format.
 
-        The thinking is in `reasoning_content`; calls that cannot be read stay in the content, which
-        ends before the first of `stops`.
+        The thinking is in `reasoning_content`; calls that cannot be parsed stay in the content,
+        which ends before the first of `stops`.
         """
         conversation = self._conversation.branch()
         conversation.said(sample)
@@ -138,9 +138,9 @@ class PendingAnswer:
 
 
 def _compared(message: Message) -> list[object]:
-    """The parts of a message by which it is recognised when it comes back.
+    """Parts of a message by which it is recognised in a later history.
 
-    Clients drop the reasoning, and write a call's arguments anew.
+    Clients drop the reasoning, and serialise a call's arguments again.
     """
     calls = [
         [call.get("id"), call["function"]["name"], parsed_json(call["function"]["arguments"])]

@@ -1,9 +1,9 @@
 """Prompts that are text or token ids, which a program writes itself, without a chat template.
 
-A text that goes on from one that was answered keeps its tokens: those that the model saw and
-sampled are not encoded again, and what the program adds is encoded behind them. Any other text is
-encoded as a whole. Each sample whose prompt does not begin with all tokens of a former one and of
-its sample opens a segment (`distill.chat.segments`).
+If a prompt's text begins with an earlier prompt and its sample, their tokens are kept as seen and
+sampled, and only the text that the program added is encoded. Any other text is encoded as a whole.
+A prompt that does not begin with all tokens of an earlier prompt and its sample begins a new
+segment (`distill.chat.segments`).
 
     "Q: 6*7?\\nA:" -- [" I look.\\nObservation:"] -- " 42\\nA:" -- [" 42"]        one segment
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RawPrompts:
-    """The raw prompts of one episode, and what followed them."""
+    """The raw prompts of one episode, with the tokens of their samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -37,10 +37,10 @@ class RawPrompts:
         self._tokens_by_text: dict[str, TokenArray] = {}
 
     def asked(self, prompt: str | Sequence[int]) -> PendingText:
-        """A prompt whose samples `answered` makes text of.
+        """Encode a prompt; samples of the result are converted to text by `answered`.
 
         Raises:
-            DataError: it is empty, cannot be encoded, or has an id that is no token.
+            DataError: the prompt is empty, cannot be encoded, or has an id that is not a token.
         """
         if isinstance(prompt, str):
             text, tokens_T = prompt, self._encoded(prompt)
@@ -57,7 +57,7 @@ class RawPrompts:
         return PendingText(self, self._tokenizer, text, tokens_T)
 
     def keep(self, text: str, tokens_T: TokenArray) -> None:
-        """Note the tokens of a prompt and its sample, for prompts that begin with their text."""
+        """Store the tokens of a prompt and its sample, for prompts that begin with their text."""
         self._tokens_by_text[text] = tokens_T
 
     def _encoded(self, prompt: str) -> TokenArray:
@@ -74,7 +74,7 @@ class RawPrompts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingText:
-    """A raw prompt whose samples are awaited.
+    """A raw prompt that awaits samples.
 
     Attributes:
         observation_T: int32 ids that the model sees.
@@ -86,10 +86,10 @@ class PendingText:
     observation_T: TokenArray
 
     def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, str]:
-        """The sample as an assistant's message of text, which ends before the first of `stops`.
+        """Convert a sample to an assistant's message, whose text ends before the first of `stops`.
 
-        The text has no stop token, so that a program may write on; one that does write it goes on
-        from the stop token as it was sampled.
+        The text does not contain the stop token, so that a program may continue it. If the program
+        appends the stop token's text, the prompt continues from the sampled stop token.
         """
         sampled_T = np.asarray(sample.tokens_T, np.int32)
         tokens_T = np.concatenate([self.observation_T, sampled_T])

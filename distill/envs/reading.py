@@ -1,11 +1,11 @@
-"""Questions about documents longer than the context: read part by part, keep notes, answer.
+"""Questions about documents longer than the context: read part by part, take notes, answer.
 
 by=model        each part is a turn: the model sees the question, its notes so far and the
-                part, and writes the new notes; finally it sees the notes alone, and answers.
-                Every turn begins with a new context, so each is a segment, which the teacher
-                scores in exactly the student's context
-by=keywords     the document is cut down to what matters to the question, and the model answers;
-by=module:f     the same with a custom function
+                part, and writes new notes; finally it sees only the question and the notes, and
+                answers. Every turn begins with a new context, so each turn is a segment, which
+                the teacher scores in exactly the student's context
+by=keywords     the document is reduced to the text relevant to the question; the model answers
+by=module:f     as keywords, with a custom function
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from distill.text.condense import Condenser, load_condenser
 
 MODEL = "model"
 _BY_MODEL = needs("by", MODEL)
-# Extra tokens that joined texts may take beyond the sum of their own.
+# Upper bound of the tokens that texts need in addition when they are joined.
 _SEAMS = 8
 
 
@@ -48,8 +48,8 @@ _SEAMS = 8
 class Document:
     """One problem: a question about a document.
 
-    `facts` are texts that good notes contain; each pays `fact_bonus` to the tokens that first write
-    it.
+    Attributes:
+        facts: texts that good notes contain. The tokens that first write one earn `fact_bonus`.
     """
 
     text: str
@@ -62,7 +62,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """Prompt wordings for the parts and the notes; `{}`-fields are filled in."""
+    """Prompt templates with `{}` fields, for turns that read a part and for the final answer."""
 
     read: str
     answer: str
@@ -76,12 +76,12 @@ WORDING = Wording(
     ),
     answer="Question: {question}\n\nNotes: {notes}\n\nAnswer the question.",
 )
-# Wording for models that are trained on the task itself: only the fields, without explanation.
+# Templates for models that are trained on this task: only the fields, without instructions.
 TERSE = Wording(read="{question}|{notes}|{part}>", answer="{question}|{notes}=")
 
 
 class Reader(MessageEnv):
-    """Environment in which the model reads part by part. The notes are the model's own turns."""
+    """Environment in which the model reads part by part. The model's turns are the notes."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ async def _answered(reward: RewardFunction, message: Message, answer: str) -> Me
 
 
 class _Once:
-    """Condensed text of a document, computed by the first call and shared by all later ones."""
+    """Condensed text of a document, computed by the first call and shared by all later calls."""
 
     def __init__(self, document: Document, condenser: Condenser, max_tokens: int) -> None:
         self._document, self._condenser, self._max_tokens = document, condenser, max_tokens
@@ -189,7 +189,7 @@ _FIELDS = frozenset(("document", "question", "answer", "facts", "tag"))
 
 
 def _boundary(pattern: str) -> None:
-    """Raise ValueError for a pattern that passages cannot begin with."""
+    """Raise ValueError if a pattern matches the empty text, and so cannot mark a boundary."""
     if re.compile(pattern).fullmatch("") is not None:
         raise ValueError(
             "it matches the empty text, which is everywhere; give what a passage begins with"
@@ -257,7 +257,7 @@ class Reading(ChatEnvConfig):
     ) -> MessageProblem:
         question, text = check_text(row, "question"), check_text(row, "document")
         room = self.part_tokens
-        if room is None or self.by != MODEL:  # else the first part's turn is checked
+        if room is None or self.by != MODEL:  # otherwise the first part's turn is checked later
             most = self._room(question, wording, setting)
             if (room := room or most) > most:
                 raise DataError(
@@ -307,10 +307,10 @@ class Reading(ChatEnvConfig):
         )
 
     def _room(self, question: str, wording: Wording, setting: EnvContext) -> int:
-        """Tokens available for a part beside the question, the notes and a turn.
+        """Number of tokens left for a part after the question, the notes and a turn.
 
         Raises:
-            DataError: nothing is left.
+            DataError: no tokens are left.
         """
         limit = setting.context_length if self.max_tokens is None else self.max_tokens
         empty = wording.read.format(question=question, notes="", part="", number=99, count=99)
@@ -336,7 +336,7 @@ def _alone(make_group: Callable[[int], Sequence[MessageEnv]]) -> MessageEnv:
 
 
 def _passages(text: str, boundary: str | None) -> list[str]:
-    """The text, cut before each match of the boundary."""
+    """Split the text before each match of the boundary."""
     starts = [] if boundary is None else [found.start() for found in re.finditer(boundary, text)]
     edges = sorted({0, *starts, len(text)})
     return [text[start:stop] for start, stop in pairwise(edges)] or [text]

@@ -39,14 +39,14 @@ NO_FORMAT = Format(pattern=None, reward=0.0)
 
 @dataclass(eq=False)
 class SingleTurnEnv(Env):
-    """Environment that pays `reward(response, answer)`, 0 if the prompt has no answer, and bonuses.
+    """Environment whose reward is `reward(response, answer)`, or 0 if the prompt has no answer.
 
-    A reward model scores the response after its prompt, whether there is an answer or not.
+    A reward model scores the response to its prompt, with or without an answer.
 
-    Bonuses are the prompt's, on the tokens that spell its phrases, and that of the format, spread
-    over all tokens of a response that has the format.
+    Bonuses are added to the reward: each phrase of the prompt's `bonuses` pays the tokens that
+    spell it, and `format.reward` is spread over all tokens of a response that has the format.
 
-    The format applies to the whole response, including the thinking that the prompt has opened; the
+    The format applies to the whole response, including thinking that the prompt has opened; the
     reward judges the part that `distill.rewards.registry.judged_text` selects.
 
     A process computes one reward at a time (`distill.rewards.registry.judge`), so n rollout workers
@@ -97,7 +97,7 @@ class SingleTurnEnv(Env):
 
 
 async def format_of(response: str, format: Format) -> dict[str, float]:
-    """The metric `format`: 1 if the response has the format, else 0; empty without a format."""
+    """Metric `format`: 1 if the response has the format, else 0; empty without a format."""
     if format.pattern is None:
         return {}
     return {"format": await judge(matches, response, format.pattern)}
@@ -119,7 +119,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
 
     @property
     def gives_words(self) -> bool:
-        """True if a reward function judges the prompt's answer: it may return feedback as well."""
+        """True if a reward function judges the response: it may return feedback as well."""
         return self.prompt.answer is not None and not isinstance(self.reward, ModelReward)
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
@@ -130,7 +130,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
 
 
 def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
-    """The prompt's facts about its group, as fields of `EnvGroupBuilder`."""
+    """Fields of `EnvGroupBuilder` that the prompt determines."""
     return {
         "teacher": prompt.teacher,
         "tag": prompt.tag,

@@ -1,4 +1,4 @@
-"""Questions that are answered with tools: the model calls, reads, and answers in the end."""
+"""Questions that are answered with tools: the model calls tools, reads results, and answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from distill.tools.load import load_tools, require_tools
 
 
 class Question(MessageEnv):
-    """Ends with the first turn that calls no tool, which `reward` holds against the answer.
+    """Environment that ends with the first turn without a tool call, which `reward` judges.
 
-    Without a `reward` the whole chat is scored later.
+    If `reward` is None, a reward model scores the whole chat later.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Games of two: tables and seats, one game, a library's games."""
+"""Games for two players: tables and seats, tic-tac-toe, and games of the textarena library."""

@@ -1,10 +1,10 @@
-"""Games of the textarena library, any that two can play: the rules are the library's own.
+"""Two-player games of the textarena library, with the library's rules.
 
     env=distill.envs.games.textarena_game:TextArena env.game=TicTacToe-v0
 
-Needs the extra `textarena`. What a seat sees is what the library's wrappers show it. Where that
-goes on from what the seat saw before, only the rest is said; where it does not, as with the games
-named `...-train`, it takes the place of all that was said.
+Needs the extra `textarena`. A seat sees the observations of the library's wrappers. If an
+observation extends the previous one, the seat's next message is only the new part. Otherwise, as in
+games named `...-train`, the observation replaces the seat's history.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from distill.libraries import require_library
 from distill.lookup import known_names
 from distill.settings import with_default
 
-# "Available Moves: '[0]', '[4]'": how the games that list their moves do it, in one line.
+# Games that list their moves do so in one line: "Available Moves: '[0]', '[4]'".
 _LISTED = re.compile(r"\b(?:available|valid|legal) (?:moves|actions)[^:\n]*:(.*)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]\n]+\]")
-# No game of the library's has room for more.
+# Largest number of players of any game in the library.
 _MOST_PLAYERS = 15
 
 
 class TextArenaGame(Game):
-    """A game of the library's as it begins from a seed.
+    """A game of the library, started from a seed.
 
-    A move that the library lets the player take back is followed by the same player's next one; a
-    move that it ends the game for is an `IllegalMove`, and the table's rule takes the place of the
-    library's score.
+    If the library lets a player repeat an invalid move, the same player moves again. If it ends the
+    game instead, `move` raises `IllegalMove`, and the table's penalty replaces the library's score.
 
     Raises:
-        ConfigError: the library is not installed, or has no such game for two that works here.
+        ConfigError: the library is not installed, or has no such two-player game that works here.
     """
 
     def __init__(self, name: str, seed: int) -> None:
@@ -61,11 +60,11 @@ class TextArenaGame(Game):
 
     @property
     def rules(self) -> str:
-        return ""  # the library's first observation tells them
+        return ""  # the library's first observation includes them
 
     @property
     def moves(self) -> tuple[str, ...]:
-        """The moves that the game lists for the seat to move; none, where it lists none."""
+        """Moves that the game lists for the seat to move; empty if it lists none."""
         return self._moves
 
     def view(self, seat: int) -> str:
@@ -89,7 +88,7 @@ class TextArenaGame(Game):
         self._scores = float(rewards[0]), float(rewards[1])
 
     def _look(self) -> None:
-        """Reads and keeps the observation of the seat to move: the library hands it out once."""
+        """Read and store the observation of the seat to move, which the library returns once."""
         state: Any = self._env.state
         self._moves = _listed(state.observations.get(state.current_player_id, ()))
         self._to_move, seen = self._env.get_observation()
@@ -108,7 +107,8 @@ class TextArenaGame(Game):
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """The library draws from, and seeds, Python's one generator, which many games share."""
+        """Use this game's state of Python's global generator, which the library draws from and
+        seeds: games in one process would otherwise share it."""
         outside = random.getstate()
         random.setstate(self._random)
         try:
@@ -129,7 +129,7 @@ def _library() -> Any:
 
 
 def _begin(name: str, players: int, seed: int) -> Any:
-    """A game under way, before its first move.
+    """Start a game of the library.
 
     Raises:
         ConfigError: see `TextArenaGame`.
@@ -144,7 +144,7 @@ def _begin(name: str, players: int, seed: int) -> Any:
         )
     try:
         return _made(library, name, players, seed)
-    except Exception as error:  # the library's games raise what they like
+    except Exception as error:  # games of the library raise errors of any kind
         takes = _players(library, name, seed)
         if takes:
             raise ConfigError(
@@ -167,7 +167,7 @@ def _made(library: Any, name: str, players: int, seed: int) -> Any:
 
 
 def _players(library: Any, name: str, seed: int) -> str:
-    """The numbers of players that the game can be begun with; empty: none."""
+    """Numbers of players with which the game starts, as text; empty: none."""
     takes: list[int] = []
     for players in range(1, _MOST_PLAYERS + 1):
         with suppress(Exception):  # as in _begin
@@ -181,7 +181,7 @@ def _players(library: Any, name: str, seed: int) -> str:
 
 
 def _listed(messages: Any) -> tuple[str, ...]:
-    """The moves that the newest messages list; the rules' examples and players' words are none."""
+    """Moves listed in the newest messages, except in the rules and in the players' messages."""
     spoken = ("PROMPT", "PLAYER_ACTION")
     text = "\n".join(message for _, message, kind in messages if kind.name not in spoken)
     lists = _LISTED.findall(text)
@@ -192,7 +192,7 @@ class RandomMover:
     """Uniformly random player over the moves that the game lists.
 
     Raises:
-        DataError: it lists none at this point.
+        DataError: the game lists no moves at this point.
     """
 
     def __init__(self, seed: int) -> None:
@@ -217,7 +217,7 @@ class TextArena(TwoPlayerConfig):
         default="TicTacToe-v0",
         doc="a game for two of the library textarena, such as ConnectFour-v0 or Othello-v0",
     )
-    # Games take as long as they take; a player without a turn left forfeits.
+    # Games differ in length; a player who has no turns left forfeits.
     max_turns: int = with_default(TwoPlayerConfig, "max_turns", 64)
 
     @chz.validate

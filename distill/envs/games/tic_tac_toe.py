@@ -1,4 +1,4 @@
-"""Tic-tac-toe: squares 1 to 9, row by row; three of a kind in a line win."""
+"""Tic-tac-toe: squares 1 to 9, row by row; three equal marks in a line win."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TicTacToe(Game):
 
 
 def winner(board: str) -> int | None:
-    """The seat that has a line; None: nobody."""
+    """The seat that has a line, or None."""
     for a, b, c in _LINES:
         if board[a] != FREE and board[a] == board[b] == board[c]:
             return MARKS.index(board[a])
@@ -71,7 +71,7 @@ def free_squares(board: str) -> list[int]:
 
 
 def played(board: str, square: int) -> str:
-    """The board once the player to move has taken the square."""
+    """The board after the player to move has taken the square."""
     mark = MARKS[(9 - board.count(FREE)) % 2]
     return board[:square] + mark + board[square + 1 :]
 
@@ -80,13 +80,13 @@ def played(board: str, square: int) -> str:
 def value(board: str) -> int:
     """Minimax value for the player to move: 1 a win, 0 a draw, -1 a loss."""
     if winner(board) is not None:
-        return -1  # the other one has just made a line
+        return -1  # the other player has just completed a line
     squares = free_squares(board)
     return max((-value(played(board, square)) for square in squares), default=0)
 
 
 class RandomPlayer:
-    """Any free square."""
+    """Player that takes a random free square."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ class RandomPlayer:
 
 
 class PerfectPlayer(RandomPlayer):
-    """Any of the best squares, by looking at every end of the game."""
+    """Player that takes a random square among the best, by minimax search of the whole game."""
 
     def __call__(self, game: Game) -> str:
         assert isinstance(game, TicTacToe)

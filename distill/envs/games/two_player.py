@@ -1,6 +1,6 @@
 """Games for two players: each seat is a separate episode, and the policy may play both.
 
-    table      holds the game; a seat waits there for its turn, and for the end
+    table      holds the game; each seat waits at it for its turn, or for the end of the game
     seats      with opponent=self, the policy plays both seats (G / 2 games per group); any other
                opponent plays against the policy (G games) and is not trained
 
@@ -35,7 +35,7 @@ SEATS = 2
 
 
 class IllegalMove(Exception):
-    """Raised for a text that is no legal move."""
+    """Raised for a text that is not a legal move."""
 
 
 class Game(ABC):
@@ -48,7 +48,7 @@ class Game(ABC):
     @property
     @abstractmethod
     def scores(self) -> tuple[float, float] | None:
-        """Rewards of the two seats; None while the game goes on."""
+        """Rewards of the two seats; None until the game has ended."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class Game(ABC):
         """Play the text as the move of the seat to move.
 
         Raises:
-            IllegalMove: the text is no legal move; the game is unchanged.
+            IllegalMove: the text is not a legal move; the game is unchanged.
         """
 
 
@@ -77,7 +77,7 @@ _OPPONENT_SEED = 1_000
 
 # Function that chooses a move in a game: an opponent that is not trained.
 Player = Callable[[Game], str | Awaitable[str]]
-# Name of the run's model that may be the opponent: a checkpoint that does not change.
+# Name of the run's model that may be the opponent: a frozen checkpoint.
 FROZEN = "reference"
 
 
@@ -123,7 +123,7 @@ class Table:
 
 
 class Seat(MessageEnv):
-    """The policy on one seat of a table. An `opponent` outside the group moves in between."""
+    """The policy on one seat of a table. An `opponent` that is not in the group plays the other."""
 
     ends_when_cut = True  # moves are short, so a truncated turn loses
 
@@ -191,7 +191,7 @@ def _shown(game: Game, seat: int, *, rules: bool = False) -> list[Message]:
 
 @dataclass(slots=True, eq=False)
 class FrozenPlayer:
-    """Player that samples a frozen model, which sees only its own side's view, as the policy."""
+    """Player that samples a frozen model, which sees its own seat's view, as the policy does."""
 
     model: SamplingModel
     setting: ChatSetting
@@ -232,10 +232,13 @@ class TableGroupBuilder(EnvGroupBuilder):
     """Builder of the seats of a group, all on games with the same opening.
 
     Attributes:
-        new_game: makes the game in its state before either player's first move.
-        new_opponent: makes the policy's opponent, from a seed and the run's models; None: the
+        new_game: creates the game in its state before either player's first move.
+        new_opponent: creates the policy's opponent from a seed and the run's models; None: the
             policy itself.
         seat: the policy's seat, if it has an opponent.
+        seed: seed of the first game's opponent; the next games have the following numbers.
+        rules: if True, the first message of a seat includes the rules.
+        forfeit_reward: reward of a seat that makes an illegal move.
     """
 
     new_game: Callable[[], Game]
@@ -351,7 +354,7 @@ class TwoPlayerConfig(ChatConfig):
 
     @abstractmethod
     def new_game(self, opening: int) -> Game:
-        """A game in its state before the policy's first move."""
+        """Create a game in its state before the policy's first move."""
 
     def check_group(self, group_size: int) -> None:
         if self.opponent == "self" and group_size % SEATS:
