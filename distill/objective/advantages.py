@@ -1,4 +1,4 @@
-"""Parts of tokens' advantages: discounted sums, log-prob gaps. Numpy, no gradients."""
+"""Parts of a token's advantage: discounted sums and log-prob gaps. Numpy, no gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from distill.errors import DataError
 from distill.stops import hits
 from distill.types import BoolArray, FloatArray, Segment
 
-if TYPE_CHECKING:  # rollout workers do without torch
+if TYPE_CHECKING:  # rollout workers do not load torch
     from torch import Tensor
 
 Gaps = TypeVar("Gaps", FloatArray, "Tensor")
 
 
 def discounted_future_sum(values_N: np.ndarray, discount: float) -> np.ndarray:
-    """S_t = v_t + g v_{t+1} + g^2 v_{t+2} + ...; with g = 0, v itself."""
+    """S_t = v_t + g v_{t+1} + g^2 v_{t+2} + ... with g = `discount`; g = 0 returns v."""
     if discount == 0:
         return values_N
     sums_N = np.empty_like(values_N)
@@ -29,12 +29,12 @@ def discounted_future_sum(values_N: np.ndarray, discount: float) -> np.ndarray:
 
 
 def outside_top(segment: Segment, stop_event: tuple[int, ...] = ()) -> BoolArray:
-    """True at those actions that are not among the tokens at which the teacher is known; (T,).
+    """Mask of the actions that are not among the tokens of `teacher_top`, shape (T,).
 
-    Any token of the event is in its place there under the first one's id.
+    `teacher_top` lists all tokens of the stop event under the id of the event's first token.
 
     Raises:
-        DataError: the teacher was not asked for its likeliest tokens.
+        DataError: the segment has no `teacher_top`.
     """
     if segment.teacher_top is None:
         raise DataError(
@@ -45,7 +45,7 @@ def outside_top(segment: Segment, stop_event: tuple[int, ...] = ()) -> BoolArray
         actions_N = np.where(hits(actions_N, stop_event), stop_event[0], actions_N)
     ids_NK = segment.teacher_top.ids_NK
     outside_N = np.ones(len(actions_N), np.bool_)
-    # At most one in a row: to find those is a fifth of the time of any(axis=1).
+    # Each row has at most one match; finding the matches takes a fifth of the time of any(axis=1).
     outside_N[np.flatnonzero(ids_NK == actions_N[:, None]) // ids_NK.shape[1]] = False
     outside_T = segment.action_mask_T.copy()
     outside_T[outside_T] = outside_N
@@ -69,7 +69,7 @@ def teacher_gaps(segment: Segment) -> FloatArray:
 
 
 def clipped(gaps_N: Gaps, kl_clip: float | None) -> Gaps:
-    """The gaps within [-kl_clip, kl_clip]; all of them without one. Arrays or tensors."""
+    """Clamp gaps (an array or a tensor) to [-kl_clip, kl_clip]; None leaves them unchanged."""
     return gaps_N if kl_clip is None else gaps_N.clip(-kl_clip, kl_clip)
 
 
@@ -89,7 +89,7 @@ def reference_gaps(segment: Segment) -> FloatArray:
 
 
 def on_actions(segment: Segment, values_N: FloatArray) -> FloatArray:
-    """The values at the action tokens, zeros elsewhere; shape (T,)."""
+    """Values placed at the action tokens, with zeros elsewhere, shape (T,)."""
     values_T = np.zeros(len(segment), dtype=np.float32)
     values_T[segment.action_mask_T] = values_N
     return values_T

@@ -23,15 +23,18 @@ from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherRows:
-    """Sums over the other rows of a row's sequence (the trajectory's other segments), for its loss.
+    """Sums over the other rows of a row's sequence (the trajectory's other segments).
 
-    Those rows may be in another micro-batch, or on another worker.
+    The row's loss needs these sums, and the other rows may be in another micro-batch or on another
+    worker.
 
     Attributes:
-        tokens: number of trained tokens in them.
-        log_ratio: sum of log pi - log old over those tokens; gspo's ratio is the sequence's.
+        tokens: number of trained tokens in the other rows.
+        log_ratio: sum of log pi - log old over those tokens, for gspo, whose ratio is that of the
+            whole sequence.
         future_kl: sum_s g^s c_s (log pi - log mu)(y_s) over the rows that follow, with s counted
-            from their first token; see `distill.objective.objectives.own_advantages`.
+            from the first token after this row; see
+            `distill.objective.objectives.own_advantages`.
     """
 
     tokens: int = 0
@@ -69,12 +72,12 @@ class RowShape(Protocol):
 
     @property
     def context_key(self) -> bytes:
-        """Equal in rows with the same tokens before the first trained one."""
+        """Key that is equal in rows with the same tokens before the first trained token."""
         ...
 
     @property
     def prefix_key(self) -> bytes:
-        """As `context_key`, without the last of those tokens."""
+        """Key as `context_key`, of the same tokens without the last one."""
         ...
 
     def __len__(self) -> int:
@@ -93,26 +96,26 @@ class TrainingRow:
         tokens_T: token ids.
         loss_mask_T: True where the token is trained; never at position 0.
         advantages_T: advantage of each token; 1 for supervised rows.
-        behaviour_logprobs_T: log-probs of the policy that sampled them; 0 for supervised rows.
+        behaviour_logprobs_T: log-probs of the policy that sampled the tokens; 0 for supervised
+            rows.
         temperature: the T of the learner's log-probs.
         source: origin of the row, for error messages and the dump of bad rows.
         data_source: name of the row's data source, if there are several.
-        proximal_logprobs_T: log-probs of the learner itself at the start of the step; None: not
-            computed.
-        reference_logprobs_T: log-probs of a reference model; None without one.
-        teacher: name of the teacher that the row belongs to, if there are several.
-        teacher_coef: weight of its divergence from that teacher; 0: no divergence term.
-        teacher_context_T: that teacher's tokens in place of the first `teacher_replaces` tokens;
-            None: the row's own tokens.
-        teacher_top: that teacher's likeliest tokens, one row per trained token.
-        teacher_states: that teacher's hidden states, one per trained token; None: not asked for.
-        sampled_kl_coef_T: weight of log p - log q of the sampled token in `advantages_T`, where
-            that log p is the sampler's; None: the advantage has no such term.
-        clipped_kl_coef_T: weight of the teacher's such term where kl_clip bounds it.
+        proximal_logprobs_T: log-probs of the learner at the start of the step; None: not computed.
+        reference_logprobs_T: log-probs of a reference model; None without a reference model.
+        teacher: name of the row's teacher, if there are several.
+        teacher_coef: weight of the divergence from the teacher; 0: no divergence term.
+        teacher_context_T: tokens that the teacher sees in place of the row's first
+            `teacher_replaces` tokens; None: the teacher sees the row's own tokens.
+        teacher_top: the teacher's likeliest tokens, one row per trained token.
+        teacher_states: the teacher's hidden states, one per trained token; None: not requested.
+        sampled_kl_coef_T: weight of log p - log q of the sampled token in `advantages_T`, with the
+            sampler's log p; None: the advantage has no such term.
+        clipped_kl_coef_T: the same weight for the teacher's term if kl_clip bounds that term.
         teacher_gaps_T: log p - log q of the sampled tokens, with the sampler's p; None without
             kl_clip.
-        experts_TLK: the experts of a mixture through which its tokens are routed; None: those that
-            the learner chooses (`learner.routers`).
+        experts_TLK: experts that each token is routed through in a mixture-of-experts model; None:
+            the learner's routers choose (`learner.routers`).
         ends_sequence: False if the next row continues the same sequence.
         other_rows: sums over the rest of that sequence.
 
@@ -180,8 +183,8 @@ class TrainingRow:
     @property
     def first_trained(self) -> int:
         """Index of the first trained token, at least 1."""
-        # As np.argmax, which releases the interpreter lock: where other threads compute, this one
-        # gets it back up to 5 ms later.
+        # Not np.argmax, which releases the interpreter lock: if other threads compute, this thread
+        # gets the lock back up to 5 ms later.
         return self.loss_mask_T.tobytes().index(True)
 
     @property
@@ -205,7 +208,7 @@ class Batch:
 
     `position_N` indexes the flattened (B*T) hidden states one *before* each trained token: the
     position whose logits predict it. Padding is determined by length, never by token id. `row_N` is
-    the row of each trained token. A field that any row lacks is None for all of them.
+    the row of each trained token. A field that any row lacks is None for all rows.
     """
 
     tokens_BT: Tensor
@@ -226,11 +229,11 @@ class Batch:
     rows: tuple[TrainingRow, ...]
 
     def sum_by_row(self, values_N: Tensor) -> Tensor:
-        """The sum of each row's values, shape (rows,)."""
+        """Sum of each row's values, shape (rows,)."""
         return values_N.new_zeros(len(self.rows)).index_add(0, self.row_N, values_N)
 
     def mean_by_row(self, values_N: Tensor) -> Tensor:
-        """The mean of each row's values, shape (rows,)."""
+        """Mean of each row's values, shape (rows,)."""
         return self.sum_by_row(values_N) / self.sum_by_row(torch.ones_like(values_N))
 
     def sequence_tokens(self) -> Tensor:
@@ -238,11 +241,11 @@ class Batch:
         return self.of_rows([row.num_trained + row.other_rows.tokens for row in self.rows])
 
     def of_rows(self, values: Sequence[float]) -> Tensor:
-        """One number per row as a tensor, shape (rows,)."""
+        """Tensor of one number per row, shape (rows,)."""
         return self.behaviour_logprobs_N.new_tensor(values)
 
     def future_sum(self, values_N: Tensor, discount: float, after_B: Tensor) -> Tensor:
-        """S_t = v_t + g S_{t+1} within each row, whose last token is followed by `after_B`."""
+        """S_t = v_t + g S_{t+1} within each row, with `after_B` as S after the row's last token."""
         sums_N = values_N.clone()
         last_B = self.sum_by_row(torch.ones_like(values_N)).long().cumsum(0) - 1
         sums_N[last_B] += discount * after_B.to(sums_N.dtype)
@@ -257,20 +260,20 @@ class Batch:
 
 # Running a context once for several rows is worthwhile if it saves at least this many tokens.
 WORTH_SHARING = 64
-# A shared context's keys and values are copied for each row. This many of them take no more memory
-# than the activations of one token (10 to 60 in Llama, Qwen and similar models).
+# A shared context's keys and values are copied for each row. The keys and values of this many
+# tokens take no more memory than the activations of one token (the ratio is 10 to 60 in Llama, Qwen
+# and similar models).
 _COPIED_KEYS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Token counts of rows run together: each in full, or each prefix once and then its suffixes.
+    """Token counts of rows run together: each row in full, or each distinct prefix only once.
 
-    Rows, or prefixes and suffixes, are padded to the longest of them or, if `packed`, placed end to
-    end without padding.
-    A row's prefix is its context without the last token, which predicts the first trained one.
-    `prefixes` are keys and lengths of the distinct prefixes. `most_mask` is the model's limit
-    (distill.models.shared_prefix): 0 if it cannot share prefixes.
+    Rows (or prefixes, and suffixes) are padded to the longest one or, if `packed`, placed end to
+    end without padding. A row's prefix is its context without the last token, which predicts the
+    first trained token. `prefixes` are keys and lengths of the distinct prefixes. `most_mask` is
+    the model's limit (distill.models.shared_prefix): 0 if the model cannot share prefixes.
     """
 
     rows: int
@@ -314,7 +317,7 @@ class BatchShape:
         )
 
     def shares(self, most_mask: int) -> bool:
-        """True if prefixes are run once: that saves tokens, padding included, and the mask fits."""
+        """True if each prefix is run once: it saves tokens, padding included, and the mask fits."""
         return (
             self.shortest_prefix > 0
             and self._keys * self.suffix_width <= most_mask
@@ -376,14 +379,14 @@ def split_by_token_budget(
 ) -> Iterator[list[Row]]:
     """Micro-batches that take the memory of at most `token_budget` tokens.
 
-    Each `rows_per_unit` rows that follow one another (a preference pair, say) stay together, in
-    order; units of different teachers never share a batch. A unit larger than the budget is a batch
-    by itself. Every row appears exactly once.
+    Each unit of `rows_per_unit` consecutive rows (a preference pair, for example) stays together,
+    in order; units of different teachers never share a batch. A unit larger than the budget is a
+    batch by itself. Every row appears exactly once.
 
-    Rows are ordered by length, which reduces padding, or by context, which a model that supports it
-    (`most_mask`, see `BatchShape`) then runs once: whichever order sends fewer tokens through the
-    layers. `packed` rows are not padded, so rows of any lengths can share a batch, and the number
-    of batches is smaller.
+    Rows are ordered by length, which reduces padding, or by context, so that a model that can share
+    prefixes (`most_mask`, see `BatchShape`) runs each context once. The order that sends fewer
+    tokens through the layers is used. `packed` rows are not padded, so rows of any lengths can
+    share a batch, and the number of batches is smaller.
     """
     assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
     by_teacher: dict[str, list[_RowUnit[Row]]] = defaultdict(list)
@@ -393,7 +396,7 @@ def split_by_token_budget(
     for _, units in sorted(by_teacher.items()):
         whole = [row for unit in units for row in unit.rows]
         if BatchShape.of(whole, packed).held_at_most <= token_budget:
-            # All of the orders below would give this one batch.
+            # Each of the orders below would produce this one batch.
             yield [row for group in _by_context(units) for unit in group for row in unit.rows]
             continue
         plans = [_fill(order, token_budget, most_mask) for order in _orders(units, most_mask)]
@@ -419,7 +422,7 @@ def _fill(units: Iterable[_RowUnit[Row]], token_budget: int, most_mask: int) -> 
 
 
 def _first_fit(units: Sequence[_RowUnit[Row]], token_budget: int) -> list[list[Row]]:
-    """Batches of packed units, the longest first, each unit in the first batch with room for it."""
+    """First-fit decreasing: packed units, longest first, each in the first batch with room."""
     batches: list[list[Row]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda unit: unit.shape.tokens, reverse=True):
@@ -434,9 +437,10 @@ def _first_fit(units: Sequence[_RowUnit[Row]], token_budget: int) -> list[list[R
 
 
 def _orders(units: Sequence[_RowUnit[Row]], most_mask: int) -> list[list[_RowUnit[Row]]]:
-    """Three orders of units: by context; by length; by context where `_pays`, the others by length.
+    """Three orders of units: by context; by length; paying groups by context, then by length.
 
-    Groups of one context, and the units of each, are sorted from short to long.
+    A group has the units of one context; it pays if `_pays`. Groups, and the units within each
+    group, are sorted from short to long.
     """
     groups = _by_context(units)
     paying = [group for group in groups if _pays(group, most_mask)]
@@ -486,8 +490,8 @@ def deal(
     """Distribute micro-batches to workers that run in step, the same number to each.
 
     Batches that run at the same time have similar numbers of tokens, so that no worker waits long
-    for another. If the last round is short of batches, its smallest is repeated without being
-    counted.
+    for another. If the last round has fewer batches than workers, the smallest batch is repeated
+    without being counted.
 
     Returns:
         For each worker, its (micro-batch, True if it counts) pairs.
@@ -503,7 +507,10 @@ def deal(
 
 
 def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
-    """Right-pad rows to a common width, with id 0: causal tokens never attend to later padding."""
+    """Right-pad rows to a common width with id 0.
+
+    Any id would do, because causal attention never looks at later padding.
+    """
     width = max(len(row) for row in rows)
     tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
     positions = []

@@ -1,16 +1,17 @@
-"""Advantages, losses and divergences of a user's own, `module:function`: found, checked, tried.
+"""Custom advantages, losses and divergences, `module:function`: lookup, checks and trial calls.
 
     advantage(rewards_P)                         a step's groups (`GroupRewards`) -> an array of
                                                  each group's advantages, shape (G,)
     loss(logprobs_N, old_N, advantages_N)        tensors of one micro-batch's trained tokens ->
                                                  each token's loss, shape (N,)
     divergence(log_p_NV, log_q_NV)               log-probs of student and teacher at one
-                                                 temperature, a distribution a row -> the
+                                                 temperature, one distribution per row -> the
                                                  divergence of each row, shape (N,)
 
-`old_N` are the log-probs that ratios are taken against; it and the advantages carry no gradient. A
-token's loss may depend on that token alone: the loss of a step is a sum over micro-batches. The
-columns of a divergence are the vocabulary, or likely tokens and one bucket for the rest.
+`old_N` are the log-probs in the denominator of the ratios; `old_N` and the advantages carry no
+gradient. A token's loss may depend only on that token, because the loss of a step is a sum over
+micro-batches. The columns of a divergence are the vocabulary, or likely tokens and one bucket for
+all other tokens.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from distill.objective.group_rewards import GroupRewards
 from distill.types import FloatArray
 
 OwnAdvantage = Callable[[Sequence[GroupRewards]], list[FloatArray]]
-# Of tensors whose first dimension is positions, to one number for each of these.
+# Function of tensors whose first dimension is positions; it returns one number per position.
 PerPosition = Callable[..., Tensor]
 
 _TRIED_TOKENS, _TRIED_VOCABULARY = 8, 6
-# Rounding errors of a divergence that is constant.
+# Gradients below this are rounding errors of a constant function.
 _NO_GRADIENT = 1e-6
 
 
 @cache
 def own_advantage(name: str) -> OwnAdvantage:
-    """The advantages of `module:function`.
+    """Custom advantage function `module:function`, with its results checked.
 
     Raises:
-        ConfigError: it cannot be imported, or called so.
-        DataError: when called: it raised, or returned something else.
+        ConfigError: the function cannot be imported, or does not accept these arguments.
+        DataError: when called: the function raised, or returned something else.
     """
     function = resolve_function("baseline", name, ())
     require_arguments("baseline", name, function, "rewards_P")
@@ -52,7 +53,7 @@ def own_advantage(name: str) -> OwnAdvantage:
     def advantages(rewards_P: Sequence[GroupRewards]) -> list[FloatArray]:
         try:
             made = [np.asarray(made_G, np.float32) for made_G in function(rewards_P)]
-        except (Exception, SystemExit) as error:  # the user's may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise DataError(
                 f"baseline={name} raised {described(error)}", field="baseline"
             ) from error
@@ -74,18 +75,18 @@ def own_advantage(name: str) -> OwnAdvantage:
 
 @cache
 def own_loss(name: str) -> PerPosition:
-    """The tokens' losses by `module:function`.
+    """Custom loss function `module:function`, with its results checked.
 
     Raises:
-        ConfigError: it cannot be imported, or called so.
-        DataError: when called: it raised, or returned something else.
+        ConfigError: the function cannot be imported, or does not accept these arguments.
+        DataError: when called: the function raised, or returned something else.
     """
     return _own("loss", name, "logprobs_N", "old_N", "advantages_N")
 
 
 @cache
 def own_divergence(name: str) -> PerPosition:
-    """The divergences by `module:function`; it raises as `own_loss` does."""
+    """Custom divergence function `module:function`; it raises the same errors as `own_loss`."""
     return _own("divergence", name, "log_p_NV", "log_q_NV")
 
 
@@ -96,16 +97,17 @@ def _own(setting: str, name: str, *arguments: str) -> PerPosition:
 
 
 def per_position(what: str, function: PerPosition) -> PerPosition:
-    """The function, held to its form.
+    """Wrap a function so that each call checks the shape of its result.
 
     Raises:
-        DataError: when called: it raised, or returned no tensor of one number for each position.
+        DataError: when called: the function raised, or its result is not a tensor with one number
+            per position.
     """
 
     def checked(*tensors: Tensor) -> Tensor:
         try:
             made_N = function(*tensors)
-        except (Exception, SystemExit) as error:  # the user's may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise DataError(f"{what} raised {described(error)}") from error
         wanted = tensors[0].shape[:1]
         if not isinstance(made_N, Tensor) or made_N.shape != wanted:
@@ -126,7 +128,10 @@ def _form(made: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageTrial:
-    """An advantage, called with made-up rewards: two groups, in one of which all earn the same."""
+    """Trial call of a custom advantage with invented rewards.
+
+    Two groups; in one of them all members have the same reward.
+    """
 
     name: str
     group_size: int
@@ -148,7 +153,7 @@ class AdvantageTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTrial:
-    """A loss, called with made-up tokens: advantages of both signs, ratios around 1.
+    """Trial call of a custom loss with invented tokens: advantages of both signs, ratios around 1.
 
     Raises:
         DataError: when called: a loss or a gradient that is not finite, no gradient, or a token
@@ -169,7 +174,10 @@ class LossTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceTrial:
-    """A divergence, called with made-up distributions; it raises as `LossTrial` does."""
+    """Trial call of a custom divergence with random distributions.
+
+    Raises the same errors as `LossTrial`.
+    """
 
     name: str
 
@@ -183,7 +191,7 @@ class DivergenceTrial:
 
 
 def _try(what: str, function: PerPosition, tensors: Sequence[Tensor], learnt: Tensor) -> None:
-    """Raises DataError for values that no micro-batches could add up, or without a gradient."""
+    """Raise DataError for values without a usable gradient, or that depend on other tokens."""
     made_N = function(*tensors)
     if not made_N.requires_grad:
         raise DataError(f"{what} does not depend on its first argument: it has no gradient")

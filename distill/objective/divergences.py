@@ -1,10 +1,10 @@
 """Divergences between the student p_T and the teacher q_T, both at one temperature.
 
-All of them take log-probs of shape (N, V), a distribution a row, and return fp32 nats of shape
-(N,). They are exact sums over the columns, which may be the vocabulary or a coarser partition of it
-(`coarse`): some likely tokens and one bucket for the rest. No mass is lost, so each divergence of a
-partition is one too: never negative, zero where the partitions agree, and at most that of the whole
-vocabulary (the data-processing inequality).
+All functions take log-probs of shape (N, V), one distribution per row, and return fp32 nats of
+shape (N,). The results are exact sums over the columns. The columns are the vocabulary or a coarser
+partition of it (`coarse`): some likely tokens and one bucket for all others. No mass is lost, so
+the divergence over a partition is a divergence too: never negative, zero where the partitions
+agree, and at most the divergence over the whole vocabulary (the data-processing inequality).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from distill.objective.advantages import clipped
 from distill.objective.custom import own_divergence
 
-# Least mass of a teacher's tail. What is left of 1 after its top K carries their rounding errors,
-# about 1e-6 in fp32; an empty tail would make the student's mass there infinitely bad.
+# Smallest mass of a teacher's tail, which is 1 minus the mass of its top K and so carries their
+# rounding errors, about 1e-6 in fp32. An empty tail would make the divergence infinite.
 TAIL_FLOOR = 1e-6
-# The log-prob of no mass at all, finite so that its gradient is 0 and no NaN.
+# Log-prob of zero mass: finite, so that its gradient is 0 and not NaN.
 NO_MASS = -1e4
 
 
@@ -33,8 +33,8 @@ def kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
 def clipped_reverse_kl(log_p_NV: Tensor, log_q_NV: Tensor, kl_clip: float) -> Tensor:
     """sum_v p(v) clip(log p(v) - log q(v)), the clipped log ratio held fixed in the gradient.
 
-    No divergence, but the mean of the sampled estimator with the same clip; its gradient tends to
-    that of KL(p || q) as the clip grows.
+    This is not a divergence, but the mean of the sampled estimator with the same clip. Its gradient
+    tends to that of KL(p || q) as the clip grows.
     """
     assert log_p_NV.shape == log_q_NV.shape, "the distributions are over different things"
     gap_NV = clipped((log_p_NV - log_q_NV).detach(), kl_clip)
@@ -52,10 +52,10 @@ def generalised_jsd(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
 
 
 def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: str, jsd_beta: float) -> Tensor:
-    """The divergence of that name of the student's `log_p_NV` and the teacher's `log_q_NV`.
+    """Divergence called `name` between the student's `log_p_NV` and the teacher's `log_q_NV`.
 
     Raises:
-        DataError: one of the user's own (`module:function`) failed.
+        DataError: a custom divergence (`module:function`) failed.
     """
     match name:
         case "reverse_kl":
@@ -69,11 +69,11 @@ def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: str, jsd_beta: float) -
 
 
 def shared_columns(log_p_NV: Tensor, log_q_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Both distributions over the token ids that both vocabularies have.
+    """Restrict both distributions to the token ids that both vocabularies have.
 
-    The wider vocabulary is padded with ids that no tokenizer uses. They are masked before its
-    softmax: what is left is normalised again, which adds a constant to a state's log-probs. Of the
-    teacher's, the gradient of a reverse KL has no part of it.
+    The surplus columns of the wider one are padding ids that no tokenizer uses. They are cut off
+    and the remaining columns are normalised again, which adds a constant to the log-probs of each
+    row. For the teacher's rows, this constant does not change the gradient of a reverse KL.
     """
     width = min(log_p_NV.shape[1], log_q_NV.shape[1])
     return _first_columns(log_p_NV, width), _first_columns(log_q_NV, width)
@@ -86,10 +86,11 @@ def _first_columns(logprobs_NV: Tensor, width: int) -> Tensor:
 
 
 def without_padding(width: int, ids_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """log q of the teacher's likeliest tokens, given that none of the listed padding was sampled.
+    """log q of the teacher's likeliest tokens, conditional on sampling none of the listed padding.
 
-    Padding are ids from `width` on, beyond the student's vocabulary. Padding that is not listed
-    stays in the rest, with at most the mass of the least likely listed token each.
+    Padding means ids from `width` on, which are beyond the student's vocabulary. Padding that is
+    not listed stays in the rest; each such id has at most the mass of the least likely listed
+    token.
     """
     padding_NK = ids_NK >= width
     if not bool(padding_NK.any()):
@@ -100,7 +101,7 @@ def without_padding(width: int, ids_NK: Tensor, log_q_NK: Tensor) -> Tensor:
 
 
 def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """log p of K tokens and, in a last column, of all the others together: shape (N, K + 1).
+    """log p of K tokens and, in the last column, of all other tokens together, shape (N, K + 1).
 
     Ids beyond the student's vocabulary have no mass.
     """
@@ -112,20 +113,23 @@ def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 def _within(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """The ids, and in place of those beyond the vocabulary others of their row, if there are."""
+    """Ids with each id beyond the vocabulary replaced by the smallest id of its row.
+
+    If the whole row is beyond the vocabulary, the vocabulary's last id is used.
+    """
     width = log_p_NV.shape[1]
     others_N1 = ids_NK.min(dim=1, keepdim=True).values.clamp_max(width - 1)
     return torch.where(ids_NK < width, ids_NK, others_N1)
 
 
 def _top_logprobs(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """log p of K tokens."""
+    """log p of K tokens, `NO_MASS` for ids beyond the vocabulary."""
     log_p_NK = log_p_NV.gather(1, _within(log_p_NV, ids_NK))
     return log_p_NK.masked_fill(ids_NK >= log_p_NV.shape[1], NO_MASS)
 
 
 def with_tail(log_q_NK: Tensor) -> Tensor:
-    """log q of K tokens and, in a last column, of what is left of 1, at least `TAIL_FLOOR`."""
+    """log q of K tokens and, in the last column, of the remaining mass, at least `TAIL_FLOOR`."""
     rest_N1 = (1 - log_q_NK.double().exp().sum(dim=1, keepdim=True)).clamp_min(TAIL_FLOOR)
     return torch.cat([log_q_NK, rest_N1.log().to(log_q_NK.dtype)], dim=1)
 
@@ -133,14 +137,14 @@ def with_tail(log_q_NK: Tensor) -> Tensor:
 def top_of_reverse_kl(
     log_p_NV: Tensor, ids_NK: Tensor, log_q_NK: Tensor, kl_clip: float | None = None
 ) -> Tensor:
-    """The part of KL(p || q) that falls on K tokens: sum_k p_k (log p_k - log q_k).
+    """Part of KL(p || q) that falls on K tokens: sum_k p_k (log p_k - log q_k).
 
-    By itself no divergence: it is least where p puts its mass elsewhere, which is how truncated
-    reverse KL collapses. It is meant to be completed by the sampled term of the tokens outside; so
-    the log ratio is held fixed in the gradient, as it is there (their two extra terms, the
-    gradients of the two masses, cancel). With a clip, of the clipped log ratios. Padding ids of the
-    teacher's count for nothing, since p has no mass there; log q stays as it is, like the sampled
-    term's.
+    This part is not a divergence: it is smallest where p puts its mass on other tokens, which is
+    how a truncated reverse KL collapses. The sampled term of the tokens outside the K completes it.
+    That term holds the log ratio fixed in the gradient, so this part does too (the two terms that
+    this leaves out, the gradients of the two masses, cancel). With `kl_clip` the log ratios are
+    clipped. The teacher's padding ids contribute nothing, since p has no mass there; log q is not
+    renormalised, as in the sampled term.
     """
     log_p_NK = _top_logprobs(log_p_NV, ids_NK)
     gap_NK = clipped((log_p_NK - log_q_NK).detach(), kl_clip)

@@ -16,13 +16,13 @@ class GroupRewards:
     """Rewards of a group's members, and the other facts that an advantage may depend on.
 
     Attributes:
-        rewards_G: float64, including the penalty for overlong responses. In float32 the mean of
-            equal rewards can differ from each of them, and a standard deviation be that difference.
-        lengths_G: sampled tokens.
+        rewards_G: rewards in float64, including the penalty for overlong responses. In float32 the
+            mean of equal rewards can differ from each reward, and the standard deviation would then
+            be that rounding error.
+        lengths_G: numbers of sampled tokens.
         truncated_G: True where the episode ended by length.
-        counted_G: False where mask_truncated excludes the reward: the advantage is then replaced
-            by 0.
-        source, tag: the prompt's, see `TrajectoryGroup`.
+        counted_G: False where mask_truncated excludes the reward; the advantage is then 0.
+        source, tag: source and tag of the prompt, see `TrajectoryGroup`.
     """
 
     rewards_G: npt.NDArray[np.float64]

@@ -1,11 +1,11 @@
 """Policy losses over the ratio of learner to sampler, per token, and the metrics of ratios.
 
 Pure functions of tensors over trained tokens. `importance_sampling`, `ppo`, `cispo`, `dro` and
-`gspo` give each token its own loss; `distill.objective.objectives.policy_loss` weighs the tokens
-by the counts of the *whole* optimizer step and adds them up, so micro-batches add up to exactly the
-big batch's loss. Metrics do the same: each is this micro-batch's share of a mean over the step, to
-be added up, but for those whose name ends in `_max` or `_min`. Advantages and the log-probs that
-ratios are taken against carry no gradient.
+`gspo` return one loss per token. `distill.objective.objectives.policy_loss` weights the tokens by
+the counts of the *whole* optimizer step and sums them, so the losses of the micro-batches sum to
+exactly the loss of the whole batch. Metrics work alike: each is this micro-batch's share of a mean
+over the step, to be summed, except the extremes, whose names end in `_max` or `_min`. Advantages
+and the log-probs in the denominator of the ratios carry no gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Metrics = dict[str, Tensor]
 
 
 class StepCounts(NamedTuple):
-    """Counts of the whole optimizer step, whatever micro-batch a loss is computed on.
+    """Counts of the whole optimizer step, of which a loss is computed on one micro-batch.
 
     A sequence is a row, or the rows of all segments of a trajectory.
     """
@@ -38,9 +38,10 @@ class StepCounts(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Losses per token, shape (N,), before weighing, and where a bound acts on the gradient.
+    """Losses per token, shape (N,), before weighting, and the tokens where a bound acts.
 
-    `side_N` is -1 where it took or weakened that of a ratio below 1, 1 above, and 0 elsewhere.
+    `side_N` is -1 where a bound removed or weakened the gradient of a token with a ratio below 1,
+    1 likewise for a ratio above 1, and 0 elsewhere.
     """
 
     loss_N: Tensor
@@ -66,10 +67,10 @@ def ppo(
     clip_high: float,
     dual_clip: float = 3.0,
 ) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and for A < 0 at least dual_clip A.
+    """-max(min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), dual_clip A if A < 0).
 
-    Schulman et al. 2017; two bounds: DAPO (Yu et al. 2025); dual clip: Ye et al. 2020. A token is
-    clipped, without gradient, where a bound is the smaller one.
+    Schulman et al. 2017; two bounds: DAPO (Yu et al. 2025); dual clip: Ye et al. 2020. A token
+    whose value is that of a bound is clipped: it has no gradient.
     """
     ratio_N = _ratio(logprobs_N, old_N)
     free_N = ratio_N * advantages_N
@@ -96,7 +97,7 @@ def cispo(
 def dro(
     logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, *, beta: float = 0.05
 ) -> TokenLoss:
-    """-(A log pi - beta / 2 (log pi - log old)^2): Richemond et al. 2024, per token, no ratio."""
+    """-(A log pi - beta / 2 (log pi - log old)^2), without a ratio: Richemond et al. 2024."""
     penalty_N = 0.5 * beta * (logprobs_N - old_N).square()
     loss_N = penalty_N - advantages_N * logprobs_N
     return TokenLoss(loss_N, torch.zeros_like(loss_N))
@@ -111,12 +112,13 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the sequence's ratio per token.
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), where s is the ratio of the sequence.
 
-    s = exp(mean_t(log pi - log old)) of the token's own sequence, of which `mean_of_sequence` gives
-    each token the mean, from the log ratios of these. GSPO-token of Zheng et al. 2025 (eq.
-    13): the value is the sequence's, each token's gradient its own, so that advantages may differ
-    within a sequence; where they do not, and sequences are weighed alike, it is GSPO itself.
+    s = exp(mean_t(log pi - log old)) over the token's sequence; `mean_of_sequence` maps the log
+    ratios of a batch's tokens to that mean, for each token. This is GSPO-token (Zheng et al. 2025,
+    eq. 13): the value of s is that of the sequence, its gradient that of the token, so advantages
+    may differ within a sequence. If they do not, and all sequences have equal weight, the loss is
+    GSPO.
     """
     sequence_N = mean_of_sequence((logprobs_N - old_N).detach()).exp()
     ratio_N = sequence_N * (logprobs_N - logprobs_N.detach()).exp()
@@ -132,13 +134,14 @@ def token_losses(
     how: ObjectiveConfig,
     mean_of_sequence: Callable[[Tensor], Tensor],
 ) -> TokenLoss:
-    """The loss named by `how`, with its bounds or their defaults.
+    """Losses of the kind `how.loss`, with its bounds or their defaults.
 
     Args:
-        mean_of_sequence: of values (N,), the mean of each token's whole sequence; for gspo.
+        mean_of_sequence: function of values (N,) that returns, for each token, the mean over the
+            token's whole sequence; for gspo.
 
     Raises:
-        DataError: a loss of the user's own failed.
+        DataError: a custom loss failed.
     """
     old_N, advantages_N = old_N.detach(), advantages_N.detach()
     assert logprobs_N.shape == old_N.shape == advantages_N.shape and logprobs_N.ndim == 1
@@ -167,11 +170,12 @@ def token_losses(
 def mismatch_weights(
     proximal_N: Tensor, behaviour_N: Tensor, how: ObjectiveConfig
 ) -> tuple[Tensor, Tensor]:
-    """exp(log proximal - log behaviour), bounded, without gradient; and where the bound acted.
+    """Weights exp(log proximal - log behaviour), bounded, and a mask of where the bound acted.
 
-    proximal are the learner's log-probs of the weights it starts the step with, behaviour those
-    that the server reported. `truncate` cuts the weight at the cap (Yao et al. 2025); `mask` drops
-    tokens whose weight is outside [1 / cap, cap] (IcePop: Ling team 2025).
+    `proximal_N` are the learner's log-probs under the weights at the start of the step,
+    `behaviour_N` those that the server reported. `truncate` cuts the weight at the cap (Yao et al.
+    2025); `mask` drops tokens whose weight is outside [1 / cap, cap] (IcePop: Ling team 2025). The
+    weights carry no gradient.
     """
     cap = CORRECTION_CAP if how.correction_cap is None else how.correction_cap
     weight_N = (proximal_N - behaviour_N).exp().detach()
@@ -182,10 +186,11 @@ def mismatch_weights(
 
 
 def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -> Metrics:
-    """Metrics of the ratio of learner to behaviour policy: means over the step's tokens, extremes.
+    """Metrics of the ratio r of learner to behaviour policy: means over the tokens, and extremes.
 
     k1 = -log r, k2 = (log r)^2 / 2 and k3 = r - 1 - log r estimate KL(behaviour || pi) from samples
-    of behaviour (Schulman 2020); only k1 and k3 are unbiased, only k2 and k3 never negative.
+    of the behaviour policy (Schulman 2020); only k1 and k3 are unbiased, only k2 and k3 are never
+    negative.
     """
     log_ratio_N = logprobs_N - behaviour_N
     ratio_N = log_ratio_N.exp()
@@ -204,15 +209,19 @@ def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -
 
 
 _RATIO_SQUARED = "train/ratio_squared"
-# Suffix of means of squares, from which `finish_metrics` makes standard deviations.
+# Suffix of means of squares, from which `finish_metrics` computes standard deviations.
 SQUARES = "_mean_of_squares"
-# Suffix of the share of the step's tokens that a metric's tokens are: `finish_metrics` divides the
-# metric by it, which makes a mean over all tokens one over its own.
+# Suffix for a metric that covers only a part of the step's tokens: the share of that part.
+# `finish_metrics` divides the metric by the share, which turns a mean over all tokens of the step
+# into a mean over the covered tokens.
 OWN_SHARE = "_own_share"
 
 
 def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
-    """Adds a micro-batch's metrics to those of its step: sums, and extremes by their names."""
+    """Add a micro-batch's metrics to those of its step, in place.
+
+    Metrics are summed, except those named `*_max` and `*_min`.
+    """
     for name, value in more.items():
         if name not in made:
             made[name] = value
@@ -225,11 +234,11 @@ def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """A whole step's metrics, with those added that can only be computed from the sums.
+    """Metrics of a whole step, including those that can only be computed from its sums.
 
     `train/ess`: the effective sample size (sum r)^2 / (n sum r^2) as a share of the tokens, in
-    (0, 1]; 1 where every ratio is the same (Kong 1992). `NAME_std`: the standard deviation of what
-    `NAME_mean` is the mean of. `NAME` with a `NAME_own_share`: the mean over its own tokens.
+    (0, 1]; 1 if all ratios are equal (Kong 1992). `NAME_std`: the standard deviation that belongs
+    to `NAME_mean`. `NAME` with a `NAME_own_share`: the mean over the tokens that the metric covers.
     """
     squared = metrics.pop(_RATIO_SQUARED, None)
     if squared:

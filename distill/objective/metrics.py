@@ -11,19 +11,20 @@ import numpy.typing as npt
 from distill.records import TrajectoryGroupMeta
 from distill.types import Segment
 
-# Metric of the learner (`objectives.teacher_cross_entropy`); it needs the log q_T of the sampler.
+# Metric of the learner (`objectives.teacher_cross_entropy`) that needs the sampler's log q_T.
 _OF_SAMPLER = "teacher_samples/forward_kl"
 
 
 def group_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> dict[str, float]:
     """Means over the action tokens (or trajectories) of `groups_P`, trained at weight `version`.
 
-    docs/metrics.md has the meaning of each. If groups have teachers, tags or sources, reverse KL
-    and reward are also reported for each of them, and for sources their share of the groups.
+    docs/metrics.md explains each metric. If groups have teachers, tags or sources, reverse KL and
+    reward are also reported for each teacher, tag and source, and for each source its share of the
+    groups.
 
-    Metrics of a teacher cover the groups that it scored. All of these metrics cover the policy's
-    samples; the teacher's samples have `teacher_samples/*`, the only metrics of a step without
-    samples of the policy.
+    Metrics of a teacher cover the groups that the teacher scored. All metrics cover the policy's
+    samples, except `teacher_samples/*`, which cover the teacher's samples and are the only metrics
+    of a step without samples of the policy.
     """
     by_teacher = [group for group in groups_P if group.by_teacher]
     metrics = _teacher_samples(by_teacher, len(groups_P))
@@ -44,7 +45,8 @@ def without_unknown(
 def _teacher_samples(groups_P: Sequence[TrajectoryGroupMeta], of: int) -> dict[str, float]:
     """Share (of `of` groups), rewards and lengths of the groups that the teacher sampled.
 
-    The learner measures the student's distance from them (`objectives.teacher_cross_entropy`).
+    The student's distance from these samples is a metric of the learner
+    (`objectives.teacher_cross_entropy`).
     """
     if not groups_P:
         return {}
@@ -70,7 +72,7 @@ def _means(metrics_P: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> dict[str, float]:
     reasons = [reason for group in groups_P for reason in group.stop_reasons_G]
     metrics = _ratios(groups_P)
-    if metrics["rollout/turns"] == 1:  # no trajectory has several
+    if metrics["rollout/turns"] == 1:  # every trajectory has a single turn
         metrics.pop("opd/reverse_kl/turn=1", None)
     metrics["staleness/mean"] = version - metrics.pop("staleness/version")
     metrics["staleness/max"] = float(version - min(group.oldest_version for group in groups_P))
@@ -98,9 +100,9 @@ def _policy_metrics(groups_P: Sequence[TrajectoryGroupMeta], version: int) -> di
 def _ratios(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
     """Ratios of the totals of the groups' sums, by name.
 
-    Ratios named `opd/*` cover the groups that a teacher scored, others all groups. A ratio is left
-    out if a group that it covers lacks the sum, except those of turns, which cover the groups that
-    have them.
+    Ratios named `opd/*` cover the groups that a teacher scored, others cover all groups. A ratio is
+    left out if a group that it covers lacks the sum, except the ratios of turns, which cover the
+    groups that have the turn.
     """
     scored = [group for group in groups_P if "opd/reverse_kl" in group.sums]
     ratios = {}
@@ -116,8 +118,11 @@ def _ratios(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
 class TokenGap(NamedTuple):
     """Statistics of one vocabulary token among a step's actions.
 
-    How often it was sampled, the mean of its log p_T - log q_T, and its share of the step's sum of
-    |log p_T - log q_T|.
+    Attributes:
+        id: token id.
+        times: number of times that the token was sampled.
+        mean: mean of its log p_T - log q_T.
+        share: its share of the step's sum of |log p_T - log q_T|.
     """
 
     id: int
@@ -127,8 +132,8 @@ class TokenGap(NamedTuple):
 
 
 class TokenTable(NamedTuple):
-    """Sampled tokens of the vocabulary (`_U`): how often each was sampled, and the sums of its
-    log p_T - log q_T and |log p_T - log q_T|."""
+    """Distinct sampled tokens (`_U`), the number of times that each was sampled (`times_U`), and
+    for each the sums of log p_T - log q_T (`gaps_U`) and |log p_T - log q_T| (`sizes_U`)."""
 
     ids_U: npt.NDArray[np.int32]
     times_U: npt.NDArray[np.int64]
@@ -137,7 +142,7 @@ class TokenTable(NamedTuple):
 
 
 def token_table(segments: Sequence[Segment]) -> TokenTable | None:
-    """Table of the actions of the segments that a teacher scored; None if it scored none."""
+    """Table of the actions of the segments that a teacher scored; None if there are none."""
     scored = [(s, s.teacher_logprobs_T) for s in segments if s.teacher_logprobs_T is not None]
     if not scored:
         return None
@@ -165,8 +170,8 @@ def _summed(
 def tokens_by_gap(tables: Sequence[TokenTable | None], most: int) -> list[TokenGap]:
     """At most `most` tokens with the largest shares, the largest first.
 
-    They show whether a few tokens of style dominate the training signal. Each table covers a part
-    of a step.
+    These tokens show whether a few tokens of style dominate the training signal. Each table covers
+    a part of a step.
     """
     present = [table for table in tables if table is not None]
     if not present:
@@ -180,7 +185,7 @@ def tokens_by_gap(tables: Sequence[TokenTable | None], most: int) -> list[TokenG
 
 
 def _breakdown(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
-    """Mean reward and reverse KL per teacher, tag and source; and each source's share of groups."""
+    """Mean reward and reverse KL per teacher, tag and source, and each source's share of groups."""
     kinds: dict[str, list[TrajectoryGroupMeta]] = {}
     for group in groups_P:
         if group.teacher:
@@ -201,10 +206,10 @@ def _breakdown(groups_P: Sequence[TrajectoryGroupMeta]) -> dict[str, float]:
 
 
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step from those of its optimizer updates.
+    """Metrics of a step from the metrics of its optimizer updates.
 
-    `train/tokens` and `time/*` are summed, extremes stay extremes, and all others are means over
-    trained tokens.
+    `train/tokens` and `time/*` are summed, `*_max` and `*_min` are the extremes over the updates,
+    and all other metrics are means weighted by trained tokens.
     """
     metrics: dict[str, float] = {
         "train/updates": len(updates),

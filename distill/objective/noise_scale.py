@@ -1,8 +1,9 @@
 """The gradient's noise scale: how many samples a step needs before noise outweighs its direction.
 
 McCandlish et al. 2018 (arXiv 1812.06162), equation 2.8: B_simple = tr(Sigma) / |G|^2, where Sigma
-is the covariance of one sample's gradient and G the true one. Samples of one prompt are alike, so
-Sigma is split: `within` prompts and `between` them (an analysis of variance with equal groups).
+is the covariance of one sample's gradient and G the true gradient. Samples of one prompt are
+correlated, so Sigma is split into a part `within` prompts and a part `between` prompts (an analysis
+of variance with equal groups).
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
-# Groups that anybody samples.
+# Common group sizes.
 _GROUP_SIZES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
-    """Unbiased estimates from the gradients of P prompts, G samples each.
+    """Unbiased estimates from the gradients of P prompts with G samples each.
 
     Attributes:
-        signal: |G|^2; 0 or less where the noise hides it.
+        signal: estimate of |G|^2; 0 or below if the noise exceeds the signal.
         within, between: traces of the covariance within a prompt and between prompts' means.
         between_error: standard error of `between`, from the spread of its terms over prompts. A
-            prompt's part along the signal counts as spread, so it is rather too large.
-        prompts, group_size: of the measurement.
+            prompt's component along the signal counts as spread, so the error is overestimated.
+        prompts: number of prompts measured.
+        group_size: number of samples of each prompt.
     """
 
     signal: float
@@ -37,14 +39,14 @@ class NoiseScale:
 
     @property
     def samples(self) -> float:
-        """B_simple, in samples of prompts of their own; infinite where no signal was seen."""
+        """B_simple, as a number of samples of different prompts; infinite if `signal` <= 0."""
         return (self.within + self.between) / self.signal if self.signal > 0 else math.inf
 
     def best_group_size(self, prompt_cost: float) -> int:
-        """The one that makes the least noise for its price (Cochran, Sampling Techniques, 10.3).
+        """Group size with the least noise for its cost (Cochran, Sampling Techniques, 10.3).
 
         Args:
-            prompt_cost: of a prompt, in samples: its tokens over those of a response.
+            prompt_cost: cost of a prompt in samples: tokens of a prompt / tokens of a response.
         """
         if self.between <= 0:
             return _GROUP_SIZES[-1]
@@ -52,7 +54,7 @@ class NoiseScale:
         return min(_GROUP_SIZES, key=lambda size: abs(math.log(size) - math.log(max(ideal, 0.1))))
 
     def prompts_for(self, group_size: int) -> float:
-        """Prompts at which the noise of a step is as large as its signal."""
+        """Number of prompts at which the noise of a step is as large as its signal."""
         noise = max(self.between, 0.0) + max(self.within, 0.0) / group_size
         return noise / self.signal if self.signal > 0 else math.inf
 
@@ -63,9 +65,12 @@ def noise_scale(
     squared_means_P: Sequence[float],
     squared_mean: float,
 ) -> NoiseScale:
-    """From squared norms: of each sample's gradient, of each prompt's mean, of the mean of all.
+    """Estimate the noise scale from squared norms of gradients.
 
-    Needs two prompts and two samples of each, at least.
+    Args:
+        squared_PG: squared norm of each sample's gradient; at least 2 prompts, 2 samples each.
+        squared_means_P: squared norm of the mean gradient of each prompt.
+        squared_mean: squared norm of the mean of all gradients.
     """
     prompts, group_size = len(squared_PG), len(squared_PG[0])
     assert prompts > 1 and group_size > 1

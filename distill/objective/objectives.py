@@ -1,8 +1,8 @@
 """The objectives, from top to bottom: terms per token, a divergence, a loss over ratios.
 
-Everything is at the rollout temperature. p is the learner's policy, mu the one that sampled, q the
-teacher, ref the reference; r = p(y_t) / mu(y_t). S(x) is the sum of g^{s-t} x(y_s) over s >= t,
-with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, kl_clip].
+Everything is at the rollout temperature. p is the learner's policy, mu the policy that sampled, q
+the teacher, ref the reference; r = p(y_t) / mu(y_t). S(x) is the sum of g^{s-t} x(y_s) over s >= t,
+with g = kl_discount_factor; for g = 0 it is x(y_t). clip(x) clamps x to [-kl_clip, kl_clip].
 
     1  terms per token     A_t = reward_coef A_i + b_t                       rewards
                                + hint_bonus_coef [R_i right] (log q - log mu)    hinted tokens
@@ -11,14 +11,15 @@ with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, k
     2  divergence          D_t = kl_coef D(p || q)(y_<t)                     teacher: full, top_k
     3  loss over ratios    sum_t  -r A_t  (or a bounded form)  + D_t  - entropy_coef H(p)(y_<t)
 
-    opd is 1 to 3 with a teacher, rl without one; sft is `cross_entropy`, dpo is `dpo`. Groups that
-    the teacher sampled have neither ratio nor advantage: `teacher_cross_entropy`.
+    opd is 1 to 3 with a teacher, rl is 1 to 3 without a teacher; sft is `cross_entropy`, dpo is
+    `dpo`. Groups that the teacher sampled have neither ratios nor advantages; their loss is
+    `teacher_cross_entropy`.
 
-The first part is numpy, made once for a step, a trajectory at a time (`trajectory_terms`; A_i by
-`reward_advantages`, the only thing that looks at several groups). The other two are torch, made for
-each micro-batch under the present weights: `teacher_divergence` within the projection to the
-vocabulary, `policy_loss` on what comes out of it. The pieces they are made of: `advantages`,
-`divergences`, `losses`, beside this file.
+Part 1 is numpy and is computed once per step, one trajectory at a time (`trajectory_terms`; A_i
+comes from `reward_advantages`, the only module that compares several groups). Parts 2 and 3 are
+torch and are computed for each micro-batch under the current weights: `teacher_divergence` within
+the projection to the vocabulary, `policy_loss` on its outputs. The formulas are in `advantages`,
+`divergences` and `losses` of this package.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from distill.objective.settings import (
 from distill.records import TrajectoryGroupMeta
 from distill.types import FloatArray, Segment, Trajectory, TrajectoryGroup
 
-# log q_T of a slice of a batch's trained tokens over the vocabulary: (n, V), without gradient.
+# Maps a slice of a batch's trained tokens to log q_T over the vocabulary: (n, V), no gradient.
 TeacherDistribution = Callable[[slice], Tensor]
 
 
@@ -79,16 +80,17 @@ TeacherDistribution = Callable[[slice], Tensor]
 
 
 class TokenTerms(NamedTuple):
-    """The objective's terms for a segment's tokens; arrays of shape (T,), 0 off actions.
+    """Terms of the objective for a segment's tokens; arrays of shape (T,), 0 outside actions.
 
     Attributes:
-        advantages_T: A_t, in which log p is the behaviour policy's, log mu.
-        sampled_kl_coef_T: weight of -log p in `advantages_T`, in the terms of teacher and reference
-            together; None: it has none.
-        teacher_coef: weight of the divergence from the teacher; 0: there is none.
-        clipped_kl_coef_T: with kl_clip, the weight of the teacher's term alone, which is then not
-            in `sampled_kl_coef_T`; None without.
-        teacher_gaps_T: with kl_clip, log mu - log q of the sampled tokens, unclipped.
+        advantages_T: A_t, with the behaviour policy's log mu in place of log p.
+        sampled_kl_coef_T: weight of -log p in `advantages_T`, summed over the terms of teacher and
+            reference; None: `advantages_T` has no such term.
+        teacher_coef: weight of the divergence from the teacher; 0: no divergence term.
+        clipped_kl_coef_T: with kl_clip, the weight of the teacher's term, which is then not part of
+            `sampled_kl_coef_T`; None without kl_clip.
+        teacher_gaps_T: with kl_clip, log mu - log q of the sampled tokens, unclipped; None without
+            kl_clip.
     """
 
     advantages_T: FloatArray
@@ -101,8 +103,10 @@ class TokenTerms(NamedTuple):
 def advantages_of(
     groups_P: Sequence[TrajectoryGroup] | Sequence[TrajectoryGroupMeta], objective: ObjectiveConfig
 ) -> list[FloatArray]:
-    """A_i of each group's members, as `sample_advantages` has them; 0 in groups that the teacher
-    sampled, which no other group is compared with."""
+    """A_i of each group's members (`sample_advantages`).
+
+    Advantages are 0 in groups that the teacher sampled; these groups are not part of any baseline.
+    """
     rewards_P = [GroupRewards.of(group) for group in groups_P]
     sampled = [of for of, group in zip(rewards_P, groups_P, strict=True) if not group.by_teacher]
     made = iter(sample_advantages(sampled, objective) if sampled else [])
@@ -113,7 +117,7 @@ def advantages_of(
 
 
 def imitation_terms(trajectory: Trajectory, coef: float) -> list[TokenTerms]:
-    """The terms of what the teacher sampled: the weight of each token's cross-entropy."""
+    """Terms of a trajectory that the teacher sampled: the weight of each token's cross-entropy."""
     return [
         TokenTerms(on_actions(s, np.full(s.num_actions, coef, np.float32)), None, 0.0)
         for s in trajectory.segments
@@ -138,12 +142,13 @@ def trajectory_terms(
     mean_kl: float,
     stop_event: tuple[int, ...] = (),
 ) -> list[TokenTerms]:
-    """The terms of a trajectory's segments: all that they need of others is given.
+    """Terms of the objective for each segment of a trajectory.
 
     Args:
-        advantage: its own of `sample_advantages`.
-        coef: of its teacher, as `teacher_coef` has it.
-        mean_kl: of log p_T - log ref_T over the step, if there is a reference's term.
+        advantage: the trajectory's advantage from `sample_advantages`.
+        coef: weight of the trajectory's teacher, see `teacher_coef`.
+        mean_kl: mean of log p_T - log ref_T over the step; unused without a reference.
+        stop_event: tokens that count as one outcome (`distill.stops`).
     """
     terms = _teacher_terms(trajectory, objective, coef, stop_event)
     if objective.reference_kl_coef:
@@ -161,10 +166,10 @@ def trajectory_terms(
 
 
 def hint_bonus(segment: Segment, coef: float) -> FloatArray:
-    """coef * (log q_T(y_t) - log mu_T(y_t)) on a segment's actions, q having seen the hint; (T,).
+    """coef * (log q_T(y_t) - log mu_T(y_t)) on a segment's actions, q with the hint; shape (T,).
 
-    A reward of the token as it was sampled: no log pi takes the place of log mu in it. 0 where the
-    segment could not be hinted.
+    The bonus is a reward of the token as sampled, so the loss does not replace log mu by log pi in
+    it. All zeros if the segment has no hint.
 
     Raises:
         DataError: the segment has not been scored by a teacher.
@@ -175,7 +180,7 @@ def hint_bonus(segment: Segment, coef: float) -> FloatArray:
 
 
 def reward_terms(segment: Segment, advantage: float) -> FloatArray:
-    """advantage + b_t on a segment's actions, b_t the token's own reward; (T,)."""
+    """advantage + b_t on a segment's actions, with b_t the reward of the token; shape (T,)."""
     advantages_N = np.full(segment.num_actions, advantage, np.float32)
     if segment.bonuses_T is not None:
         advantages_N += segment.bonuses_T[segment.action_mask_T]
@@ -185,12 +190,12 @@ def reward_terms(segment: Segment, advantage: float) -> FloatArray:
 def _with_reference(
     terms: Sequence[TokenTerms], trajectory: Trajectory, objective: ObjectiveConfig, mean_kl: float
 ) -> list[TokenTerms]:
-    """The terms with the reference's penalty, discounted to the trajectory's end:
+    """Add the penalty of the reference, discounted to the trajectory's end, to the terms:
 
         A_t += reference_kl_coef * sum_{s >= t} g^{s-t} (mean_kl - kl_s)
 
-    kl_t is the token's log p_T - log ref_T and `mean_kl` the mean of those over the whole step:
-    centred, the penalty shifts probability between tokens and does not reward or punish length.
+    kl_t is log p_T - log ref_T of a token and `mean_kl` the mean of kl_t over the whole step. A
+    centred penalty shifts probability between tokens and does not reward or punish length.
     """
     coef = np.float32(objective.reference_kl_coef)
     penalties = [mean_kl - reference_gaps(segment) for segment in trajectory.segments]
@@ -206,7 +211,7 @@ def _with_reference(
 
 
 def _to_the_end(parts: Sequence[FloatArray], discount: float) -> list[FloatArray]:
-    """Discounted sums, each to the end of the last of the arrays; one array for each."""
+    """Discounted future sums over the concatenated arrays, split into one array per input."""
     if not discount:
         return list(parts)
     ends = np.cumsum([len(part_N) for part_N in parts])[:-1]
@@ -214,7 +219,7 @@ def _to_the_end(parts: Sequence[FloatArray], discount: float) -> list[FloatArray
 
 
 def reference_gap_sum(segments: Sequence[Segment]) -> float:
-    """The sum of log p_T - log ref_T over all action tokens of the segments; 0 of none."""
+    """Sum of log p_T - log ref_T over all action tokens of the segments; 0 without segments."""
     gaps = [reference_gaps(segment) for segment in segments]
     return float(np.concatenate(gaps).sum(dtype=np.float64)) if gaps else 0.0
 
@@ -225,8 +230,11 @@ def _teacher_terms(
     coef: float,
     stop_event: tuple[int, ...],
 ) -> list[TokenTerms]:
-    """The teacher's part: an advantage where it is known by the sampled token, a divergence else;
-    with `samples_tail` the first outside the tokens that it was asked for, the second within."""
+    """Terms of the teacher for each segment.
+
+    estimator=sampled uses an advantage, other estimators use a divergence. With `samples_tail`, the
+    divergence covers the tokens that the teacher was asked for, and the advantage the others.
+    """
     assert objective.estimator != AUTO, "the run chooses an estimator before it trains"
     segments, clip = trajectory.segments, objective.kl_clip
     divergence_coef = 0.0 if objective.estimator == "sampled" else coef
@@ -261,10 +269,10 @@ def opd_advantages(
 ) -> list[FloatArray]:
     """A_t = -kl_coef * sum_{s >= t} g^{s-t} clip(log p_T(y_s) - log q_T(y_s)) on actions, else 0.
 
-    The sum goes to the end of the trajectory, whose segments these are; one array for each. log p_T
-    is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
-    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0 without a clip. The loss puts the learner's own
-    log p_T in place of the behaviour's: `own_advantages`.
+    Returns one array per segment; `segments` are those of one trajectory, and the sum goes to the
+    trajectory's end. log p_T is the behaviour log-prob and log q_T the teacher's, both at the
+    segment's temperature, so E[A_t] = -kl_coef * KL(p_T || q_T) for g = 0 without a clip. The loss
+    replaces the behaviour policy's log p_T by the learner's (`own_advantages`).
 
     Raises:
         DataError: a segment has not been scored by a teacher.
@@ -282,13 +290,13 @@ def opd_advantages(
 def teacher_divergence(
     batch: Batch, how: ObjectiveConfig, distribution: TeacherDistribution | None
 ) -> DivergenceOf | None:
-    """D(p_T || q_T) at each trained position of a batch; None where the teacher's part is sampled.
+    """D(p_T || q_T) at each trained position of a batch; None with estimator=sampled.
 
-    estimator=full: over the vocabulary, by the teacher's `distribution`. top_k: over the tokens
-    that the teacher was asked for and the rest as one bucket, or, of a reverse KL, those tokens'
-    part of it, which the sampled term completes. Which tokens they are may depend on
-    the state in any way, and not on the token that is sampled in it. With kl_clip each log ratio in
-    it is bounded, as that of the sampled token is.
+    estimator=full: over the vocabulary, with the teacher's `distribution`. top_k: over the tokens
+    that the teacher was asked for, and all others as one bucket. The reverse KL with top_k has no
+    bucket: it is the part that falls on those tokens, and the sampled term completes it. The choice
+    of these tokens may depend on the state in any way, but not on the token that is sampled there.
+    With kl_clip each log ratio is bounded, like the log ratio of a sampled token.
     """
     if how.estimator == "sampled" or not how.kl_coef:
         return None
@@ -324,23 +332,24 @@ def teacher_divergence(
 def policy_loss(
     stats: TokenStats, batch: Batch, counts: StepCounts, how: ObjectiveConfig
 ) -> tuple[Tensor, Metrics]:
-    """The policy loss, less the entropy bonus, plus the divergence from the teacher.
+    """Policy loss minus the entropy bonus plus the divergence from the teacher.
 
     Args:
-        stats: of the learner's present weights; `divergence_N` where a divergence is trained on.
-        batch: its advantages are as `trajectory_terms` makes them, with the sampler's log p.
+        stats: statistics under the learner's current weights; `divergence_N` is set if the
+            objective has a divergence.
+        batch: rows with the advantages of `trajectory_terms`, which contain the sampler's log p.
 
     Metrics: `train/ratio` and its extremes, against the server's log-probs; `train/logprob_gap`;
-    `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective
-    sample size; `train/clip_share`, and by side where the loss has bounds on the ratio;
-    `train/correction_share`; `train/entropy`;
-    `opd/divergence` where there is one; `opd/clipped_share` with kl_clip.
+    `train/approx_kl_k1` to `k3`; the mean squared ratio, from which `finish_metrics` computes the
+    effective sample size; `train/clip_share`, and by side if the loss bounds the ratio;
+    `train/correction_share`; `train/entropy`; `opd/divergence` if the objective has one;
+    `opd/clipped_share` with kl_clip.
     """
     logprobs_N, behaviour_N = stats.logprobs_N, batch.behaviour_logprobs_N
     weight_N, corrected_N = torch.ones_like(behaviour_N), None
     old_N = behaviour_N
     if how.correction != "none":
-        # Before the first update of a step the learner is its own proximal policy.
+        # Before the first update of a step the learner's current weights are the proximal policy.
         proximal_N = batch.proximal_logprobs_N
         old_N = logprobs_N.detach() if proximal_N is None else proximal_N
         weight_N, corrected_N = mismatch_weights(old_N, behaviour_N, how)
@@ -370,16 +379,17 @@ def policy_loss(
 
 
 def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Tensor:
-    """The batch's advantages with the learner's own log pi wherever they have the sampler's log mu.
+    """Advantages of a batch with the learner's log pi in place of the sampler's log mu.
 
         A_t - sum_{s >= t} g^{s-t} c_s d_s        with    d = log pi - log mu, no gradient
 
-    c is the weight of the sampled terms of teacher and reference, and g `kl_discount_factor`; the
-    sum goes on through the following rows of the sequence. Under tokens of mu and the ratio
-    pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q); log mu in place of log pi,
-    that of -c (KL(pi || q) - KL(pi || mu)), which drives pi away from the policy that sampled. What
-    centres the reference's term is a baseline: it stays as it was sampled, one for the whole step.
-    With kl_clip the teacher's d is what its clipped gap moves by.
+    c is the weight of the sampled terms of teacher and reference, g is `kl_discount_factor`, and
+    the sum continues through the following rows of the sequence. With tokens sampled from mu and
+    the ratio pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q). With log mu in
+    place of log pi the gradient would be that of -c (KL(pi || q) - KL(pi || mu)), which drives pi
+    away from the policy that sampled. The mean that centres the term of the reference is a
+    baseline, so it is not replaced: one value, computed from the samples, holds for the whole step.
+    With kl_clip, d of the teacher's term is the change of the clipped gap.
     """
     advantages_N = batch.advantages_N.detach()
     if batch.sampled_kl_coef_N is None and batch.clipped_kl_coef_N is None:
@@ -397,7 +407,7 @@ def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Te
 
 
 def _clipped(logprobs_N: Tensor, batch: Batch, kl_clip: float) -> Tensor:
-    """The number of tokens whose log pi - log q is beyond the clip, under the present weights."""
+    """Number of tokens whose log pi - log q exceeds the clip under the current weights."""
     moved_N = logprobs_N.detach() - batch.behaviour_logprobs_N
     return ((_teacher_gaps(batch) + moved_N).abs() > kl_clip).sum()
 
@@ -408,36 +418,40 @@ def _teacher_gaps(batch: Batch) -> Tensor:
 
 
 def mean_of_sequence(log_ratio_N: Tensor, batch: Batch) -> Tensor:
-    """The mean log ratio of each token's whole sequence, shape (N,)."""
+    """Mean log ratio of each token's whole sequence, shape (N,)."""
     others_B = batch.of_rows([row.other_rows.log_ratio for row in batch.rows])
     return ((batch.sum_by_row(log_ratio_N) + others_B) / batch.sequence_tokens())[batch.row_N]
 
 
 def normaliser(batch: Batch, counts: StepCounts, how: Normalisation) -> Tensor:
-    """Factor of each token's loss, shape (N,): one over the step's tokens, or over its sequences
-    and the tokens of its own."""
+    """Factor of each token's loss, shape (N,).
+
+    token: 1 / (tokens of the step). sequence: 1 / (sequences of the step * tokens of the token's
+    sequence).
+    """
     if how == "token":
         return torch.ones_like(batch.advantages_N) / counts.tokens
     return 1 / (counts.sequences * batch.sequence_tokens()[batch.row_N])
 
 
-# What the teacher sampled.
+# Loss of samples of the teacher.
 
 
 def teacher_cross_entropy(
     logprobs_N: Tensor, batch: Batch, counts: StepCounts, how: Normalisation
 ) -> tuple[Tensor, Metrics]:
-    """-sum_t w_t log p_T(y_t) of tokens that the teacher sampled at the same T, w = kl_coef.
+    """-sum_t w_t log p_T(y_t) over tokens that the teacher sampled at the same T, w = kl_coef.
 
-    Its mean over the teacher's samples is the cross-entropy of whole responses,
-    E_{y ~ q_T} [-log p_T(y)] = KL(q_T || p_T) + H(q_T): the gradient is that of the forward KL of
-    sequences, exactly and whatever the policy has become, for nothing in the expectation depends on
-    it. So there is no ratio. Weighing these tokens by p / q instead, to have the reverse KL, would
+    The mean over the teacher's samples is the cross-entropy of whole responses,
+    E_{y ~ q_T} [-log p_T(y)] = KL(q_T || p_T) + H(q_T). The distribution of the samples does not
+    depend on the policy, so the gradient is exactly that of the forward KL of sequences under any
+    policy, and no ratio is needed. Weighting these tokens by p / q to obtain the reverse KL would
     give a variance that grows with the length without bound.
 
-    Metrics, means over these tokens: `teacher_samples/nll`, and `teacher_samples/forward_kl`, of
-    log q_T - log p_T with the log q_T that the teacher sampled by. Of samples that came as text
-    nobody knows that, and the latter means nothing (`distill.objective.metrics.without_unknown`).
+    Metrics, means over these tokens: `teacher_samples/nll`, and `teacher_samples/forward_kl`, the
+    mean of log q_T - log p_T with the log q_T under which the teacher sampled. For samples received
+    as text, log q_T is unknown and `teacher_samples/forward_kl` is meaningless
+    (`distill.objective.metrics.without_unknown`).
     """
     assert logprobs_N.shape == batch.advantages_N.shape and logprobs_N.ndim == 1
     scale_N = normaliser(batch, counts, how)
@@ -448,13 +462,13 @@ def teacher_cross_entropy(
     }
 
 
-# Without rollouts.
+# Losses of recipes without rollouts.
 
 
 def cross_entropy(
     logprobs_N: Tensor, weights_N: Tensor, counts: StepCounts
 ) -> tuple[Tensor, Metrics]:
-    """-sum_t w_t log p(y_t) / tokens: plain supervised fine-tuning on the tokens given."""
+    """-sum_t w_t log p(y_t) / tokens: the loss of plain supervised fine-tuning."""
     assert logprobs_N.shape == weights_N.shape and logprobs_N.ndim == 1
     loss = -(weights_N * logprobs_N).sum() / counts.tokens
     return loss, {"train/nll": -logprobs_N.detach().sum() / counts.tokens}
@@ -463,12 +477,14 @@ def cross_entropy(
 def bradley_terry(scores_D: Tensor, counts: StepCounts) -> tuple[Tensor, Metrics]:
     """-mean over pairs of log sigmoid(r(chosen) - r(rejected)).
 
-    The likelihood of the preferences where P(a over b) = exp r_a / (exp r_a + exp r_b): Bradley &
-    Terry 1952, as the loss of a reward model Ouyang et al. 2022 (InstructGPT), equation 1. Scores
-    have shape (rows,): the chosen response of each pair, then its rejected one.
+    The negative log-likelihood of the preferences if P(a over b) = exp r_a / (exp r_a + exp r_b)
+    (Bradley & Terry 1952); equation 1 of Ouyang et al. 2022 (InstructGPT) uses it as the loss of a
+    reward model. Scores have shape (rows,): for each pair the score of the chosen response, then
+    that of the rejected response.
 
     Metrics, over pairs: `reward_model/accuracy` (share of pairs whose chosen response has the
-    higher score), `reward_model/margin`, and mean and standard deviation of either side's scores.
+    higher score), `reward_model/margin`, and the mean and standard deviation of the scores of
+    chosen and of rejected responses.
     """
     assert scores_D.ndim == 1 and len(scores_D) % 2 == 0
     pairs = counts.sequences // 2
@@ -488,8 +504,8 @@ def dpo(
 ) -> tuple[Tensor, Metrics]:
     """-mean over pairs of log sigmoid(beta ((log pi - log ref)(chosen) - (...)(rejected))).
 
-    Rafailov et al. 2023. Log-probs are sums over a response's tokens, shape (rows,): the chosen one
-    of each pair, then its rejected one.
+    Rafailov et al. 2023. Log-probs are sums over a response's tokens, shape (rows,): for each pair
+    the chosen response, then the rejected response.
 
     Metrics, means over pairs: `dpo/accuracy` (share of pairs whose chosen response has the higher
     implicit reward beta (log pi - log ref)), `dpo/margin`, `dpo/chosen_reward`,

@@ -1,4 +1,4 @@
-"""Repetition within a response: tokens that say again what it has said before."""
+"""Repetition within a response: the share of token runs that occurred earlier in it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-# A run of so many tokens that occurs a second time is a repetition.
+# Length, in tokens, of a run. A run that occurs a second time is a repetition.
 RUN = 8
-# Of the polynomial hash of a run, modulo 2^64.
+# Base of the polynomial hash of a run, modulo 2^64.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def repeated_share(parts: Sequence[npt.NDArray[np.integer]]) -> float:
-    """Share of the runs of `RUN` tokens that occurred earlier in the response, over all tokens.
+    """Number of runs of `RUN` tokens that occurred earlier in the response, per token.
 
-    Near 0 for prose, near 1 for a response caught in a loop. Runs do not cross from one part of the
-    response (the tokens that were sampled in a segment) into the next.
+    The share is near 0 for prose and near 1 for a response in a loop. Each part is the tokens that
+    were sampled in one segment; runs do not cross from one part into the next.
     """
     hashes = [_hashes(part_N) for part_N in parts if len(part_N) >= RUN]
     tokens = sum(len(part_N) for part_N in parts)
@@ -28,7 +28,7 @@ def repeated_share(parts: Sequence[npt.NDArray[np.integer]]) -> float:
 
 
 def _hashes(tokens_N: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
-    """A number for each run; equal runs have equal ones, and others practically never."""
+    """Hash of each run: equal runs have equal hashes, and collisions are practically impossible."""
     tokens_N = tokens_N.astype(np.uint64)
     runs = len(tokens_N) - RUN + 1
     total_M = np.zeros(runs, np.uint64)

@@ -1,8 +1,8 @@
-"""Advantages of samples: what the members of a step's groups earned, against a baseline.
+"""Advantages of samples: the rewards of a step's groups, compared with a baseline.
 
-The first half of every reward's way into the loss, and the only one that looks at several groups:
-`GroupRewards` is all that it knows of them. What becomes of it on a sample's tokens is in
-`distill.objective.objectives`. Numpy, no gradients.
+This is the only part of the objective that compares several groups, and its only input is
+`GroupRewards`. `distill.objective.objectives` applies a sample's advantage to its tokens. Numpy, no
+gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ STD_FLOOR = 1e-6
 def sample_advantages(
     rewards_P: Sequence[GroupRewards], objective: ObjectiveConfig
 ) -> list[FloatArray]:
-    """reward_coef * A_i of the members of each of a step's groups, shape (G,) each.
+    """reward_coef * A_i of each group's members; one array of shape (G,) per group of the step.
 
-    Rewards that do not count have no advantage, and are in no baseline.
+    Rewards that do not count have an advantage of 0 and are not part of a baseline.
 
     Raises:
         DataError: a custom `baseline` failed.
@@ -48,7 +48,7 @@ def sample_advantages(
 
 
 def _in_group(group: GroupRewards, objective: ObjectiveConfig) -> FloatArray:
-    """A_i of the members that count, compared with one another; 0 of a single one."""
+    """A_i of the members that count, compared with one another; 0 for all other members."""
     made_G = _zeros(group)
     if objective.baseline != "leave_one_out" or group.counted_G.sum() > 1:
         counted = group.rewards_G[group.counted_G]
@@ -60,7 +60,7 @@ def _in_group(group: GroupRewards, objective: ObjectiveConfig) -> FloatArray:
 
 
 def _global_advantages(rewards_P: Sequence[GroupRewards], scale_by_std: bool) -> list[FloatArray]:
-    """A_i = r_i - mean of the whole step, divided by its standard deviation if asked to.
+    """A_i = r_i - mean of the whole step, optionally divided by the step's standard deviation.
 
     The normalisation of REINFORCE++ (Hu 2025).
     """
@@ -79,8 +79,9 @@ def _zeros(group: GroupRewards) -> FloatArray:
 def group_centred(rewards_G: npt.ArrayLike) -> FloatArray:
     """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division.
 
-    Exactly 0 for a constant group (`same_reward`): the rounding error of its mean, divided by a
-    standard deviation that is nothing else, would be an advantage. The mean is in float64.
+    Exactly 0 for a constant group (`same_reward`). Otherwise the rounding error of its mean,
+    divided by a standard deviation that is also only rounding error, would become an advantage. The
+    mean is computed in float64.
     """
     rewards_G = np.asarray(rewards_G, np.float64)
     if same_reward(rewards_G):
@@ -101,7 +102,7 @@ def leave_one_out(rewards_G: npt.ArrayLike) -> FloatArray:
 
 
 def reward_advantages(rewards_G: npt.ArrayLike, *, baseline: str, scale_by_std: bool) -> FloatArray:
-    """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
+    """Rewards minus their baseline; with `scale_by_std` divided by std_G(r) (population) + 1e-6."""
     advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
     if scale_by_std:
         spread = np.asarray(rewards_G, np.float64).std() + STD_FLOOR

@@ -1,8 +1,8 @@
 """Training rows from samples: one per segment, with everything that the objective needs.
 
-`policy_rows` makes the rows of whole groups. A learner of several workers first has the rows'
-metadata (`RowMeta`), by which it distributes them to its workers; the worker that trains a row
-makes it from its trajectory (`trajectory_rows`).
+`policy_rows` builds the rows of whole groups. A learner with several workers first builds only the
+metadata of the rows (`RowMeta`) and distributes the rows to workers by it; the worker that trains a
+row builds it from its trajectory (`trajectory_rows`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distill.types import (
     TrajectoryGroup,
 )
 
-# log p_T of each row's trained tokens, under some weights: one array per row.
+# Maps rows to log p_T of their trained tokens under some weights: one array per row.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
@@ -44,11 +44,11 @@ def policy_rows(
     teacher_weights: Mapping[str, float] | None = None,
     stop_event: tuple[int, ...] = (),
 ) -> list[TrainingRow]:
-    """One row per segment, with its terms of the objective, at the segment's own temperature.
+    """Training rows of groups: one row per segment, with its terms, at the segment's temperature.
 
-    A trajectory's rows are one sequence. Each group's teacher counts kl_coef times its weight (1
-    without weights). The tokens of the `stop_event` are one outcome (`distill.stops`), as they are
-    in the segments' log-probs.
+    The rows of a trajectory form one sequence. The teacher of a group has the weight kl_coef times
+    its entry in `teacher_weights` (1 without weights). The tokens of `stop_event` count as one
+    outcome (`distill.stops`), as in the log-probs of the segments.
 
     Raises:
         DataError: a segment lacks a score that the objective needs.
@@ -91,7 +91,7 @@ def trajectory_rows(
     """Rows of a trajectory, which form one sequence.
 
     Args:
-        by_teacher: the teacher sampled it.
+        by_teacher: True if the teacher sampled the trajectory.
         advantage, coef, mean_kl, stop_event: see `trajectory_terms`.
     """
     if by_teacher:
@@ -137,7 +137,7 @@ def _source(group_id: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowMeta:
-    """`RowShape` of a segment: stands for a training row that is not made yet."""
+    """`RowShape` of a segment: the placeholder of a training row that is not built yet."""
 
     place: RowPlace
     tokens: int
@@ -184,8 +184,10 @@ def joins_tokens(objective: ObjectiveConfig) -> bool:
 class RowSums(NamedTuple):
     """Sums over one row that the other rows of its sequence need.
 
-    The number of its trained tokens; the sum of log pi - log old over them; and the sum of
-    c (log pi - log mu), discounted from the first of them.
+    Attributes:
+        tokens: number of trained tokens.
+        log_ratio: sum of log pi - log old over the trained tokens.
+        kl: sum of c (log pi - log mu), discounted from the first trained token.
     """
 
     tokens: int
@@ -194,7 +196,7 @@ class RowSums(NamedTuple):
 
 
 def row_sums(row: TrainingRow, logprobs_N: FloatArray, objective: ObjectiveConfig) -> RowSums:
-    """Sums of a row, from the log-probs under the weights that the update starts from."""
+    """Sums of a row; `logprobs_N` are under the weights at the start of the update."""
     mask_T = row.loss_mask_T
     moved_N = logprobs_N.astype(np.float64) - row.behaviour_logprobs_T[mask_T]
     old_N = row.behaviour_logprobs_T[mask_T]
@@ -212,9 +214,9 @@ def row_sums(row: TrainingRow, logprobs_N: FloatArray, objective: ObjectiveConfi
 def with_sums_of_others(
     row: TrainingRow, number: int, sums: Sequence[RowSums], objective: ObjectiveConfig
 ) -> TrainingRow:
-    """The row with the sums over the others of its sequence.
+    """Copy of a row that includes the sums over the other rows of its sequence.
 
-    `sums` are those of all rows of the sequence, `number` is the row's index among them.
+    `sums` has one entry per row of the sequence, and `number` is the index of `row` in it.
     """
     log_ratio = sum(each.log_ratio for each in sums) - sums[number].log_ratio
     future_kl = 0.0
@@ -239,9 +241,9 @@ def _moved_kl(row: TrainingRow, moved_N: np.ndarray, kl_clip: float | None) -> n
 def rows_by_group(
     groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
 ) -> Iterator[tuple[TrajectoryGroup, list[TrainingRow]]]:
-    """Each group with its rows. `rows_D` are the rows that `policy_rows` made of `groups_P`.
+    """Pairs of a group and its rows. `rows_D` are the rows that `policy_rows` built of `groups_P`.
 
-    A group's rows are its segments', one each, in the order of `group.segments()`.
+    A group has one row per segment, in the order of `group.segments()`.
     """
     assert len(rows_D) == sum(len(list(group.segments())) for group in groups_P)
     rows = iter(rows_D)
@@ -259,7 +261,7 @@ def segment_to_score(segment: Segment) -> TrainingRow:
 def row_to_score(
     tokens_T: TokenArray, mask_T: BoolArray, temperature: float, source: str
 ) -> TrainingRow:
-    """A row whose masked tokens the learner scores; it is never trained."""
+    """Row whose masked tokens the learner scores; it is never trained."""
     zeros_T = np.zeros(len(tokens_T), np.float32)
     return TrainingRow(
         tokens_T=tokens_T,
@@ -300,8 +302,8 @@ def advantage_metrics(
 ) -> dict[str, float]:
     """Mean, standard deviation and extremes of the advantages over all parts of a step.
 
-    Empty where the objective has none, as of divergences of whole distributions, and no token was
-    rewarded by itself.
+    Empty if the objective has no advantages (for example, a divergence of whole distributions) and
+    no token has a reward of its own.
     """
     present = [part for part in parts if part is not None]
     rewarded = any(part.largest or part.smallest for part in present)

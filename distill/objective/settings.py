@@ -1,8 +1,8 @@
-"""Settings of the objective: advantages, policy losses and divergences, in one place.
+"""Settings of the objective: advantages, policy losses and divergences.
 
-`ObjectiveConfig` has them all; `OpdObjective` and `RlObjective` are those of a recipe, which refuse
-settings without a gradient, or with one that does not depend on the teacher, with the reason. See
-docs/objectives.md for how to choose among them.
+`ObjectiveConfig` has all settings; `OpdObjective` and `RlObjective` are the objectives of the
+recipes. They refuse, with the reason, a combination without a gradient or with a gradient that does
+not depend on the teacher. docs/objectives.md explains how to choose.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ EstimatorName = Literal["auto", "sampled", "full", "top_k"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKFrom = Literal["student", "teacher", "union"]
 ConstantGroups = Literal["train", "drop", "replace"]
-# The run makes the choice itself, before training starts.
+# Value of a setting that the run chooses before training starts.
 AUTO = "auto"
 
-# Default of `clip`: how far a ratio may go below and above 1. PPO: Schulman et al. 2017;
-# CISPO (MiniMax-M1, 2025) bounds its weight from above only; GSPO (Zheng et al. 2025) has the
-# ratio of a whole sequence, per token, which moves far less.
+# Default of `clip`: the distances that a ratio may go below and above 1. PPO: Schulman et al. 2017;
+# CISPO (MiniMax-M1, 2025) bounds its weight from above only; GSPO (Zheng et al. 2025) uses the
+# per-token ratio of a whole sequence, which varies far less.
 CLIP = {"ppo": (0.2, 0.2), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
-# Cap of the learner/server weight.
+# Default cap of the learner/server weight.
 CORRECTION_CAP = 2.0
 
-# Options of other systems, and the reason why each is no estimator of this gradient.
+# Estimators of other systems, and the reason why each does not estimate this gradient.
 _REFUSED_ESTIMATORS = [
     never(name, f"is refused: {why}. estimator=sampled is the policy gradient of the reverse KL")
     for name, why in (
@@ -50,7 +50,7 @@ _REFUSED_ESTIMATORS = [
         ("k2", "differentiated as a loss it is the sampled estimator, on policy only"),
     )
 ]
-# Rules that several settings share.
+# Rules shared by several settings.
 _REWARDS = needs("objective.reward_coef", remedy="give a reward_coef, or leave it out")
 _TOP_K = needs("objective.estimator", "top_k")
 _FLAT_JSD = (
@@ -61,7 +61,7 @@ _FLAT_JSD = (
 
 @chz.chz
 class ObjectiveConfig:
-    """The objective: teacher's terms, rewards, baselines, the loss over ratios, regularisation."""
+    """The objective: terms of the teacher, rewards, baselines, loss over ratios, regularisation."""
 
     section: ClassVar[Section] = Section.OBJECTIVE
     within: ClassVar[str] = "objective."
@@ -305,8 +305,8 @@ class ObjectiveConfig:
     def samples_tail(self) -> bool:
         """True if the tokens outside the top k contribute only through sampled ones.
 
-        A reverse KL is an expectation under the student, of which a sampled token is an unbiased
-        estimate. In other divergences these tokens are one outcome, a bucket.
+        A reverse KL is an expectation under the student, so a sampled token is an unbiased estimate
+        of it. In other divergences the tokens outside the top k are one outcome, a bucket.
         """
         return self.estimator == "top_k" and self.divergence == "reverse_kl"
 
@@ -315,7 +315,8 @@ class ObjectiveConfig:
         """True if a term is based on sampled tokens or rewards, so that advantages differ from 0.
 
         A divergence of whole distributions has no advantages. `auto` counts as sampled until it is
-        resolved. Rewards of single tokens (bonuses) are not counted: problems pay them.
+        resolved. Rewards of single tokens (bonuses) are not considered, because the environment's
+        problems define them, not the objective.
         """
         samples_teacher = self.estimator in ("sampled", AUTO) or self.samples_tail
         return bool(
@@ -327,12 +328,12 @@ class ObjectiveConfig:
 
     @property
     def asked_of_policy(self) -> int:
-        """Number of the policy's likeliest tokens to request as it samples; 0: none."""
+        """Number of the policy's likeliest tokens to request while sampling; 0: none."""
         return self._top_k if self.support != "teacher" else 0
 
     @property
     def asked_of_teacher(self) -> int:
-        """Number of the teacher's likeliest tokens (beside the policy's) to request; 0: none."""
+        """Number of the teacher's likeliest tokens to request besides the policy's; 0: none."""
         return self._top_k if self.support != "student" else 0
 
     @property
@@ -343,8 +344,8 @@ class ObjectiveConfig:
         """Raise ConfigError for rewards that are compared only with themselves.
 
         Args:
-            prompts: groups of a step.
-            group_size: samples of a group.
+            prompts: number of groups per step.
+            group_size: number of samples per group.
         """
         if self.baseline == "global" and prompts * group_size < 2:
             raise ConfigError(
@@ -362,7 +363,7 @@ class ObjectiveConfig:
 
 
 DEFAULT_TOP_K = 32
-# Model over which the divergence takes its expectation; the JSD has both. Custom divergence: union.
+# Model under which the divergence is an expectation; the JSD uses both. Custom divergences: union.
 _SUPPORT: dict[str, TopKFrom] = {
     "reverse_kl": "student", "forward_kl": "teacher", "jsd": "union",
 }  # fmt: skip
@@ -372,7 +373,7 @@ DEFAULT_CORRECT_REWARD = 1.0
 
 @chz.chz
 class OpdObjective(ObjectiveConfig):
-    """The objective of on-policy distillation: the teacher's terms, and rewards beside them."""
+    """The objective of on-policy distillation: the terms of the teacher, and optional rewards."""
 
     hidden: ClassVar[frozenset[str]] = frozenset({"constant_groups"})
 
@@ -403,7 +404,7 @@ class OpdObjective(ObjectiveConfig):
         `dro`, and a custom loss, may have terms without an advantage.
 
         Args:
-            bonuses: single tokens may earn rewards.
+            bonuses: True if single tokens may have rewards.
         """
         if self.has_advantages or bonuses or self.loss == "dro" or is_own(self.loss):
             return
@@ -420,7 +421,7 @@ class OpdObjective(ObjectiveConfig):
 
 @chz.chz
 class RlObjective(ObjectiveConfig):
-    """The objective of reinforcement learning: rewards, without a teacher."""
+    """The objective of reinforcement learning: rewards and no teacher."""
 
     hidden: ClassVar[frozenset[str]] = frozenset({
         "kl_coef", "kl_clip", "estimator", "divergence", "jsd_beta", "teacher_top_k", "top_k_from",

@@ -18,9 +18,10 @@ from distill.types import StopReason, TrajectoryGroup
 
 # Number of first turns whose reverse KL is reported separately.
 TURNS_SHOWN = 8
-# Share of a group's tokens, those furthest from the teacher, that `opd/kl_top_share` covers.
+# `opd/kl_top_share` covers this share of a group's tokens: those furthest from the teacher.
 _TOP = 0.01
-# Independent samples are equal with a probability below this in a group that counts as equal.
+# A group of equal members counts as equal only if independent samples would all be equal with a
+# probability below this.
 _BY_CHANCE = 1e-6
 
 
@@ -28,7 +29,7 @@ def meta_of(group: TrajectoryGroup, columns: GroupColumns | None = None) -> Traj
     """Metadata of a group.
 
     Args:
-        columns: the group's columns, if they exist already.
+        columns: the group's columns; None: they are built.
     """
     columns = columns or pack(group.trajectories_G)
     actions = ActionTokens(group, columns)
@@ -82,7 +83,8 @@ class ActionTokens:
         self._ends_S = np.cumsum(columns.tokens_S)
         upto_S = np.searchsorted(self.index_N, self._ends_S).tolist()
         self.counts_S = [end - start for start, end in pairwise([0, *upto_S])]
-        # Starts of turns, in `_N`. No segment begins with an action, so no turn extends over two.
+        # Indices into `_N` of the starts of turns. No segment begins with an action, so no turn
+        # extends over two segments.
         is_start_N = np.ones(len(self.index_N), np.bool_)
         np.greater(self.index_N[1:], self.index_N[:-1] + 1, out=is_start_N[1:])
         self.turns_M = np.flatnonzero(is_start_N)
@@ -91,16 +93,16 @@ class ActionTokens:
         return len(self.index_N)
 
     def of(self, name: str) -> np.ndarray:
-        """A field that every segment has."""
+        """Values of a field that every segment has, at the action tokens, shape (N,)."""
         return self.columns.arrays[name][self.index_N]
 
     @cached_property
     def gaps_N(self) -> npt.NDArray[np.float64] | None:
-        """log p_T - log q_T, NaN where the teacher has not scored a segment; None: it has none."""
+        """log p_T - log q_T, NaN in segments without scores; None if no segment has scores."""
         return self._gaps("teacher_logprobs_T")
 
     def gap_to(self, name: str) -> Sum | None:
-        """Sum of log p_T less these log-probs; None unless every segment has them."""
+        """Sum of log p_T minus the log-probs of the field; None unless every segment has it."""
         if not self.columns.all_have(name):
             return None
         gaps_N = self._gaps(name)
@@ -150,7 +152,7 @@ def _teacher_versions(actions: ActionTokens) -> Sum | None:
 
 
 def _top_share(actions: ActionTokens) -> Sum | None:
-    """Sum of |log p_T - log q_T| over its largest hundredth, its size rounded up; and over all."""
+    """Sums of |log p_T - log q_T| over its largest 1 % of tokens (rounded up) and over all."""
     gaps_N = actions.gaps_N
     if gaps_N is None or not actions.columns.all_have("teacher_logprobs_T"):
         return None
@@ -175,7 +177,7 @@ def _repeated(actions: ActionTokens) -> Sum:
 
 
 def _equal(actions: ActionTokens) -> Sum:
-    """1 if all members are equal, and independent samples were so with p below _BY_CHANCE."""
+    """1 if all members are equal and chance is no explanation (`_BY_CHANCE`), else 0."""
     columns, members = actions.columns, actions.members
     per_member, rest = divmod(len(columns.tokens_S), members)
     lengths = columns.tokens_S[:per_member]
@@ -198,8 +200,9 @@ def _ended(actions: ActionTokens) -> Sum:
     return reasons.count(StopReason.EOS), actions.members
 
 
-# Sums of each group, and their weights. A metric of a step is the ratio of the totals over its
-# groups, under the same name (distill/objective/metrics.py); None: the group has no such sum.
+# Functions that return a group's sum and its weight, or None if the group has no such sum. The
+# metric of a step of the same name is the ratio of the two totals over the step's groups
+# (distill/objective/metrics.py).
 SUMS: Mapping[str, Callable[[ActionTokens], Sum | None]] = {
     "staleness/version": _versions,
     "reward/mean": _rewards,

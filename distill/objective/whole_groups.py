@@ -1,4 +1,4 @@
-"""Whole groups, with their tokens, in one process."""
+"""Whole groups, including their tokens, in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from distill.types import TrajectoryGroup
 def opened(
     source: TrajectorySource, metas_P: Sequence[TrajectoryGroupMeta]
 ) -> tuple[list[TrajectoryGroup], Mapping[int, str]]:
-    """The groups with this metadata, and the reasons for those that are lost."""
+    """Fetch the groups of this metadata from `source`.
+
+    Returns:
+        The groups that were found, and the reasons for the lost groups, by group id.
+    """
     found, lost = source.trajectories([place for each in metas_P for place in each.places])
     whole = [
         each.group([found[place] for place in each.places])
@@ -24,13 +28,13 @@ def opened(
 
 
 class GroupsHere:
-    """`TrajectorySource` of groups in this process: those of the last call of `taken`."""
+    """`TrajectorySource` of groups in this process: the groups of the last call of `taken`."""
 
     def __init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}
 
     def taken(self, groups_P: Sequence[TrajectoryGroup], **others: Any) -> StepGroups:
-        """Step of these groups, with `others` as its other fields."""
+        """Record of a step that trains these groups; `others` are its other fields."""
         self._groups = {group.group_id: group for group in groups_P}
         return StepGroups(
             group_ids=[group.group_id for group in groups_P],
