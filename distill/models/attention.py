@@ -1,19 +1,24 @@
-"""Attention in which a prefix is computed and stored once, whoever continues it.
+"""Attention over shared prefixes: each prefix is computed and stored once for all rows.
 
-Hugging Face models look their attention up by name, so one registered function replaces both the
-KV cache and the masks, and no model code is copied:
+Hugging Face models look up their attention function by name, so one registered function replaces
+both the KV cache and the masks, and no model code is copied:
 
     base_model(..., isotherm_pass=p)  ->  every attention layer  ->  p.attend(layer, q, k, v)
 
-A *pass* says what the new tokens may see. `CausalPass`: their own row only (prefill, scoring).
-`SuffixPass`: a stored prefix, then the row's earlier suffix, then themselves. `JointPass`: prefixes
-and suffixes in one row. What is visible is decided by positions alone: a key is seen if it is not
-later than the query and inside the layer's window; keys that are padding sit at position `NOWHERE`.
-Rows never see one another. Rows of any lengths in one row, unpadded: `packed_attention.py`.
+A *pass* defines which tokens the new tokens attend to:
 
-For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
-("cascade" attention): the prompt is read once per group, not per sample. Memory bandwidth bounds
-decoding, so this is most of its speed; grouped-query heads are never expanded either.
+    CausalPass   earlier tokens of the same row (prefill, scoring)
+    SuffixPass   a stored prefix, the row's earlier suffix, and earlier new tokens of the row
+    JointPass    prefixes and the suffixes that continue them, all in one row
+
+Visibility depends only on positions: a query attends to a key that is not later than the query and
+lies inside the layer's window. Padding keys have the position `NOWHERE`. Rows never attend to one
+another. `packed_attention.py` has passes for rows of any lengths, unpadded in one row.
+
+If each row has a single new token (decoding), all rows of a prefix are multiplied with its keys
+together ("cascade" attention), so the prompt is read once per group and not once per sample.
+Decoding is bound by memory bandwidth, so this accounts for most of its speed. Grouped-query heads
+are not expanded either.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from distill.errors import EngineError
 ATTENTION = "isotherm_shared_prefix"
 PASS_KEYWORD = "isotherm_pass"
 
-# The position of a key that nobody may see: later than any query.
+# Position of a key that no query may attend to: later than any query.
 NOWHERE = 1 << 40
 
 
@@ -47,12 +52,19 @@ class AttentionRule:
 
 
 class Pass(Protocol):
-    """Attention of one forward pass: from the new tokens to all that they may see."""
+    """Attention of one forward pass: from the new tokens to all tokens visible to them."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        """query (N, heads, S, D), key and value (N, kv_heads, S, D) -> (N, heads, S, D)."""
+        """Attention output (N, heads, S, D).
+
+        Args:
+            layer: index of the layer.
+            query: (N, heads, S, D).
+            key, value: (N, kv_heads, S, D).
+            rule: attention parameters of the layer.
+        """
         ...
 
 
@@ -67,9 +79,9 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' AttentionInterface; output (N, S, heads, D)."""
-    # transformers makes no mask for an attention function that it does not know, so a mask here is
-    # the model's own.
+    """Attention function for transformers' AttentionInterface; output (N, S, heads, D)."""
+    # transformers builds no mask for a custom attention function, so a mask here is one that the
+    # model built itself.
     others = kwargs | {"attention_mask": attention_mask}
     for name in ("attention_mask", "s_aux", "position_bias"):
         if others.get(name) is not None:
@@ -79,8 +91,8 @@ def _attention(
     layer: Any = module.layer_idx
     current: Pass = kwargs[PASS_KEYWORD]
     if torch.is_autocast_enabled(query.device.type):
-        # Norms and rotary embeddings of queries and keys give float32, which no kernel of CUDA
-        # takes with grouped heads.
+        # Norms and rotary embeddings return float32 queries and keys, and no CUDA kernel supports
+        # float32 with grouped heads.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return current.attend(layer, query, key, value, rule).transpose(1, 2), None
@@ -90,18 +102,19 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
 def keep_attention_eager() -> None:
-    """Excludes our attention from torch.compile, in layers that it compiles."""
+    """Exclude this attention function from layers that torch.compile compiles."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(_attention))
 
 
-# Fused kernels on CUDA take a bias whose rows lie so many elements apart, and copy any other.
+# Row stride, in elements, of a bias that fused CUDA kernels accept without copying: a multiple of
+# this.
 _ALIGNED = 16
 
 
 def visibility_bias(
     query_positions_NS: Tensor, key_positions_NK: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """0 where a query may see a key, -inf elsewhere; shape (N, 1, S, K)."""
+    """Attention bias: 0 where a query may attend to a key, else -inf; shape (N, 1, S, K)."""
     latest_NS1, keys_N1K = query_positions_NS[:, :, None], key_positions_NK[:, None, :]
     hidden_NSK = keys_N1K > latest_NS1
     if window is not None:
@@ -113,10 +126,10 @@ def visibility_bias(
 
 
 class _Visibility:
-    """Attention bias of a pass, one for each window size, shared by the layers of that window.
+    """Attention biases of a pass, cached per window size and dtype and shared between layers.
 
-    Not a boolean mask: scaled_dot_product_attention would make a bias of it in every layer, and
-    keep it for the backward pass.
+    Boolean masks are not used: scaled_dot_product_attention would convert the mask to a bias in
+    every layer and keep each bias for the backward pass.
     """
 
     def __init__(self, query_positions_NS: Tensor, key_positions_NK: Tensor) -> None:
@@ -124,7 +137,7 @@ class _Visibility:
         self._made: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def bias(self, window: int | None, query: Tensor) -> Tensor:
-        """The bias in the query's precision."""
+        """Bias in the query's precision."""
         made = self._made.get((window, query.dtype))
         if made is None:
             made = self._made[window, query.dtype] = visibility_bias(
@@ -138,9 +151,10 @@ def takes_grouped_heads(
 ) -> bool:
     """True if a fused attention kernel supports grouped-query heads.
 
-    Where none does, scaled_dot_product_attention falls back to the math kernel, which holds every
-    head's scores in float32; on CUDA flash attention alone takes them, and it takes no mask. The
-    CPU's kernel always does, in 0.70 to 0.96 of the time of repeated heads.
+    Otherwise scaled_dot_product_attention would fall back to the math kernel, which holds the
+    scores of every head in float32. On CUDA only flash attention supports grouped heads, and it
+    accepts no mask. The CPU kernel always supports them, in 0.70 to 0.96 of the time of repeated
+    heads.
     """
     if device != "cuda":
         return True
@@ -174,7 +188,10 @@ def _dense(
 
 
 class CausalPass:
-    """Right-padded rows that start at position 0; keeps each layer's keys and values if asked."""
+    """Causal attention within right-padded rows that start at position 0.
+
+    With `keep`, `keys` and `values` have each layer's keys and values afterwards.
+    """
 
     def __init__(self, length: int, *, keep: bool) -> None:
         self._length = length
@@ -198,10 +215,11 @@ class CausalPass:
 
 
 class SlotMap:
-    """Rows <-> (prefix, place among the rows of that prefix), to multiply rows of a prefix at once.
+    """Mapping of rows to slots (prefix, index among its rows), to process a prefix's rows together.
 
-    `spread` puts N rows into U x G slots, G the most rows any prefix has; `collect` is its inverse.
-    Both are views when every slot is taken in order, as in a batch of whole groups.
+    `spread` copies N rows into U x G slots, where G is the largest number of rows of any prefix;
+    `collect` is its inverse. Both return views if the rows fill all slots in order, as in a batch
+    of whole groups.
     """
 
     def __init__(self, prefix_of_row: Sequence[int], prefixes: int, device: torch.device) -> None:
@@ -220,7 +238,7 @@ class SlotMap:
         self._row_of_slot = torch.from_numpy(row_of_slot).to(device)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """(N, kv_heads, R, E) -> (U, kv_heads, G * R, E); a slot without a row repeats row 0."""
+        """(N, kv_heads, R, E) -> (U, kv_heads, G * R, E); slots without a row repeat row 0."""
         if not self._ordered:
             rows = rows.index_select(0, self._row_of_slot)
         slots = rows.unflatten(0, (self._prefixes, self._places)).transpose(1, 2)
@@ -236,14 +254,15 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SuffixPass:
-    """S new tokens per row after a stored prefix and, if `append` keeps it, the row's suffix.
+    """Attention of S new tokens per row to a stored prefix and to the row's suffix.
 
     Args:
-        prefix_keys, prefix_values: per layer (U, kv_heads, P, D), right-padded.
-        slots: which prefix each row continues.
-        query_positions_NS: positions of the new tokens; any real position for padding.
+        prefix_keys, prefix_values: tensors (U, kv_heads, P, D) by layer, right-padded.
+        slots: the prefix that each row continues.
+        query_positions_NS: positions of the new tokens; padding may have any real position.
         key_positions_NK: positions of prefix, earlier suffix and new keys; NOWHERE for padding.
-        append: stores a layer's new keys and values, returns all of the suffix's; None keeps none.
+        append: function that stores a layer's new keys and values and returns those of the whole
+            suffix; None: nothing is stored, and the new tokens are the whole suffix.
     """
 
     def __init__(
@@ -298,11 +317,12 @@ class SuffixPass:
 class JointPass:
     """Prefixes and the suffixes that continue them, in one row: U * P tokens, then N * S.
 
-    A layer attends within each prefix, and from each suffix to its prefix, and forgets both.
+    Each layer attends within each prefix, and from each suffix to its prefix and itself. No keys or
+    values are kept after the layer.
 
     Args:
-        positions_UP: of the prefixes' tokens; padding comes last.
-        slots, query_positions_NS, key_positions_NK: as `SuffixPass` takes them.
+        positions_UP: positions of the prefixes' tokens; padding comes last.
+        slots, query_positions_NS, key_positions_NK: see `SuffixPass`.
     """
 
     def __init__(

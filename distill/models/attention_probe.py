@@ -1,4 +1,4 @@
-"""Choice of attention: shared-prefix, if a numerical probe shows that it reproduces the model's."""
+"""Choice of attention: shared-prefix if a numerical probe shows that it reproduces the model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from distill.types import TokenArray
 
 logger = logging.getLogger(__name__)
 
-# (our model, probe rows, their true hidden states) -> the largest `relative_gap` found
+# (shared-prefix model, probe rows, true hidden states of the rows) -> largest `relative_gap`
 DecodeProbe = Callable[[SharedPrefixModel, Sequence[TokenArray], Sequence[Tensor]], float]
 
 
 class _WindowRecorder(CausalPass):
-    """A causal pass that notes each layer's sliding window."""
+    """Causal pass that records each layer's sliding window."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length, keep=False)
@@ -39,25 +39,25 @@ class _WindowRecorder(CausalPass):
 def choose_model(
     model: PreTrainedModel, decode_probe: DecodeProbe | None = None
 ) -> SharedPrefixModel | PlainModel:
-    """`SharedPrefixModel` if it reproduces the model, else `PlainModel` with a warning."""
+    """`SharedPrefixModel` if it reproduces the model, else `PlainModel` and a warning."""
     shares = shares_prefixes(model, decode_probe)
     return SharedPrefixModel(model) if shares else PlainModel(model)
 
 
 @torch.no_grad()
 def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = None) -> bool:
-    """True if `SharedPrefixModel` reproduces the model; a warning says why it does not.
+    """True if `SharedPrefixModel` reproduces the model; otherwise a warning is logged.
 
-    The model is as before, with its own attention.
+    The model itself keeps its own attention.
 
-    A probe of two ragged rows, one of them continued after a stored prefix, is compared with the
-    model's own forward pass; `decode_probe` may try more. Windows longer than the probe are
-    compared with what the config declares.
+    Two probe rows of different lengths, each split into a prefix and a suffix, are compared with
+    the model's own forward pass; `decode_probe` may compare more. Sliding windows may be longer
+    than the probe, so each layer's window is compared with the config.
 
     Raises:
         CheckpointError: hidden states (in float32) depend on later tokens, or on padding.
-        torch.OutOfMemoryError, MemoryError, RuntimeError: there is no room for the few tokens of
-            a probe, which says nothing of the architecture.
+        torch.OutOfMemoryError, MemoryError, RuntimeError: there is no memory for the few tokens of
+            the probe, which does not mean that the architecture is unsupported.
     """
     native = model.config._attn_implementation or "sdpa"
     why_not = "its attention cannot be replaced"
@@ -71,7 +71,7 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
                 why_not = _too_large(decode_probe(ours, rows, expected), expected[0].dtype)
             if not why_not:
                 return True
-        except Exception as error:  # a foreign model's code may fail in any way on our pass
+        except Exception as error:  # a model's code may fail in any way on this attention
             if _out_of_memory(error):
                 raise
             why_not = f"{type(error).__name__}: {error}"
@@ -87,9 +87,9 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
 
 
 def _require_causal(model: PreTrainedModel) -> None:
-    """Raise CheckpointError for a model that `PlainModel` cannot run beside longer rows.
+    """Raise CheckpointError if the result of a row depends on a longer row of the same batch.
 
-    Only in float32: in other dtypes rounding may route a mixture's token to another expert.
+    Only float32 models are checked: in other dtypes rounding may route a token to another expert.
     """
     if model.dtype != torch.float32:
         return
@@ -104,9 +104,9 @@ def _require_causal(model: PreTrainedModel) -> None:
 
 
 def check_packs(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model whose config alone says that packed rows would not be alone.
+    """Raise ConfigError if the config shows that packed rows would influence one another.
 
-    Asked of a model on the meta device. `shares_prefixes` finds the others once they are loaded.
+    `model` may be on the meta device. `shares_prefixes` detects other such models once loaded.
     """
     config = model.config.get_text_config()
     known = {"full_attention", "sliding_attention"}
@@ -123,8 +123,8 @@ def check_packs(model: PreTrainedModel) -> None:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """True for an out-of-memory error of a GPU's allocator or the main memory's."""
-    # torch's allocator of main memory raises a RuntimeError that names it
+    """True for an out-of-memory error of a GPU's allocator or of main memory."""
+    # torch's allocator of main memory raises a RuntimeError that contains its name.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -162,7 +162,7 @@ def relative_gap(ours: Tensor, theirs: Tensor) -> float:
 
 
 def declared_windows(config: Any) -> dict[int, int | None] | None:
-    """Each layer's sliding window by the config; None if it names a kind of layer unknown here."""
+    """Sliding window of each layer by the config; None if a kind of layer is not supported."""
     layers = range(config.num_hidden_layers)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

@@ -1,7 +1,7 @@
-"""Autocast for the grouped products of a mixture's experts, which torch leaves out of its list.
+"""Autocast for the grouped matrix products of mixtures of experts, which torch does not cast.
 
-Without it a mixture on one GPU computes its experts in float32: on an H100 a layer's products take
-6.5 ms in place of 0.4 (docs/gpu-results.md).
+Without this, a mixture on one GPU computes its experts in float32: on an H100 the products of a
+layer take 6.5 ms in place of 0.4 ms (docs/gpu-results.md).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @cache
 def cast_grouped_products(device: str) -> None:
-    """Let autocast on the device cast the factors of `torch.nn.functional.grouped_mm`, too.
+    """Make autocast on the device also cast the factors of `torch.nn.functional.grouped_mm`.
 
-    Changes nothing outside autocast, and nothing where torch itself casts them.
+    This changes nothing outside autocast, or if torch casts the factors itself.
     """
     key = f"Autocast{device.upper()}"
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key):
@@ -34,5 +34,5 @@ def cast_grouped_products(device: str) -> None:
     _REGISTERED.impl("_grouped_mm", grouped_mm, key)
 
 
-# Registrations end with the object that holds them.
+# A registration lasts only as long as its Library object.
 _REGISTERED = torch.library.Library("aten", "IMPL")

@@ -1,16 +1,16 @@
 """Tensors of a model under the names and shapes of its checkpoint, and back.
 
-transformers renames, fuses and splits tensors as it loads a checkpoint: the experts of a mixture,
-which are stored one by one, are one parameter of a layer in memory. Servers know checkpoints, so
-weights leave a learner as `save_pretrained` would write them, by transformers' own conversions:
+transformers renames, fuses and splits tensors when it loads a checkpoint: the experts of a mixture,
+stored one by one, become one parameter per layer in memory. Servers load checkpoints, so a learner
+pushes its weights as `save_pretrained` would write them, by transformers' own conversions:
 
-    units_of(model, shapes)         which of the model's tensors become which of the checkpoint's
-    reverted(model, unit, tensors)  the former as the latter
-    Conversion(model, names)        the latter as the former, as loading does it
-    follow_checkpoint(model, names) by which conversions that would go, for a model without values
+    units_of(model, shapes)          groups of model tensors that are converted together
+    reverted(model, unit, tensors)   model tensors -> checkpoint tensors
+    Conversion(model, names)         checkpoint tensors -> model tensors, as loading converts them
+    follow_checkpoint(model, names)  record these conversions on a model that was not loaded
 
-Each unit (a layer's fused experts, at most) is converted by itself, so that nothing holds a model
-twice.
+Units (at most the fused experts of one layer) are converted one at a time, so that no model is in
+memory twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from distill.weights.model_weights import TensorLayout
 
 Shape = tuple[int, ...]
 
-# In the class names of modules that choose a token's experts, of all architectures.
+# Part of the class name of every module that chooses a token's experts, in all architectures.
 _ROUTER = "Router"
 
 
@@ -50,9 +50,9 @@ class ConversionUnit:
     """Tensors that are converted together.
 
     Attributes:
-        names: in the model.
-        stored: names and shapes in the checkpoint.
-        renames: True if there is one tensor on either side, with the same values.
+        names: names of the tensors in the model.
+        stored: names and shapes of the tensors in the checkpoint.
+        renames: True if model and checkpoint have one tensor each, with equal values.
     """
 
     names: tuple[str, ...]
@@ -61,10 +61,10 @@ class ConversionUnit:
 
 
 def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[ConversionUnit]:
-    """Units of the model's tensors with these names and shapes, in their order.
+    """Conversion units of the model's tensors with these names and shapes, in the same order.
 
-    The model may be on the meta device. Its conversions are those that it was loaded by; where it
-    was not, `follow_checkpoint` says which.
+    The model may be on the meta device. Its conversions are those of its loading; for a model that
+    was not loaded, those that `follow_checkpoint` recorded.
     """
     conversions = _conversions(model)
     reverse = [conversion.reverse_transform() for conversion in conversions[::-1]]
@@ -72,7 +72,7 @@ def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Conver
     members: dict[str, list[str]] = defaultdict(list)
     converts: dict[str, bool] = {}
     for name in shapes:
-        # `revert_weight_conversion` puts together what this gives one name.
+        # `revert_weight_conversion` merges tensors for which this returns the same name.
         key, pattern = rename_source_key(name, renamings, converters, reverse=True)
         members[key].append(name)
         converts[key] = pattern is not None
@@ -93,15 +93,16 @@ def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Conver
 def reverted(
     model: PreTrainedModel, unit: ConversionUnit, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A unit's tensors of the model as those of the checkpoint; views or copies of them."""
+    """Convert the model's tensors of a unit to those of the checkpoint, as views or copies."""
     made = revert_weight_conversion(model, dict(tensors))
     return {name: made[name] for name in unit.stored}
 
 
 def follow_checkpoint(model: PreTrainedModel, names: Collection[str]) -> set[str]:
-    """Notes on a model that was not loaded by which conversions loading these tensors would go.
+    """Record, on a model that was not loaded, the conversions that loading these tensors would use.
 
-    Returns the names of those that the model has a place for.
+    Returns:
+        The names of the tensors that correspond to a tensor of the model.
     """
     conversions = get_model_conversion_mapping(model)
     taken = {name for name, key, _ in _targets(model, conversions, names) if key is not None}
@@ -111,7 +112,7 @@ def follow_checkpoint(model: PreTrainedModel, names: Collection[str]) -> set[str
 
 
 def pushed_shapes(path: str) -> dict[str, Shape]:
-    """Names and shapes of the tensors of a checkpoint that a push brings: those that training has.
+    """Names and shapes of those tensors of a checkpoint that the trained model has and pushes.
 
     Raises:
         CheckpointError: there is no model, or no safetensors file, at `path`.
@@ -122,10 +123,14 @@ def pushed_shapes(path: str) -> dict[str, Shape]:
 
 
 class Conversion:
-    """The way of a checkpoint's tensors into a model that was loaded from such a checkpoint."""
+    """Conversion of a checkpoint's tensors to those of a model loaded from such a checkpoint."""
 
     def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
-        """`names` are all that will come. A name that the model has no place for is its own."""
+        """
+        Args:
+            names: names of all tensors of the checkpoint. A tensor that the model does not have
+                keeps its name.
+        """
         self._model = model
         conversions = _conversions(model)
         self._converters = {
@@ -133,7 +138,7 @@ class Conversion:
             for converter in _by_kind(conversions)[1]
             for pattern in converter.source_patterns
         }
-        # The model's first name of each unit -> (the checkpoint's name, its pattern in a converter)
+        # The model's first name of each unit -> [(the checkpoint's name, the converter's pattern)]
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
         for name, key, pattern in _targets(model, conversions, names):
             self._sources[name if key is None else key].append((name, pattern))
@@ -141,12 +146,12 @@ class Conversion:
     def __call__(
         self, take: Callable[[str], Tensor], wanted: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(the model's name, tensor) pairs, a unit at a time.
+        """Pairs (the model's name, tensor), one unit at a time.
 
         Args:
-            take: gives a tensor of the checkpoint by its name there.
-            wanted: the model's names that are wanted; None: all. Tensors that are converted from
-                several, or split, come in any case.
+            take: returns a tensor of the checkpoint by its checkpoint name.
+            wanted: the model's names of the tensors to return; None: all. Tensors that are merged
+                from several tensors, or split, are always returned.
         """
         for key, sources in self._sources.items():
             (first, pattern), *others = sources
@@ -173,11 +178,12 @@ class Conversion:
 def ignored_names(
     model: PreTrainedModel, stored: Collection[str], exported: Collection[str]
 ) -> list[str]:
-    """Names of a checkpoint's tensors that the model's class passes over: layers that predict the
-    token after next (MTP), say.
+    """Names of a checkpoint's tensors that the model's class ignores, such as multi-token
+    prediction (MTP) layers.
 
-    By its own patterns, and behind its last layer as many as the config says: classes name that
-    layer for the published size alone.
+    Those are the tensors that match the class's own patterns, and those of the
+    `num_nextn_predict_layers` layers after the last layer: the patterns of a class name such a
+    layer only for the published model size.
     """
     config = model.config.get_text_config()
     ahead = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -197,11 +203,11 @@ def ignored_names(
 def exact_names(
     model: PreTrainedModel, units: Sequence[ConversionUnit], stored: Mapping[str, TensorLayout]
 ) -> frozenset[str]:
-    """Checkpoint names of tensors that stay in float32, though weights are rounded to less.
+    """Checkpoint names of tensors that stay in float32 when weights are rounded to less.
 
-    Those that the model's class keeps so, those of routers (a rounded one chooses other experts;
-    SGLang keeps several architectures' in float32), and those that a checkpoint of lower precision
-    has in float32.
+    These are the tensors that the model's class keeps in float32, those of routers (a rounded
+    router chooses other experts; SGLang keeps routers of several architectures in float32), and
+    those that a checkpoint of lower precision stores in float32.
     """
     patterns = model._keep_in_fp32_modules_strict or ()
     routers = {
@@ -224,7 +230,7 @@ def exact_names(
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """Conversions that the model was loaded by, as `revert_weight_conversion` finds them."""
+    """Conversions used to load the model, as `revert_weight_conversion` finds them."""
     noted = getattr(model, "_weight_conversions", None)
     if noted is not None:
         return noted
@@ -235,9 +241,11 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
 def _targets(
     model: PreTrainedModel, conversions: Sequence[WeightTransform], names: Collection[str]
 ) -> Iterator[tuple[str, str | None, str | None]]:
-    """Places of a checkpoint's tensors in the model, as loading finds them.
+    """Match a checkpoint's tensors with those of the model, as loading does.
 
-    (the checkpoint's name, the model's or None, the pattern of the converter in between or None)
+    Yields:
+        The name in the checkpoint, the name in the model or None, and the pattern of the converter
+        between them or None.
     """
     renamings, converters = _by_kind(conversions)
     own, prefix = model.state_dict(), model.base_model_prefix

@@ -1,11 +1,11 @@
-"""Values of a checkpoint's tensors, read a few at a time into a model that has none.
+"""Values of a checkpoint's tensors, read a few at a time for a model on the meta device.
 
     model = meta_causal_lm(path, dtype=torch.float32)
-    values = CheckpointValues(model, path)           headers are read, and all errors raised
-    allocate(model, values.missing)                  memory, and what no checkpoint stores
-    for name, tensor in values.read(): ...           the rest, under the model's names
+    values = CheckpointValues(model, path)           read headers, raise errors of shapes and names
+    allocate(model, values.missing)                  allocate memory, compute values not stored
+    for name, tensor in values.read(): ...           read stored values, under the model's names
 
-`load_causal_lm` gives the same values, and holds all of them.
+`load_causal_lm` loads the same values with the whole model in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from distill.weights.model_weights import TensorLayout
 
 
 def reads_by_tensor(model: PreTrainedModel, path: str) -> bool:
-    """True if the checkpoint is of safetensors files, which need no quantiser to be read."""
+    """True if the checkpoint has safetensors files and is not quantised."""
     config: Any = model.config
     return bool(weight_files(path)) and getattr(config, "quantization_config", None) is None
 
@@ -40,8 +40,8 @@ class CheckpointValues:
     """Values that a checkpoint has for a model on the meta device.
 
     Attributes:
-        layouts: of the tensors that `read` yields, in its order; a tied tensor comes once.
-        missing: names of the model's tensors that the checkpoint need not have, and has not.
+        layouts: layouts of the tensors that `read` yields, in the same order; tied tensors once.
+        missing: names of the model's tensors that the checkpoint lacks and is allowed to lack.
 
     Raises:
         CheckpointError: missing, unreadable or misshapen tensors.
@@ -50,7 +50,7 @@ class CheckpointValues:
     def __init__(self, model: PreTrainedModel, path: str, fresh: Collection[str] = ()) -> None:
         """
         Args:
-            fresh: names of tensors that the checkpoint need not have.
+            fresh: names of tensors that the checkpoint may lack.
         """
         self._path = path
         self._there = tensor_layouts(path)
@@ -69,12 +69,12 @@ class CheckpointValues:
         require_complete(model, path, set(self.missing).difference(fresh))
 
     def read(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(the model's name, tensor) pairs; a unit of conversion at a time is in memory.
+        """Pairs (the model's name, tensor); only one conversion unit is in memory at a time.
 
-        A tensor has the precision that it is stored in, unless it was converted.
+        A tensor that needs no conversion has the precision in which it is stored.
 
         Args:
-            names: the tensors that are read, with those of their units; None: all.
+            names: the model's names of the tensors to read; None: all.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -99,22 +99,23 @@ class CheckpointValues:
 
         try:
             yield from self._conversion(take)
-        except (RuntimeError, AttributeError) as error:  # of torch, and for a dtype unknown to it
+        except (RuntimeError, AttributeError) as error:  # AttributeError: torch lacks the dtype
             raise CheckpointError(
                 f"cannot load weights from {self._path!r}: {first_line(error)}"
             ) from error
 
 
 def allocate(model: PreTrainedModel, missing: Collection[str] = ()) -> None:
-    """Give a model on the meta device main memory, and the values that no checkpoint stores.
+    """Allocate main memory for a model on the meta device, and compute values not in checkpoints.
 
-    transformers computes them: buffers such as rotary frequencies, and the tensors named in
-    `missing`, which it draws. Memory of other tensors is never touched, and takes none until it is.
+    transformers computes these values: buffers such as rotary frequencies, and random values of the
+    tensors named in `missing`. The memory of other tensors is not written here, so the system
+    reserves no pages for it yet.
     """
     model.to_empty(device="cpu")
     model.tie_weights()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # The mark by which transformers' own loading leaves a tensor as it is.
+        # transformers does not initialise tensors that have this mark.
         tensor._is_hf_initialized = name not in missing
     with MAKING:
         model.initialize_weights()

@@ -1,4 +1,4 @@
-"""Sizes of a decoder by its config: what memory, FLOPs and kernels are worked out from."""
+"""Sizes of a decoder by its config, from which memory, FLOPs and kernels are derived."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class HeadSizes(NamedTuple):
 
     @classmethod
     def of(cls, text: Any) -> HeadSizes:
-        """Sizes by a text model's config. Compressed keys and values have sizes of their own.
+        """Sizes by a text model's config. Compressed keys and values (MLA) have other sizes.
 
         Raises:
-            AttributeError: the config has no such fields: the decoder is not made of attention.
+            AttributeError: the config has no such fields, because the decoder has no attention.
         """
         queries = text.num_attention_heads
         return cls(
@@ -28,7 +28,7 @@ class HeadSizes(NamedTuple):
 
 
 def mlp_width(text: Any) -> int:
-    """Width of a layer's MLP by a text model's config; of a mixture's dense layers."""
-    # GPT-Neo's and GPT-2's None, under either name, is four times the hidden size.
+    """Width of a layer's MLP by a text model's config; for a mixture, of its dense layers."""
+    # None, under either name, means four times the hidden size in GPT-Neo and GPT-2.
     widths = (getattr(text, name, None) for name in ("intermediate_size", "n_inner"))
     return next(filter(None, widths), 4 * text.hidden_size)

@@ -1,11 +1,11 @@
 """Attention of packed rows by torch's flex attention: one kernel, without padding.
 
     token q attends to token k   if k is in q's own row, or in the prefix that q's row continues,
-                                 and is not later, nor further away than the layer's window
+                                 and k is not later than q and inside the layer's window
 
 Blocks of 128 x 128 tokens without such a pair are never computed. The kernel is compiled for CUDA;
-elsewhere flex attention has no backward pass. Before it is used on a machine, it is compared there
-with padded attention (`flex_serves`).
+on other devices flex attention has no backward pass. `flex_serves` compares the kernel with padded
+attention on each machine before it is used there.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from distill.models.packed_attention import PackedJointPass
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-# The probe's prefix lengths, the prefix that each suffix continues, and the suffix lengths; below,
-# the allowed difference relative to the largest value.
+# Prefix lengths of the probe, the prefix that each suffix continues, and the suffix lengths; below,
+# the largest allowed difference relative to the largest value.
 _PREFIXES, _CONTINUE, _SUFFIXES = (150, 7), (0, 0, 1), (140, 3, 60)
-_TOLERANCE = {torch.float32: 5e-3}  # TensorFloat-32, where that is allowed
+_TOLERANCE = {torch.float32: 5e-3}  # float32 products may be computed in TensorFloat-32
 _TOLERANCE_OF_HALVES = 3e-2
 
 
 class Heads(NamedTuple):
-    """Attention heads of a model: the facts for which the kernel is compiled."""
+    """Attention heads of a model: the sizes for which the kernel is compiled."""
 
     queries: int
     keys: int
@@ -56,8 +56,8 @@ class FlexPass:
 
     Args:
         lengths: length of each row.
-        continues: for each row, the index of the row whose tokens precede its own; its own index
-            if there is none.
+        continues: for each row, the index of the prefix row that it continues, or the row's own
+            index if it continues none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FlexPass:
         return out
 
     def _mask(self, window: int | None) -> BlockMask:
-        """Block mask of layers with this window, made once and cached for all of them."""
+        """Block mask of layers with this window, cached for all of these layers."""
         if window not in self._masks:
             some, full = self._tokens.blocks(window)
             partial_count, partial = _listed(some & ~full, self._device)
@@ -111,8 +111,8 @@ class FlexPass:
 class _Tokens:
     """Row, continued row and position of each token, and the blocks that attend to each other.
 
-    Rows are few compared with tokens, and lie end to end, so blocks are compared row by row, not
-    token by token.
+    There are far fewer rows than tokens, and each row is contiguous, so blocks are compared by
+    rows, not by tokens.
     """
 
     def __init__(self, row_L: np.ndarray, before_L: np.ndarray, position_L: np.ndarray) -> None:
@@ -123,7 +123,7 @@ class _Tokens:
         return self.row_L, self.before_L, self.position_L
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Two masks (query blocks, key blocks): some tokens attend to some, and all to all."""
+        """Two masks (query blocks, key blocks): some token attends to some key; all to all keys."""
         reach = len(self.row_L) if window is None else window
         pieces = self._pieces()
         block, row, before, first, last = map(np.array, zip(*pieces, strict=True))
@@ -162,7 +162,7 @@ def _sees(row_L: Tensor, before_L: Tensor, position_L: Tensor, window: int | Non
         kin = (row_L[key] == row_L[query]) | (row_L[key] == before_L[query])
         return kin & (position_L[key] <= position_L[query])
 
-    if window is None:  # no number: one of more than 32 bits is 0 in the kernel
+    if window is None:  # not a very large number: the kernel reads more than 32 bits as 0
         return sees
 
     def sees_within_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -182,7 +182,10 @@ def _softcap(cap: float) -> Any:
 
 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Key blocks of each query block: number, (1, 1, Q), and indices, those first, (1, 1, Q, K)."""
+    """Number (1, 1, Q) and indices (1, 1, Q, K) of the set key blocks of each query block.
+
+    The indices of set blocks come first, those of all other blocks after them.
+    """
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     counts = blocks.sum(1).astype(np.int32)
     count_11Q, order_11QK = (
@@ -198,10 +201,10 @@ def _compiled() -> Callable[..., Tensor]:
 
 @cache
 def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernel compiles here, and outputs and gradients equal those of padded attention.
+    """True if the kernel compiles here and its outputs and gradients match padded attention.
 
-    Call it before a forward pass, not within one: the kernel compiled and cached here belongs to
-    no layer.
+    Call this before a forward pass, not within one: the kernel that is compiled and cached here
+    must not belong to a layer.
     """
     if heads is None or device.type != "cuda":
         return False
@@ -221,7 +224,7 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
 
 @torch.enable_grad()
 def probe_kernel(heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest difference between both kinds of attention, over outputs and gradients.
+    """Largest difference between flex and padded attention, over outputs and gradients.
 
     Differences are relative to the largest value.
     """

@@ -1,4 +1,4 @@
-"""A model's vocabulary projection alone, from its checkpoint's files."""
+"""Vocabulary projection of a model, read from its checkpoint without the rest of the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distill.models.vocabulary_head import VocabularyHead, projection_of
 
 
 def check_head(path: str, role: str) -> tuple[int, int]:
-    """(vocabulary size, hidden size) of a checkpoint's head, from its headers.
+    """Return (vocabulary size, hidden size) of a checkpoint's head, from the files' headers.
 
     Raises:
         CheckpointError: there is no causal language model at `path`.
-        ConfigError: its head cannot be read by itself; names the setting `role`.
+        ConfigError: the head cannot be read by itself; the field is the setting `role`.
     """
     model = meta_causal_lm(path)
     head: Any = projection_of(model)
@@ -35,10 +35,10 @@ def check_head(path: str, role: str) -> tuple[int, int]:
 
 
 def load_head(path: str, *, device: str, event: Event = ()) -> tuple[VocabularyHead, Any]:
-    """The checkpoint's head, frozen and in the precision of its files, and the model's config.
+    """Load a checkpoint's head, frozen and in the precision of its files, and the model's config.
 
-    Only the tensors of the projection are read: lm_head, or the embedding that it is tied to, and
-    a bias. The scale and the soft cap of the logits are those of the config.
+    Only the tensors of the projection are read: the weight (lm_head, or the embedding that it is
+    tied to) and a bias. Scale and soft cap of the logits come from the config.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -61,7 +61,7 @@ def load_head(path: str, *, device: str, event: Event = ()) -> tuple[VocabularyH
 
 
 def in_dtype(head: VocabularyHead, config: Any, dtype: torch.dtype) -> VocabularyHead:
-    """The head with its weights in `dtype`: itself if they are, else a copy."""
+    """Return the head if its weights have this dtype, else a converted copy."""
     module = cast(nn.Module, head.projection)
     if next(module.parameters()).dtype == dtype:
         return head

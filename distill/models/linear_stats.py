@@ -1,7 +1,7 @@
 """Statistics of the logits of a linear layer, without holding the logits of a whole batch.
 
-fp32 logits of N x V values are the largest tensor of a distillation step by far: they are made a
-chunk of positions at a time, and again for the backward pass.
+The fp32 logits of a batch, N x V values, would be by far the largest tensor of a distillation step.
+They are computed one chunk of positions at a time, and once more in the backward pass.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch.autograd.function import once_differentiable
 
 from distill.models.logprobs import DivergenceOf, TokenStats, entropy_of, token_stats
 
-# Most fp32 logits whose statistics are made at once. On a CPU 4 MiB stay in its cache, which pays
-# for computing them twice when training; a GPU wants large kernels.
+# Most fp32 logits whose statistics are computed together. On a CPU, 4 MiB stay in its cache, which
+# outweighs the cost of computing them twice in training; a GPU is faster with large kernels.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-# Most fp32 logits that training holds at once on a GPU: 1 GiB. Each chunk of them reads and writes
-# the whole fp32 gradient of the projection.
+# Most fp32 logits that training holds at a time on a GPU: 1 GiB. Each chunk reads and writes the
+# whole fp32 gradient of the projection.
 _TRAINED_ELEMENTS = 1 << 28
-# But never fewer positions than this: the projection's weights are read once per chunk.
+# Fewest positions of a chunk: the projection's weights are read once per chunk.
 _FEWEST_POSITIONS = 128
-# Fewest positions whose statistics are made together in training: a teacher's projection is read
-# once for them. Their fp32 logits stay below 32 MiB up to a vocabulary of 2^19; malloc would return
-# larger buffers to the system and fault their pages in again.
+# Fewest positions whose statistics are computed together in training: a teacher's projection is
+# read once for them. Their fp32 logits stay below 32 MiB up to a vocabulary of 2^19; malloc would
+# return larger buffers to the system and fault their pages in again.
 _FEWEST_TOGETHER = 16
 
-# Logits of some positions (n, V), and which of the N they are -> z / T of the outcomes (n, V).
+# (logits of some positions (n, V), the slice of these positions in N) -> z / T of the outcomes
+# (n, V), see `one_outcome`.
 ScaledOf = Callable[[Tensor, slice], Tensor]
-# Gradients (N,) of the fields of `TokenStats`; None: nothing depends on it.
+# Gradients (N,) of the fields of `TokenStats`; None: the loss does not depend on the field.
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -52,15 +53,15 @@ def positions_together(device: torch.device, vocab_size: int) -> int:
 
 
 def precision_of(weight: Tensor) -> torch.dtype:
-    """Precision of the factors of a product with the weight: autocast's, where that is on."""
+    """Precision of the factors of a product with the weight: that of autocast if it is enabled."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right. CUDA sums in float32, and rounds to the precision of `out`.
+    """out = left @ right. CUDA sums in float32 and rounds to the precision of `out`.
 
-    Logits rounded to bfloat16 would be off by up to 1/256 of their size.
+    The relative error of logits rounded to bfloat16 would be up to 1/256.
     """
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
@@ -83,7 +84,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def float32_logits(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """hidden @ weight.T + bias in float32, whatever the precision of the factors."""
+    """hidden @ weight.T + bias in float32, for factors of any precision."""
     precision = precision_of(weight_VH)
     if out is None:
         out = hidden_NH.new_empty(len(hidden_NH), len(weight_VH), dtype=torch.float32)
@@ -93,7 +94,14 @@ def float32_logits(
 
 @dataclass(frozen=True, slots=True)
 class StatsOfLogits:
-    """The statistics of logits, and the logits' gradient without autograd through the softmax."""
+    """Statistics of logits, and the gradient of the logits without autograd through the softmax.
+
+    Attributes:
+        scaled_of: maps logits to z / T of the outcomes.
+        outcomes_N: chosen outcome of each position.
+        divergence_of: divergence of log p_T from a teacher; None: not computed.
+        entropy_gradient: True if the entropy is differentiable.
+    """
 
     scaled_of: ScaledOf
     outcomes_N: Tensor
@@ -111,10 +119,10 @@ class StatsOfLogits:
         return stats._replace(divergence_N=self.divergence_of(log_p_nV, positions))
 
     def gradient(self, logits_nV: Tensor, positions: slice, grads: _Grads) -> Tensor:
-        """The gradient (n, V) of the logits of these positions, from that of all N statistics.
+        """Gradient (n, V) of the logits of these positions, from the gradients of the statistics.
 
-        d log p_j / d z_k = [j = k] - p_k, with z scaled: a gradient G of log p becomes G - p sum G.
-        That of a chosen token's log-prob has one entry: no dense G is made for it.
+        d log p_j / d z_k = [j = k] - p_k for scaled z, so a gradient G of log p becomes
+        G - p sum G. The G of a chosen token's log-prob has a single entry and is not made dense.
         """
         with torch.enable_grad():
             logits_nV = logits_nV.detach().requires_grad_()
@@ -141,7 +149,7 @@ class StatsOfLogits:
         entropy_N: Tensor | None,
         divergence_N: Tensor | None,
     ) -> Tensor | None:
-        """The gradient of log p from those of entropy and divergence; None: none is trained on."""
+        """Gradient of log p from those of entropy and divergence; None if both are None."""
         with torch.enable_grad():
             log_p_nV = log_p_nV.detach().requires_grad_()
             made: list[tuple[Tensor, Tensor]] = []
@@ -158,12 +166,12 @@ class StatsOfLogits:
 class LinearStats(torch.autograd.Function):
     """`stats_of` the logits hidden @ weight.T + bias, which are recomputed in the backward pass.
 
-    The factors may be in lower precision (autocast, sharding), logits and the sums of gradients are
-    float32. What autograd would allocate for each chunk is allocated once: the chunk's logits,
-    which become their own gradient, and the weight's gradient, to which each chunk adds its share.
-    On a CPU, fresh pages for them take longer than the matrix products. The statistics, with
-    temporaries of the logits' size, are made of a few positions at a time, whose memory malloc
-    keeps.
+    The factors may be in lower precision (autocast, sharding); logits and sums of gradients are
+    float32. Two buffers that autograd would allocate for every chunk are allocated once: the logits
+    of a chunk, which are overwritten by their gradient, and the gradient of the weight, to which
+    each chunk adds its share. On a CPU, fresh pages for these buffers would take longer than the
+    matrix products. The statistics need temporaries of the size of the logits, so they are computed
+    for a few positions at a time, in memory that malloc keeps.
     """
 
     @staticmethod
@@ -174,7 +182,7 @@ class LinearStats(torch.autograd.Function):
         stats_of: StatsOfLogits,
         rows: int,
     ) -> TokenStats:
-        """The statistics of all positions, `rows` of which are projected at a time."""
+        """Statistics of all positions, of which `rows` are projected at a time."""
         made = LinearStats.apply(hidden_NH, weight_VH, bias_V, stats_of, rows)
         assert isinstance(made, tuple)
         return TokenStats(*made)
@@ -192,7 +200,8 @@ class LinearStats(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stats_of, ctx.rows, ctx.precision = stats_of, rows, precision_of(weight_VH)
         factors = hidden_NH.to(ctx.precision), weight_VH.to(ctx.precision)
-        # Small tensors kept from each part would sit in the holes that the big ones leave.
+        # Preallocated: small tensors kept from each part would fragment the memory that large
+        # temporaries free.
         made = [hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3)]
         with_divergence = False
         for _, _, parts in _logits_of_chunks(*factors, bias_V, rows):
@@ -214,7 +223,7 @@ class LinearStats(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         factor_NH, factor_VH = hidden_NH.to(ctx.precision), weight_VH.to(ctx.precision)
-        # The log-probs' is zero where only a divergence is trained on.
+        # The gradient of the log-probs is all zeros if only a divergence is trained on.
         chosen, entropy, divergence = (
             grad if grad is not None and grad.any() else None for grad in made
         )
@@ -248,7 +257,10 @@ def _float32_zeros(like: Tensor) -> Tensor:
 def _logits_of_chunks(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rows: int
 ) -> Iterator[tuple[slice, Tensor, list[tuple[Tensor, slice]]]]:
-    """Chunks: positions, logits, and both again part by part. One buffer serves them all."""
+    """Yield each chunk's positions, its logits, and its parts as pairs (logits, positions).
+
+    All chunks use the same buffer.
+    """
     width = len(weight_VH)
     buffer_CV = hidden_NH.new_empty(min(rows, len(hidden_NH)), width, dtype=torch.float32)
     together = positions_together(hidden_NH.device, width)

@@ -1,4 +1,4 @@
-"""Causal language models: load one, make a tiny one, and find its vocabulary projection."""
+"""Causal language models: loading, configs, checkpoint tensors, and small random models."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from distill.weights.model_weights import TensorLayout
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
 transformers.utils.logging.disable_progress_bar()
 
-# torch's names of the dtypes that safetensors files name.
+# torch's names of the dtypes in safetensors files.
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
     "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "BOOL": "bool",
 }  # fmt: skip
 
-# transformers replaces functions of torch while it makes a model, so only one thread may do so.
+# transformers replaces functions of torch while it builds a model, so only one thread may do so.
 MAKING = threading.Lock()
 
 
 def load_config(path: str) -> Any:
-    """The checkpoint's Hugging Face config, with no weights read.
+    """Load the checkpoint's Hugging Face config, without reading weights.
 
     Raises:
         CheckpointError: there is no readable config at `path`.
@@ -55,7 +55,7 @@ def load_config(path: str) -> Any:
     check_model_path(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field
+    except Exception as error:  # OSError, ValueError, and transformers' errors of malformed fields
         raise CheckpointError(
             f"cannot read a model config from {path!r}: {first_line(error).rstrip('.')}. Give a "
             f"Hugging Face checkpoint directory, or a hub name this machine can reach"
@@ -64,7 +64,7 @@ def load_config(path: str) -> Any:
 
 
 def exact_attention(config: Any) -> str | None:
-    """transformers' attention that computes all that the config declares; None: its default.
+    """transformers' attention implementation that honours the whole config; None: the default.
 
     The default, sdpa, ignores a soft cap on attention scores (Gemma-2, VaultGemma).
     """
@@ -73,11 +73,11 @@ def exact_attention(config: Any) -> str | None:
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load weights and config, without ever running code from the checkpoint.
+    """Load a model's weights and config, without running code from the checkpoint.
 
     Raises:
         CheckpointError: missing, corrupt or incomplete weights.
-        ConfigError: the main memory, through which all weights pass, is too small.
+        ConfigError: the model does not fit into main memory, through which all weights pass.
     """
     attention = exact_attention(load_config(path))
     if weight_files(path):
@@ -92,7 +92,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except Exception as error:  # safetensors, pickle, json, OSError: corrupt files fail variously
+    except Exception as error:  # corrupt files raise many types of errors
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
     model, report = loaded
     require_complete(model, path, report["missing_keys"])
@@ -116,7 +116,7 @@ def require_complete(model: PreTrainedModel, path: str, missing: Collection[str]
 
 
 def _declared_ties(model: Any) -> dict[str, str]:
-    """Tensors that the model's config ties: from the name of one to the name of the other."""
+    """Tensors that the model's config ties: name of one -> name of the other."""
     return model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
@@ -128,7 +128,8 @@ def _untie(config: Any) -> None:
 def own_head(model: PreTrainedModel, path: str) -> str | None:
     """Name of a tensor that the model's config ties to another, although their values differ.
 
-    transformers then loads both from `path`, and leaves them untied. Servers follow the config.
+    In this case transformers loads both tensors from `path` and leaves them untied, while servers
+    follow the config. None if there is no such tensor.
     """
     ties = _declared_ties(model)
     there = tensor_shapes(path) if ties and weight_files(path) else {}
@@ -141,10 +142,10 @@ def own_head(model: PreTrainedModel, path: str) -> str | None:
 
 
 def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The checkpoint's model without its values: names and shapes, on the meta device.
+    """Build the checkpoint's model on the meta device, with names and shapes but without values.
 
-    Embedding and head are tied where `load_causal_lm` ties them: by the config, unless the
-    checkpoint has a head of its own.
+    Embedding and head are tied as in `load_causal_lm`: by the config, unless the checkpoint has a
+    head with other values.
 
     Raises:
         CheckpointError: there is no config of a causal language model at `path`.
@@ -174,7 +175,7 @@ def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedMod
 
 
 def _keep_exact(model: Any, dtype: torch.dtype | None) -> None:
-    """Give the tensors that loading leaves in float32, such as biases of routers, that dtype."""
+    """Convert to float32 the tensors that loading keeps in float32, such as biases of routers."""
     plan = {} if dtype is None else model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -207,10 +208,10 @@ def new_qwen3(
     pad_token_id: int | None,
     seed: int,
 ) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3-shaped model (head_dim 64, tied embeddings), fp32.
+    """Build a randomly initialised Qwen3 model (head_dim 64, tied embeddings) in fp32.
 
     Raises:
-        ConfigError: a hidden size that served kernels do not take (not a multiple of 32).
+        ConfigError: the hidden size is not a multiple of 32, as kernels of servers require.
     """
     if hidden_size % 32:
         raise ConfigError(
@@ -237,7 +238,7 @@ def new_qwen3(
 
 
 def stop_token_ids(path: str) -> frozenset[int]:
-    """Ids that end a generation: the generation config's, else the model config's.
+    """Ids that end a generation: those of the generation config, else those of the model config.
 
     Raises:
         CheckpointError: a config at `path` cannot be read.
@@ -256,7 +257,7 @@ def stop_token_ids(path: str) -> frozenset[int]:
 
 
 def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids at which servers of the checkpoint end: those of its configs, and its tokenizer's EOS.
+    """Ids at which servers end a response: those of the checkpoint's configs, and the EOS token.
 
     Raises:
         CheckpointError: there is no readable config at `path`.
@@ -282,7 +283,7 @@ def reading(file: str | Path) -> Iterator[None]:
 
 
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors; raises as `tensor_layouts` does."""
+    """Names and shapes of a checkpoint's tensors. Raises the same errors as `tensor_layouts`."""
     return {name: layout.shape for name, layout in tensor_layouts(path).items()}
 
 
@@ -290,11 +291,11 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
     """Layouts of a checkpoint's tensors by name, from the headers of its safetensors files.
 
     Raises:
-        CheckpointError: there are none at `path`, or one cannot be read.
+        CheckpointError: there are no such files at `path`, or one cannot be read.
     """
     layouts: dict[str, TensorLayout] = {}
     for file in _some_weight_files(path):
-        # Not "pt": torch would map the whole file, which may fail for lack of memory.
+        # With "pt", torch would map the whole file, which may fail for lack of memory.
         with reading(file), safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 part = tensors.get_slice(name)
@@ -306,22 +307,22 @@ def tensor_layouts(path: str) -> dict[str, TensorLayout]:
 
 
 def read_tensors(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The named tensors of a checkpoint; raises as `tensor_layouts` does."""
+    """Read the named tensors of a checkpoint. Raises the same errors as `tensor_layouts`."""
     with opened(path) as take:
         return {name: take(name) for name in names}
 
 
 @contextmanager
 def opened(path: str) -> Iterator[Callable[[str], torch.Tensor]]:
-    """Context of a function that reads one of a checkpoint's tensors by name.
+    """Open a checkpoint's files; the context's value is a function that reads a tensor by name.
 
-    The function keeps no reference to a tensor. Raises as `tensor_layouts` does.
+    The function keeps no reference to a tensor. Raises the same errors as `tensor_layouts`.
     """
     with ExitStack() as files:
         found: dict[str, tuple[Path, Any]] = {}
         for file in _some_weight_files(path):
             with reading(file):
-                # Not "mmap": its pages count as this process's memory until the file is closed.
+                # With "mmap", pages count as this process's memory until the file is closed.
                 tensors = files.enter_context(safe_open(file, framework="pt", backend="pread"))
                 found |= dict.fromkeys(tensors.keys(), (file, tensors))
 
@@ -334,10 +335,10 @@ def opened(path: str) -> Iterator[Callable[[str], torch.Tensor]]:
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors as they are in its safetensors files.
+    """Read all tensors of a checkpoint's safetensors files, unchanged.
 
     Raises:
-        CheckpointError: there are none at `path`, or one cannot be read.
+        CheckpointError: there are no such files at `path`, or one cannot be read.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in _some_weight_files(path):
@@ -347,7 +348,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def weight_files(path: str) -> list[Path]:
-    """A checkpoint's safetensors files, in order; for a hub name, those in this machine's cache."""
+    """Safetensors files of a checkpoint, sorted; for a hub name, those in this machine's cache."""
     directory = _directory(path)
     return [] if directory is None else sorted(directory.glob("*.safetensors"))
 
@@ -359,7 +360,7 @@ def processor_files(path: str) -> list[Path]:
 
 
 def _directory(path: str) -> Path | None:
-    """Directory of a checkpoint's files; for a hub name, in this machine's cache.
+    """Directory of a checkpoint's files; for a hub name, the one in this machine's cache.
 
     None if the name is invalid, or the checkpoint was never downloaded to this machine.
     """
@@ -380,7 +381,7 @@ def _some_weight_files(path: str) -> list[Path]:
 
 
 def context_length(config: Any) -> int:
-    """Positions the model was made for, as far as a row's scores do not depend on its batch.
+    """Number of positions that the model supports with scores that do not depend on the batch.
 
     Raises:
         CheckpointError: the config does not declare a length.
@@ -392,15 +393,16 @@ def context_length(config: Any) -> int:
 
 
 def rope_length(config: Any) -> int | None:
-    """Positions up to which rotary frequencies do not depend on the longest row of a batch.
+    """Number of positions up to which rotary frequencies do not depend on a batch's longest row.
 
-    None if they never do. Beyond that length, `longrope` and `dynamic` rotate every row of a batch
-    by the frequencies of its longest row, and a cache holds keys rotated by those of a shorter one.
-    SGLang's longrope does the same.
+    None if the frequencies never depend on it. Beyond this length, `longrope` and `dynamic` rotate
+    every row of a batch by the frequencies of the longest row, while cached keys were rotated by
+    the frequencies of a shorter row. SGLang's longrope does the same.
     """
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
-    by_layer = [ropes] if "rope_type" in ropes else list(ropes.values())  # else by kind of layer
+    # One entry for all layers, or one per kind of layer.
+    by_layer = [ropes] if "rope_type" in ropes else list(ropes.values())
     lengths = [
         rope["original_max_position_embeddings"]
         if rope["rope_type"] == "longrope"
@@ -418,7 +420,7 @@ def vocab_size(config: Any) -> int:
 
 
 def silence(layer: torch.nn.Module) -> None:
-    """Set a module's own dropout and jitter to 0, as far as its forward pass reads them from it."""
+    """Set the dropout and jitter attributes of a module, which its forward pass reads, to 0."""
     for name, value in vars(layer).items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(layer, name, 0.0)

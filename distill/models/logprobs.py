@@ -1,4 +1,4 @@
-"""log softmax(z / T) of chosen tokens, and what else is read off such a distribution."""
+"""log softmax(z / T) of chosen tokens, and other statistics of such distributions."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ from torch import Tensor
 
 
 class TokenStats(NamedTuple):
-    """Statistics per position, fp32 (N,): the chosen token's log-prob, the entropy of p_T, and the
-    divergence from a teacher where one was asked for."""
+    """Statistics per position, fp32 (N,).
+
+    Attributes:
+        logprobs_N: log-prob of the chosen token.
+        entropy_N: entropy of p_T.
+        divergence_N: divergence from a teacher; None: not computed.
+    """
 
     logprobs_N: Tensor
     entropy_N: Tensor
     divergence_N: Tensor | None = None
 
 
-# log p_T of some positions (n, V), and which of the N they are -> their divergence (n,). Gradients
-# flow through log p_T alone. In training it is called again in the backward pass.
+# (log p_T of some positions (n, V), the slice of these positions in N) -> divergence (n,).
+# Gradients flow only through log p_T. Training calls the function again in the backward pass.
 DivergenceOf = Callable[[Tensor, slice], Tensor]
 
 
-# Several tokens may be one outcome of the next token, an event (`distill.stops`): such a
-# distribution has the event's probability in the column of its first token. The other columns have
-# this scaled logit: no mass, and a finite difference of two models' log-probs, so that their share
-# of a divergence or an entropy, and its gradient, is 0.
+# Several tokens may count as one outcome of the next token, an event (`distill.stops`). The column
+# of the event's first token then has the probability of the event, and the columns of its other
+# tokens have this scaled logit. Their mass is 0 and the difference of two models' log-probs is
+# finite there, so their share of a divergence or an entropy, and its gradient, is 0.
 ABSENT = -1e30
 Event = tuple[int, ...]
 
 
 def one_outcome(scaled_NV: Tensor, event: Event) -> Tensor:
-    """The scaled logits z / T with the event's tokens as one outcome: log sum exp of theirs."""
+    """Merge an event's columns of scaled logits z / T into the first one, by log sum exp."""
     if not event:
         return scaled_NV
     columns = torch.tensor(event, device=scaled_NV.device)
@@ -41,7 +46,7 @@ def one_outcome(scaled_NV: Tensor, event: Event) -> Tensor:
 
 
 def as_outcomes(tokens: Tensor, event: Event) -> Tensor:
-    """The columns in which the tokens' outcomes are: the event's for each of its tokens."""
+    """Column of each token's outcome: the first token of the event for all tokens of the event."""
     if not event:
         return tokens
     columns = torch.tensor(event, device=tokens.device, dtype=tokens.dtype)
@@ -51,14 +56,14 @@ def as_outcomes(tokens: Tensor, event: Event) -> Tensor:
 def selected_logprobs(
     logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor, event: Event = ()
 ) -> Tensor:
-    """log softmax(z / T)[token], fp32, shape (N,). Every T must be above 0."""
+    """log softmax(z / T)[token] in fp32, shape (N,). Every T must be above 0."""
     assert logits_NV.ndim == 2 and tokens_N.ndim == 1 and temperature_N.ndim == 1
     log_p_NV = log_distribution(logits_NV, temperature_N, event)
     return _chosen(log_p_NV, as_outcomes(tokens_N, event))
 
 
 def log_distribution(logits_NV: Tensor, temperature_N: Tensor, event: Event = ()) -> Tensor:
-    """log softmax(z / T) over the vocabulary, fp32, shape (N, V)."""
+    """log softmax(z / T) over the vocabulary in fp32, shape (N, V)."""
     return torch.log_softmax(scaled_logits(logits_NV, temperature_N, event), dim=1)
 
 
@@ -73,7 +78,7 @@ def _chosen(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:
 def token_stats(
     log_p_NV: Tensor, tokens_N: Tensor, *, entropy_gradient: bool = False
 ) -> TokenStats:
-    """Log-prob of the token and entropy of the distribution (by default without gradient)."""
+    """Log-prob of the token, and entropy of the distribution (by default without gradient)."""
     chosen_N = _chosen(log_p_NV, tokens_N)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         return TokenStats(chosen_N, entropy_of(log_p_NV))

@@ -1,8 +1,8 @@
-"""Files of a Hugging Face model directory beside its weights: configs, tokenizer, processor.
+"""Files of a Hugging Face model directory other than weights: configs, tokenizer, processor.
 
-    generation_settings(path)         generation_config.json as it is in the checkpoint
-    ModelFiles.write(directory, ...)  all of them
-    check_model_files(path, ...)      writes them once to a temporary directory, before a run
+    generation_settings(path)         contents of the checkpoint's generation_config.json
+    ModelFiles.write(directory, ...)  write all files
+    check_model_files(path, ...)      write them to a temporary directory, as a test before a run
 
 A checkpoint's generation_config.json is copied as JSON. transformers loads many that its
 `GenerationConfig.save_pretrained` refuses: `temperature` without `do_sample`, for example.
@@ -30,12 +30,12 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Files beside the weights of one model.
+    """Files of one model other than its weights.
 
     Attributes:
         config: Hugging Face config of the checkpoint; see `checkpoint_config`.
-        generation: contents of its generation_config.json; None: it gets none.
-        origin: the checkpoint whose processor files are copied.
+        generation: contents of generation_config.json; None: the file is not written.
+        origin: checkpoint whose processor files are copied.
     """
 
     config: Any
@@ -54,10 +54,10 @@ class ModelFiles:
 
 
 def checkpoint_config(config: Any, origin: str) -> Any:
-    """Config of a checkpoint that holds all tensors of `origin`, for a model of `config`.
+    """Config for a checkpoint of a model with config `config` that has all tensors of `origin`.
 
-    A checkpoint of a text model within a multimodal one (Qwen3.5) has the outer model's config,
-    with the text model's in its place: servers know the outer architecture alone.
+    If the model is the text model of a multimodal model (Qwen3.5), this is the config of the outer
+    model with `config` as its text config, because servers support only the outer architecture.
     """
     outer = load_config(origin)
     for name, kind in getattr(outer, "sub_configs", {}).items():
@@ -72,10 +72,10 @@ def checkpoint_config(config: Any, origin: str) -> Any:
 def generation_settings(path: str, stops: Collection[int] | None = None) -> dict[str, Any]:
     """Contents of the checkpoint's generation_config.json.
 
-    Without that file: the settings that transformers takes from config.json.
+    If there is no such file, the settings that transformers derives from config.json.
 
     Args:
-        stops: ids that replace its `eos_token_id`; None: it is kept.
+        stops: ids that replace `eos_token_id`; None: `eos_token_id` is kept.
 
     Raises:
         CheckpointError: the file is not a JSON object.
@@ -95,10 +95,10 @@ def generation_settings(path: str, stops: Collection[int] | None = None) -> dict
 
 
 def check_model_files(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the files of the model at `path` to a temporary directory, as checkpoints will.
+    """Write the files of the model at `path` to a temporary directory, as a checkpoint would.
 
     Raises:
-        CheckpointError: they can be loaded and not be written, so no checkpoint could be.
+        CheckpointError: the files cannot be written, so no checkpoint could be written.
     """
     files = ModelFiles(config=load_config(path), generation=generation_settings(path), origin=path)
     with tempfile.TemporaryDirectory(prefix="isotherm-") as directory:

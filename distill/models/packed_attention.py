@@ -1,11 +1,11 @@
-"""Attention of rows that follow one another unpadded, in one row of the model.
+"""Attention of rows placed end to end, without padding, in one row of the model.
 
-    PackedPass        independent rows, each of which sees itself
+    PackedPass        independent rows, each of which attends only to itself
     PackedJointPass   prefixes, and the suffixes that continue them
 
-Every matrix product but attention's own takes them as they are. A layer's attention pads: rows of
-like length together, so that its kernels have the shapes that they are fast at, and no mask of all
-tokens by all tokens is made.
+All matrix products except those of attention process the rows unpadded. Attention pads: rows of
+similar length are processed together, so that its kernels have shapes that they are fast at, and no
+mask of all tokens by all tokens is built.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from distill.models.attention import NOWHERE, AttentionRule, CausalPass, SlotMap, SuffixPass
 
-# Rows attend together if each of them is padded by at most so many tokens, or this share of them.
+# Rows are padded to one length if each gets at most this many tokens, or this share of the longest.
 _LIKE_TOKENS, _LIKE_SHARE = 16, 0.25
 
 
 class PackedPass:
-    """Rows one after another in one row, unpadded: L tokens, each of which sees its own row only.
+    """Attention over rows placed end to end, L tokens, each of which attends only to its own row.
 
-    All but attention takes them as they are. A layer attends to rows of like length together,
-    padded to the longest of them, as `CausalPass` does; no mask of L x L is made.
+    Rows of similar length are padded to the longest of them and processed together by a
+    `CausalPass`; no mask of L x L is built.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -49,10 +49,10 @@ class PackedPass:
 
 
 class PackedJointPass:
-    """Prefixes and the suffixes that continue them, end to end in one row: neither is padded.
+    """Prefixes and the suffixes that continue them, end to end in one row, without padding.
 
-    All prefixes' tokens come first. Only attention pads, as in `PackedPass`: suffixes of like
-    length, after prefixes of like length, attend together.
+    The tokens of all prefixes come first. Only attention pads, as in `PackedPass`: suffixes of
+    similar length whose prefixes have similar lengths are processed together.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PackedJointPass:
 
 
 class _Continued:
-    """Suffixes of packed rows that attend together, each to its prefix and to itself."""
+    """Suffixes that are padded and processed together; each attends to its prefix and itself."""
 
     def __init__(
         self,
@@ -123,7 +123,13 @@ class _Continued:
         values: tuple[Tensor, Tensor],
         rule: AttentionRule,
     ) -> Tensor:
-        """(heads, N S, D); keys and values of all prefixes, and of all suffixes."""
+        """Attention output (heads, N S, D).
+
+        Args:
+            layer, rule: see `Pass`.
+            query: queries of all suffixes.
+            keys, values: those of all prefixes, and those of all suffixes.
+        """
         self._keys[layer], self._values[layer] = (
             _rows_of(each, self._token_UP) for each in (keys[0], values[0])
         )
@@ -136,7 +142,7 @@ class _Continued:
 
 
 class _EndToEnd:
-    """Rows one after another: which token is where, once some of them are padded together."""
+    """Index maps between rows placed end to end and the padded grids of rows of similar length."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths, self._device = lengths, device
@@ -145,9 +151,9 @@ class _EndToEnd:
         self._padded = 0
 
     def grid(self, rows: Sequence[int]) -> Tensor:
-        """(N, W): tokens of these rows, the longest first.
+        """Indices (N, W) of the tokens of these rows, which are given longest first.
 
-        A padded token is the last one of all, or of another row: nothing real sees it.
+        Padding repeats tokens of other rows, or the last token; no real token attends to it.
         """
         width = self._lengths[rows[0]]
         for place, row in enumerate(rows):
@@ -160,14 +166,15 @@ class _EndToEnd:
         return torch.from_numpy(np.minimum(token_NW, self._starts[-1] - 1)).to(self._device)
 
     def places(self) -> Tensor:
-        """(L,): where each token is among those of all grids, one grid after another."""
+        """Index (L,) of each token in the concatenation of all grids."""
         return torch.from_numpy(self._place_L).to(self._device)
 
 
 def _positions(firsts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Positions of suffixes (N, S), and of what they may see (N, P + S): prefixes, then suffixes.
+    """Positions of suffix tokens (N, S), and of their keys (N, P + S): prefixes, then suffixes.
 
-    Padded queries are at 0, where each sees its prefix's first token: a softmax of nothing is NaN.
+    Padding queries have position 0, where each attends to the first token of its prefix, because a
+    softmax over no keys is NaN.
     """
     firsts_N1, lengths_N1 = torch.tensor(firsts)[:, None], torch.tensor(lengths)[:, None]
     old_NP = torch.arange(max(firsts)).expand(len(firsts), -1)
@@ -179,7 +186,7 @@ def _positions(firsts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, T
 
 
 def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Numbers of the rows that attend together, the longest first."""
+    """Lists of indices of rows of similar length, the longest first."""
     together: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
         longest = lengths[together[-1][0]] if together else 0

@@ -1,10 +1,10 @@
-"""Reward models: a decoder with a scalar head, which reads the hidden state of a row's last token.
+"""Reward models: a decoder with a scalar head on the hidden state of a row's last token.
 
-On disk such a model is what transformers' `AutoModelForSequenceClassification` loads: the decoder's
+The format on disk is that of transformers' `AutoModelForSequenceClassification`: the decoder's
 tensors, `score.weight`, and a config with one label and a padding token.
 
-transformers reads the score at a row's last token that is not padding, SGLang at its last token. So
-that both read the same one, no row may end with the padding token (`padding_token`).
+transformers reads the score at the last token of a row that is not padding, SGLang at the last
+token. Both read the same token only if no row ends with the padding token (`padding_token`).
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from distill.models.loading import (
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Its weights, in every decoder that transformers knows.
+# Name of the scalar head in every decoder of transformers.
 HEAD = "score"
 HEAD_WEIGHT = f"{HEAD}.weight"
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The scalar head of a reward model; None of any other model."""
+    """Scalar head of a reward model; None for any other model."""
     head = getattr(model, HEAD, None)
     return head if isinstance(head, nn.Linear) and head.out_features == 1 else None
 
 
 def load_reward_model(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Loads a reward model; never runs code that the checkpoint brings along.
+    """Load a reward model, without running code from the checkpoint.
 
     Raises:
-        CheckpointError: it is none, or its weights are missing, corrupt or incomplete.
+        CheckpointError: not a reward model, or missing, corrupt or incomplete weights.
     """
     check_reward_config(path)
     return _load(path, dtype, device, fresh=())
 
 
 def start_reward_model(path: str, *, padding: int, device: str) -> PreTrainedModel:
-    """A reward model to train, fp32: the checkpoint's decoder, and its head, or else a fresh one.
+    """Load a checkpoint in fp32 to train it as a reward model.
 
-    A fresh head is drawn from torch's generator.
+    A checkpoint without a scalar head gets one with random weights from torch's generator.
 
     Raises:
         CheckpointError: missing, corrupt or incomplete weights.
@@ -64,7 +64,7 @@ def start_reward_model(path: str, *, padding: int, device: str) -> PreTrainedMod
 
 
 def meta_reward_model(path: str, *, padding: int | None = None) -> PreTrainedModel:
-    """The reward model of a checkpoint, or of its decoder: names and shapes, on the meta device.
+    """Build a checkpoint's reward model on the meta device; a scalar head is added if missing.
 
     Raises:
         CheckpointError: there is no config of a causal decoder at `path`.
@@ -80,7 +80,7 @@ def meta_reward_model(path: str, *, padding: int | None = None) -> PreTrainedMod
                 attn_implementation=exact_attention(config),
                 trust_remote_code=False,
             )
-    except Exception as error:  # a foreign config may fail in any way
+    except Exception as error:  # a custom config may fail in any way
         raise CheckpointError(
             f"{path!r} cannot be a reward model: transformers has no {config.model_type} with a "
             f"score (AutoModelForSequenceClassification: {type(error).__name__}); give another "
@@ -95,10 +95,10 @@ def meta_reward_model(path: str, *, padding: int | None = None) -> PreTrainedMod
 
 
 def check_reward_config(path: str) -> Any:
-    """The config of a reward model.
+    """Load the config of a reward model.
 
     Raises:
-        CheckpointError: there is none at `path`, or it is another kind of model.
+        CheckpointError: there is no config at `path`, or it is that of another kind of model.
     """
     config = load_config(path)
     kinds = config.architectures or ["unknown"]
@@ -118,11 +118,11 @@ def check_reward_config(path: str) -> Any:
 def padding_token(
     tokenizer: PreTrainedTokenizerBase, model_vocab: int, lasts: Collection[int]
 ) -> int:
-    """Id of the padding of a reward model: the tokenizer's, unless it may end a row.
+    """Id of the padding token of a reward model: the tokenizer's, unless it may end a row.
 
     Args:
-        model_vocab: ids are below it.
-        lasts: tokens that end rows.
+        model_vocab: vocabulary size of the model, which is above every usable id.
+        lasts: ids of tokens that may end a row.
 
     Raises:
         CheckpointError: every special token may end a row.
@@ -138,7 +138,7 @@ def padding_token(
 
 
 def _candidates(tokenizer: PreTrainedTokenizerBase) -> Iterable[int]:
-    """The padding, what is called so, and every other special token."""
+    """Ids to try: the padding token, special tokens named like one, other special tokens."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = [id_ for id_, token in sorted(added.items()) if token.special]
     named = [id_ for id_ in special if "pad" in str(added[id_]).lower()]
@@ -156,7 +156,7 @@ def _load(
     fresh: Collection[str],
     padding: int | None = None,
 ) -> PreTrainedModel:
-    """Loads the model; only the tensors named in `fresh` may be missing, and are drawn."""
+    """Load the model. Only the tensors named in `fresh` may be missing; they get random values."""
     attention = exact_attention(load_config(path))
     settings = {} if padding is None else {"num_labels": 1, "pad_token_id": padding}
     try:
@@ -169,7 +169,7 @@ def _load(
                 output_loading_info=True,
                 **settings,
             )
-    except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
+    except Exception as error:  # corrupt files raise many types of errors
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
     model, report = loaded
     require_complete(model, path, set(report["missing_keys"]).difference(fresh))
@@ -180,7 +180,7 @@ def _load(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of what a checkpoint lacks: we say it, where it is a mistake."""
+    """Silence transformers' report of missing tensors; `require_complete` reports real errors."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -191,6 +191,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _as_reward_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with a config that says what it is, for whoever loads the config that is saved."""
+    """Set the model's class in its config, which is saved with the model, and return the model."""
     model.config.architectures = [type(model).__name__]
     return model

@@ -1,7 +1,8 @@
-"""Routers of mixtures of experts, as transformers has them: where they are, how they weigh experts.
+"""Routers of mixtures of experts in transformers: how to find them, and how they weight experts.
 
-They return (logits, weights, chosen experts). Which experts are chosen differs much, by biases and
-groups; how the chosen ones are weighted, from the logits alone, in three ways.
+Routers return (logits, weights, chosen experts). The choice of experts differs between
+architectures by biases and groups. The weights of the chosen experts depend only on the logits, and
+there are three ways to compute them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def _by_softmax(router: Any, logits_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-    """Probabilities; over their sum, unless the config says that this is not done."""
+    """Softmax probabilities, divided by their sum unless the config disables it."""
     weights_NK = torch.softmax(logits_NE, dim=-1, dtype=torch.float32).gather(1, chosen_NK)
     if getattr(router, "norm_topk_prob", True):
         weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
@@ -36,14 +37,15 @@ def _by_softmax_of_chosen(_router: Any, logits_NE: Tensor, chosen_NK: Tensor) ->
 
 
 def _by_sigmoid(router: Any, logits_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-    """Scores without the bias that they were chosen by."""
+    """Sigmoid scores without the bias that is used to choose experts."""
     weights_NK = logits_NE.sigmoid().gather(1, chosen_NK)
     if router.norm_topk_prob:
         weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + 1e-20)
     return weights_NK * router.routed_scaling_factor
 
 
-# Classes of transformers 5.19 whose weights these are to the bit (tests/learner/test_routing.py).
+# Router classes of transformers 5.19; tests/learner/test_routing.py checks that the weights of each
+# are bit-identical to these.
 WEIGH: dict[str, Weigh] = {
     "FlexOlmoTopKRouter": _by_softmax,
     "MixtralTopKRouter": _by_softmax,
@@ -62,10 +64,10 @@ WEIGH: dict[str, Weigh] = {
 
 
 def routers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """The routers of a mixture, by the number of their layer.
+    """Routers of a mixture by layer index.
 
     Raises:
-        ConfigError: the model is dense, or its routers are of a class that is not known.
+        ConfigError: the model is dense, or the class of its routers is not in `WEIGH`.
     """
     config: Any = model.config
     if MixtureShape.of(config) is None:
@@ -89,5 +91,5 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def weights_of(router: nn.Module, logits_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-    """The router's weights of experts that it may not have chosen itself, shape (N, K)."""
+    """Router's weights, shape (N, K), for given experts, which another router may have chosen."""
     return WEIGH[type(router).__name__](router, logits_NE, chosen_NK)

@@ -1,4 +1,4 @@
-"""Causal LM that runs and stores a shared prefix once; and a plain one for other architectures."""
+"""Causal LMs: one that runs each shared prefix once, and a plain one for other architectures."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from distill.types import TokenArray
 
 
 def _one_row(prefixes_UP: Tensor, suffixes_NS: Tensor) -> Tensor:
-    """(1, U P + N S)."""
+    """Concatenate prefixes and suffixes, flattened, to one row (1, U P + N S)."""
     return torch.cat([prefixes_UP.flatten(), suffixes_NS.flatten()])[None]
 
 
 def pad_right(rows: Sequence[TokenArray | Sequence[int]], device: torch.device) -> Tensor:
-    """Token rows -> (N, longest) int64 on `device`, padded with id 0 at the end."""
+    """Token rows as a tensor (N, longest) int64 on `device`, right-padded with id 0."""
     tokens_NT = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
     for row_T, tokens_T in zip(tokens_NT, rows, strict=True):
         row_T[: len(tokens_T)] = tokens_T
     return torch.from_numpy(tokens_NT).to(device)
 
 
-# Most elements of one attention mask; or of a layer's scores, where a cap on them rules out the
-# fused kernels that never hold them.
+# Most elements of one attention mask. With a soft cap on scores, most elements of a layer's scores:
+# the cap rules out fused kernels, so the scores are held in memory.
 MOST_MASK = 1 << 26
 
 
 class SharedPrefixModel:
-    """The base model (no vocabulary head), called with a pass. Switches its attention function.
+    """Base model (no vocabulary head) that is called with a pass; replaces its attention function.
 
     Attributes:
-        most_mask: most rows x new tokens x tokens they see, of a batch that shares prefixes.
+        most_mask: largest rows x new tokens x visible tokens of a batch that shares prefixes.
     """
 
     def __init__(self, model: Any) -> None:
@@ -66,22 +66,22 @@ class SharedPrefixModel:
         ).last_hidden_state
 
     def prefill(self, tokens_NT: Tensor, *, keep: bool) -> tuple[Tensor, CausalPass]:
-        """Right-padded rows from position 0: hidden states (N, T, H), and the pass that was run."""
+        """Run right-padded rows from position 0; return hidden states (N, T, H) and the pass."""
         length = tokens_NT.shape[1]
         current = CausalPass(length, keep=keep)
         positions_1T = torch.arange(length, device=self.device)[None]
         return self.run(tokens_NT, positions_1T, current), current
 
     def hidden(self, rows: Sequence[TokenArray]) -> Tensor:
-        """Hidden states of independent rows, (N, longest, H); rubbish beyond a row's end."""
+        """Hidden states of independent rows, (N, longest, H); undefined beyond a row's end."""
         return self.hidden_padded(pad_right(rows, self.device))
 
     def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
-        """`hidden` of rows that are right-padded already."""
+        """`hidden` for rows that are already right-padded."""
         return self.prefill(tokens_NT, keep=False)[0]
 
     def hidden_packed(self, rows: Sequence[TokenArray]) -> Tensor:
-        """Hidden states of independent rows, end to end, (L, H): nothing is padded."""
+        """Hidden states of independent rows, end to end without padding, (L, H)."""
         lengths = [len(row) for row in rows]
         if self._attends_by_flex():
             current = self._flex(lengths, range(len(lengths)))
@@ -95,7 +95,7 @@ class SharedPrefixModel:
         prefix_of_row: Sequence[int],
         suffixes: Sequence[TokenArray],
     ) -> Tensor:
-        """`hidden_after`, of suffixes end to end, (L, H): nothing is padded but in attention."""
+        """`hidden_after` for suffixes end to end, (L, H); at most attention pads."""
         prefix_lengths, suffix_lengths = ([len(row) for row in of] for of in (prefixes, suffixes))
         if self._attends_by_flex():
             continues = [*range(len(prefixes)), *prefix_of_row]
@@ -106,10 +106,11 @@ class SharedPrefixModel:
         return self._run_packed([*prefixes, *suffixes], firsts, current)[sum(prefix_lengths) :]
 
     def _attends_by_flex(self) -> bool:
-        """True if packed rows need no padding in attention either."""
+        """True if flex attention works here, with which packed rows need no padding at all."""
         if self.device.type != "cuda":
             return False
-        from distill.models.flex_attention import Heads, flex_serves  # seconds, for a GPU alone
+        # Imported here: it takes seconds, and only a GPU needs it.
+        from distill.models.flex_attention import Heads, flex_serves
 
         mixed = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda") if mixed else self.base.dtype
@@ -123,7 +124,7 @@ class SharedPrefixModel:
     def _run_packed(
         self, rows: Sequence[TokenArray], firsts: Sequence[int], current: Pass
     ) -> Tensor:
-        """Hidden states of rows end to end, (L, H); `firsts` are their first tokens' positions."""
+        """Hidden states of rows end to end, (L, H); `firsts`: positions of their first tokens."""
         tokens_L = np.concatenate(rows).astype(np.int64)
         positions_L = np.concatenate(
             [first + np.arange(len(row)) for first, row in zip(firsts, rows, strict=True)]
@@ -141,8 +142,8 @@ class SharedPrefixModel:
     ) -> Tensor:
         """Hidden states of the suffix tokens, (N, longest suffix, H); each prefix is run once.
 
-        Prefixes and suffixes go through the model as one row, so each layer runs once: what gathers
-        a layer's weights for its time (FSDP) and what recomputes it (checkpointing) need not know.
+        Prefixes and suffixes go through the model as one row, so each layer runs once, as FSDP
+        (which gathers a layer's weights while it runs) and activation checkpointing expect.
         """
         prefix_tokens_UP, tokens_NS = (
             pad_right(prefixes, self.device),
@@ -174,20 +175,20 @@ class SharedPrefixModel:
 
 
 def last_of_each(hidden_NTH: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(N, H): the hidden state of each right-padded row's last token."""
+    """Hidden state of the last token of each right-padded row, (N, H)."""
     last_N = torch.tensor(lengths, device=hidden_NTH.device) - 1
     return hidden_NTH[torch.arange(len(lengths), device=hidden_NTH.device), last_N]
 
 
 def prefix_positions(lengths: Sequence[int], longest: int) -> Tensor:
-    """(U, longest) int64: 0, 1, ... up to each prefix's length, then NOWHERE."""
+    """Positions (U, longest) int64: 0, 1, ... up to each prefix's length, then NOWHERE."""
     positions_P = torch.arange(longest)
     beyond_UP = positions_P[None] >= torch.tensor(lengths)[:, None]
     return positions_P[None].expand(len(lengths), -1).masked_fill(beyond_UP, NOWHERE)
 
 
 def pad_positions(firsts: Sequence[int], rows: Sequence[TokenArray], filler: int) -> Tensor:
-    """(N, longest) int64: first, first + 1, ... for each row's tokens, then `filler`."""
+    """Positions (N, longest) int64: first, first + 1, ... for each row's tokens, then `filler`."""
     positions_NS = np.full((len(rows), max(len(row) for row in rows)), filler, dtype=np.int64)
     for row_S, first, tokens in zip(positions_NS, firsts, rows, strict=True):
         row_S[: len(tokens)] = np.arange(first, first + len(tokens))
@@ -195,7 +196,7 @@ def pad_positions(firsts: Sequence[int], rows: Sequence[TokenArray], filler: int
 
 
 class PlainModel:
-    """The base model with its own attention, for models that cannot take ours. Never caches."""
+    """Base model with its own attention, for models where it cannot be replaced. Uses no cache."""
 
     most_mask = 0
 
@@ -204,9 +205,9 @@ class PlainModel:
         self.device: torch.device = model.device
 
     def hidden(self, rows: Sequence[TokenArray]) -> Tensor:
-        """Hidden states, (N, longest, H). Right padding is invisible to a causal model."""
+        """Hidden states, (N, longest, H). Causal models never attend to right padding."""
         return self.hidden_padded(pad_right(rows, self.device))
 
     def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
-        """`hidden` of rows that are right-padded already."""
+        """`hidden` for rows that are already right-padded."""
         return self.base(input_ids=tokens_NT, use_cache=False).last_hidden_state

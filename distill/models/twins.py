@@ -1,7 +1,7 @@
-"""Random twins of models: the family, vocabulary and context of a checkpoint, in a tiny size.
+"""Random twins of models: tiny models with the family, vocabulary and context of a checkpoint.
 
-What a run does to a model depends on its family (names and layouts of tensors, attention, routers,
-tied heads, stop tokens) and on its vocabulary; how well it knows anything does not matter to that.
+The code paths of a run depend on a model's family (names and layouts of tensors, attention,
+routers, tied heads, stop tokens) and on its vocabulary, but not on the quality of its weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from distill.models.loading import MAKING, load_config, vocab_size
 from distill.models.model_files import ModelFiles, generation_settings
 from distill.tokenizer import load_tokenizer
 
-# Sizes by the names that configs have for them; of those that a config has, the smaller is taken.
-# Heads of 64 are what served kernels take, and some take a head to be hidden_size over the heads.
+# Sizes by their names in configs; a config keeps a size that is smaller already. Kernels of servers
+# support a head dimension of 64, and some assume that it is hidden_size / number of heads.
 _SIZES: Mapping[str, int] = {
     "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "head_dim": 64,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
@@ -35,20 +35,21 @@ _SIZES: Mapping[str, int] = {
 }  # fmt: skip
 _LAYERS = 2
 _VISION = {"num_hidden_layers": 1, "depth": 1}
-# Logits of a fresh model are nearly equal, and any temperature would fit them. A tied head is the
-# input embedding: scaled by 10, the last token's own logit alone is large, and it is repeated for
-# good at any temperature.
+# Factors of the head's weights. Logits of a newly initialised model are nearly equal, so any
+# temperature would pass a check. A tied head is the input embedding: scaled by 10, only the logit
+# of the last token itself would be large, and that token would be repeated at any temperature.
 _SHARPNESS, _TIED_SHARPNESS = 10.0, 2.0
-# Parameters beside embeddings; a twin that has more did not shrink.
+# Most parameters of a twin, without embeddings; with more, its config was not shrunk successfully.
 LARGEST = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """A twin on disk.
+    """Twin on disk.
 
     Attributes:
-        told: what it is, and of what, for people.
+        path: directory of the twin.
+        told: description of the twin and its original, to print.
     """
 
     path: str
@@ -56,13 +57,13 @@ class Twin:
 
 
 def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> Twin:
-    """Writes a random twin of the checkpoint at `source`, with its tokenizer, to `target`.
+    """Write a random twin of the checkpoint at `source`, with its tokenizer, to `target`.
 
     Args:
-        reward: a reward model's: a scalar head in place of the vocabulary's.
+        reward: True for a reward model, which has a scalar head in place of the vocabulary's.
 
     Raises:
-        CheckpointError: the family cannot be made this small; with its name, before it is written.
+        CheckpointError: no small model of this family can be built; nothing was written.
     """
     config = load_config(source)
     small = shrunken(config)
@@ -74,7 +75,7 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = auto.from_config(small, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # a foreign config may fail in any way
+    except Exception as error:  # a custom config may fail in any way
         raise CheckpointError(
             f"{source!r} cannot be rehearsed: no small {config.model_type} can be made of its "
             f"config ({first_line(error)}); rehearse with a model of another family, or start "
@@ -86,7 +87,7 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
         with torch.no_grad():
             head.weight.mul_(_TIED_SHARPNESS if tied else _SHARPNESS)
     generation = generation_settings(source) if model.can_generate() else None
-    model.generation_config = GenerationConfig()  # the model's own may be refused by its class
+    model.generation_config = GenerationConfig()  # saving may refuse the model's own
     model.save_pretrained(target)
     files = ModelFiles(config=model.config, generation=generation, origin=source)
     files.write(target, load_tokenizer(source))
@@ -94,7 +95,7 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
 
 
 def shrunken(config: Any) -> Any:
-    """A copy of the config with `_SIZES`, and as many layers as it has kinds of them, or two."""
+    """Copy of the config with `_SIZES`, and one layer of each kind, at least two layers in all."""
     small = deepcopy(config)
     text = small.get_text_config()
     layers = _shrink_layers(text)

@@ -1,6 +1,7 @@
 """`VocabularyHead`: the last step of a causal LM, hidden state -> logits.
 
-Keeping it apart lets callers project only the positions they need, a chunk at a time.
+Callers run the head separately from the decoder, so they can project only the positions that they
+need, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from distill.models.logprobs import (
     scaled_logits,
 )
 
-# Largest distributions of a batch (N x V) that are kept from a forward pass for its backward pass:
-# 64 MiB.
+# Most elements (N x V) of a batch's distributions that are kept from the forward pass for the
+# backward pass: 64 MiB.
 _MOST_KEPT = 1 << 24
 
 
 def kept_until_backward(
     distribution: Callable[[slice], Tensor], elements: int
 ) -> Callable[[slice], Tensor]:
-    """The distribution of positions that a training pass asks for twice, forward and backward.
+    """Cache a distribution that a training pass requests twice per slice, forward and backward.
 
-    It is computed once if the whole batch has few `elements`, else twice, which saves memory.
+    If the whole batch has more `elements` than `_MOST_KEPT`, it is computed twice to save memory.
     """
     if elements > _MOST_KEPT:
         return distribution
@@ -62,7 +63,7 @@ def kept_until_backward(
 
 
 def projection_of(model: PreTrainedModel) -> nn.Module:
-    """The model's vocabulary projection. Raises CheckpointError if it has none."""
+    """Vocabulary projection of a model. Raises CheckpointError if the model has none."""
     projection = model.get_output_embeddings()
     if projection is None:
         raise CheckpointError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
@@ -70,7 +71,7 @@ def projection_of(model: PreTrainedModel) -> nn.Module:
 
 
 class VocabularyHead:
-    """hidden_NH -> logits_NV as the model itself computes it."""
+    """Maps hidden_NH to logits_NV as the model itself does."""
 
     def __init__(
         self, projection: Callable[[Tensor], Tensor], config: Any, event: Event = ()
@@ -78,8 +79,8 @@ class VocabularyHead:
         """
         Args:
             projection: the model's vocabulary projection.
-            config: the model's, with what becomes of the logits: their scale and soft cap.
-            event: tokens that are one outcome in every distribution and statistic made here.
+            config: the model's config, which has the scale and soft cap of the logits.
+            event: tokens that count as one outcome in all distributions and statistics of the head.
         """
         self.event, self.projection = event, projection
         config = config.get_text_config()
@@ -91,10 +92,10 @@ class VocabularyHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, event: Event = ()) -> VocabularyHead:
-        """A model's head, checked once against the model.
+        """Head of a model, compared once with the model's own logits.
 
         Raises:
-            CheckpointError: the logits are no known function of its hidden states.
+            CheckpointError: the logits are not a supported function of the hidden states.
         """
         head = cls(projection_of(model), model.config, event)
         head._check(model)
@@ -103,7 +104,7 @@ class VocabularyHead:
     def __call__(
         self, hidden_NH: Tensor, weights: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Tensor:
-        """Logits. `weights` take the place of the projection's own, by their names."""
+        """Logits of hidden states; `weights` replace the projection's own weights, by name."""
         module = cast(nn.Module, self.projection)
         if type(module) is nn.Linear and not torch.is_grad_enabled():
             own = dict(module.named_parameters()) | dict(weights)
@@ -152,9 +153,9 @@ class VocabularyHead:
         temperature_N: Tensor,
         weights: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """log p_T of the projected hidden states, fp32, shape (N, V): all of it at once.
+        """log p_T of the projected hidden states in fp32, shape (N, V), not chunked.
 
-        `weights` take the place of the projection's own, by their names (`copied_weights`).
+        `weights` replace the projection's own weights, by name (`copied_weights`).
         """
         return log_distribution(self(hidden_NH, weights), temperature_N, self.event)
 
@@ -167,8 +168,8 @@ class VocabularyHead:
     ) -> Callable[[slice], Tensor]:
         """Return a function: slice of the N positions -> log p_T, shape (n, V), without gradient.
 
-        For a training pass, which asks for every slice forward and backward. `autocast` is entered
-        in place of that pass's own.
+        The function is for a training pass, which calls it for every slice forward and backward.
+        The context `autocast` replaces that of the training pass.
         """
 
         @torch.no_grad()
@@ -181,7 +182,7 @@ class VocabularyHead:
         return kept_until_backward(log_p, len(hidden_NH) * model_width(self.projection))
 
     def copied_weights(self, *, frozen: bool) -> dict[str, Tensor]:
-        """Copies of the projection's weights: all, or without `frozen` those that are trained."""
+        """Copies of the projection's weights by name; without `frozen`, only the trained ones."""
         named = cast(nn.Module, self.projection).named_parameters()
         return {name: p.detach().clone() for name, p in named if frozen or p.requires_grad}
 
@@ -197,8 +198,8 @@ class VocabularyHead:
         """`token_stats` of the projected hidden states, a chunk of positions at a time.
 
         With gradients on and more than one chunk, each chunk's logits are recomputed in the
-        backward pass, so peak memory holds one chunk, whatever N is. The memory and time this
-        takes at a vocabulary of 151,936: `benchmarks/memory.py`.
+        backward pass, so peak memory is that of one chunk for any N. `benchmarks/memory.py`
+        measures the memory and time at a vocabulary of 151,936.
         """
 
         def scaled_of(logits_NV: Tensor, positions: slice) -> Tensor:
@@ -221,7 +222,7 @@ class VocabularyHead:
                 return LinearStats.of(hidden_NH, linear.weight, linear.bias, stats_of, rows)
         if not many:
             return _joined([projected(hidden_NH[chunk], chunk) for chunk in chunks])
-        # A projection of another kind may hold any parameters, adapters and randomness.
+        # Other projections may have any parameters, adapters and randomness.
         return _joined(
             [
                 checkpoint(projected, hidden_NH[chunk], chunk, use_reentrant=False)
@@ -241,5 +242,5 @@ def _joined(stats: list[TokenStats]) -> TokenStats:
 
 def model_width(projection: Callable[[Tensor], Tensor]) -> int:
     """Rows of a projection's weight: the vocabulary size V."""
-    weight = getattr(projection, "weight")  # noqa: B009 (a Linear, or something that quacks like one)
+    weight = getattr(projection, "weight")  # noqa: B009 (a Linear, or a module with the same attribute)
     return int(weight.shape[0])
