@@ -1,1 +1,1 @@
-"""Files of rows to prompts, supervised rows and preference pairs."""
+"""Loading of data: files of rows to prompts, supervised rows and preference pairs."""

@@ -1,4 +1,4 @@
-"""Reference answers of rows, as the text that rewards compare with."""
+"""Reference answers of rows, as text for rewards to compare responses with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def answer_text(value: object) -> str | None:
     "72" and 1e-05 is "0.00001".
 
     Raises:
-        DataError: it is blank, not finite, or neither a string nor a number.
+        DataError: the value is blank, not finite, or neither a string nor a number.
     """
     if value is None:
         return None

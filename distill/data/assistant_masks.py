@@ -1,8 +1,9 @@
-"""Chat conversations as token chains: only what the assistant says is trained.
+"""Chat conversations as token chains, in which only tokens of the assistant are trained.
 
-A template need not write a turn the same way once others follow it: many drop the thinking of
-earlier turns. What is trained must be what the model sees when it is served, so such a turn gets a
-chain of its own, which ends with it; all other turns share the chain of the whole conversation.
+A template may render a turn differently once other turns follow: many templates drop the thinking
+of earlier turns. A turn must be trained as the served model produces it, so a turn that is rendered
+differently gets a separate chain, which ends with the turn. All other turns share the chain of the
+whole conversation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _RenderedTurn:
-    """Tokens up to the end of one assistant turn; those in [start, stop) are trained."""
+    """Tokens up to the end of one assistant turn; tokens in [start, stop) are trained."""
 
     tokens_T: TokenArray
     start: int
@@ -48,15 +49,15 @@ def conversation_chains(
     tools: Sequence[Mapping[str, Any]] | None = None,
     context: int = 0,
 ) -> list[MaskedTokens]:
-    """The chains of a conversation; every assistant turn is trained in exactly one of them.
+    """Token chains of a conversation; every assistant turn is trained in exactly one chain.
 
-    A turn's tokens are those after the template's generation prompt, through the first of
-    `stop_ids`, which is where the served model stops. Where none occurs they are all of the turn's,
-    and the token that the template writes behind them if that is a stop token. Turns among the
-    first `context` messages are not trained, nor are those that `is_trained` excludes.
+    The trained tokens of a turn begin after the template's generation prompt and end with the first
+    of `stop_ids`, where the served model stops. A turn without a stop token is trained to its end,
+    including the first token that the template writes after it if that token is a stop token. Turns
+    among the first `context` messages, and turns that `is_trained` excludes, are not trained.
 
     Raises:
-        DataError: no assistant turn to train, or the template cannot render one.
+        DataError: there is no assistant turn to train, or the template cannot render a turn.
     """
     turns = [
         _turn(tokenizer, messages, i, stop_ids, tools)
@@ -72,7 +73,7 @@ def conversation_chains(
     whole_T = encode_chat(tokenizer, text)
     last_T = turns[-1].tokens_T
     if np.array_equal(last_T[: len(whole_T)], whole_T):
-        whole_T = last_T  # with the end of the last turn, where the template writes that behind it
+        whole_T = last_T  # may also have the stop token that a template writes after the last turn
     shared_mask_T = np.zeros(len(whole_T), np.bool_)
     chains: list[MaskedTokens] = []
     for turn in turns:
@@ -94,7 +95,7 @@ def _turn(
     stop_ids: Collection[int],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> _RenderedTurn:
-    """Assistant turn i on its own: what the server gives the model, then what it answers."""
+    """Render assistant turn i as served: the context that the model gets, then its answer."""
     if i == 0:
         raise DataError("messages[0] is the assistant's, which has nothing to answer; drop it")
     prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
@@ -107,7 +108,7 @@ def _turn(
         )
     prefix_T, tokens_T = encode_chat(tokenizer, prefix), encode_chat(tokenizer, upto)
     if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):
-        # a token would join the two; the served model has the prefix as it is and goes on from it
+        # A token spans the boundary. A served model continues the unchanged prefix instead.
         rest = upto[len(prefix) :]
         added = added_tokens(tokenizer)
         answer_T = served_continuation(tokenizer, prefix_T, rest, added=added)
@@ -130,10 +131,10 @@ def _end_behind(
     tools: Sequence[Mapping[str, Any]] | None,
     upto: str,
 ) -> int:
-    """The token with which the message behind turn i begins; -1 if that cannot be told.
+    """First token of the message after turn i, or -1 if it cannot be determined.
 
-    GLM's turns end with the mark of the next role, which the model says when served. Behind the
-    last message the template is asked for what it would write next.
+    A turn of GLM models ends with the mark of the next role, which a served model generates. After
+    the last message, the template renders an invented next message to find the token.
     """
     answers = "tool" if messages[i].get("tool_calls") else "user"
     following = [*messages[i + 1 : i + 2], {"role": answers, "content": "0"}][:1]
@@ -141,7 +142,7 @@ def _end_behind(
         text = chat_text(
             tokenizer, [*messages[: i + 1], *following], tools=tools, add_generation_prompt=False
         )
-    except DataError:  # a role that the template does not know here
+    except DataError:  # the template does not support the role here
         return -1
     if not text.startswith(upto) or text == upto:
         return -1

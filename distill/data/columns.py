@@ -1,4 +1,4 @@
-"""Columns of rows: those of any name as the fields that are read, and misspelt fields."""
+"""Columns of rows: renaming columns to the fields that are read, and finding misspelt fields."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from distill.errors import DataError
 from distill.rules import readable_as, setting
 from distill.settings import Section
 
-# Of each, a row has one: beside the first, no word is a misspelling of the second.
+# Alternatives, of which a row has one field: if it is there, the other cannot be misspelt.
 _EITHER = (("prompt", "messages"), ("teacher_prompt", "teacher_messages"))
 _TEXT_OR_CHAT = frozenset({"prompt", "teacher_prompt", "completion", "chosen", "rejected"})
-# A shorter name is too near to other words.
+# Shorter field names are too similar to other words to look for misspellings.
 _SHORTEST = 5
 
 
@@ -36,21 +36,21 @@ class Columns:
     )
 
     def read_as(self) -> dict[str, tuple[str, str]]:
-        """Setting -> (column, the field that it is read as), of those that are given."""
+        """Given settings: name of the setting -> (column, field that the column is read as)."""
         return {f"columns.{field}": (column, field) for field, column in self.columns.items()}
 
     def wanted(self) -> dict[str, str]:
-        """`setting=value` -> column without which it changes nothing, of those that are given."""
+        """Given settings: `setting=value` -> column without which the setting has no effect."""
         return {f"{setting}={column}": column for setting, (column, _) in self.read_as().items()}
 
     def as_fields(self, rows: Rows, place: str) -> Rows:
-        """The rows with those columns as fields; chats given as a prompt are `messages`.
+        """Rows with the given columns renamed to fields; a prompt that is a chat is `messages`.
 
-        `a.b` is the field `b` of the objects in the column `a`, where no column has that very name.
-        A source without the column is left as it is, if it has the field itself.
+        `a.b` is the field `b` of the objects in the column `a`, unless a column is called `a.b`. A
+        source without the column is unchanged if it already has the field.
 
         Raises:
-            DataError: a source has neither; it is named, and so are its columns.
+            DataError: a source has neither the column nor the field.
         """
         found = set().union(*(row for _, row in rows))
         given = {}
@@ -91,9 +91,10 @@ def _value_of(row: Mapping[str, Any], column: str) -> Any:
 
 
 def with_chats(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with a `prompt` or `teacher_prompt` that is a list of messages as `messages`.
+    """Rename `prompt` and `teacher_prompt` to `messages` and `teacher_messages` if they are chats.
 
-    JSON text of such a list is parsed, there and in the answers: no model is meant to read it.
+    A list of messages as JSON text is parsed, in prompts and in answers, because such text is not
+    meant to be read by a model.
     """
     made = dict(row)
     for name in _TEXT_OR_CHAT & made.keys():
@@ -115,7 +116,7 @@ def _parsed_chat(value: Any) -> Any:
 
 @chz.chz
 class PromptColumns(Columns):
-    """Columns of `prompts` and `eval.source`, and the answers within one."""
+    """Columns of `prompts` and `eval.source`, and the pattern of answers within a column."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -133,10 +134,10 @@ class PromptColumns(Columns):
         return super().wanted() | pattern
 
     def as_fields(self, rows: Rows, place: str) -> Rows:
-        """As `Columns` has it; `answer_pattern` then finds the answers.
+        """Rows as from `Columns.as_fields`, with answers extracted by `answer_pattern`.
 
         Raises:
-            DataError: no row of a source has a column; or an answer lacks the pattern.
+            DataError: no row of a source has a column, or an answer does not match the pattern.
         """
         rows = super().as_fields(rows, place)
         if self.answer_pattern is None:
@@ -191,14 +192,14 @@ def _misspelt(names: frozenset[str], known: frozenset[str]) -> tuple[str, str] |
 
 
 def _nearly(word: str, right: str) -> bool:
-    """True if `word` is `right` but for a letter or two: added, lost, another, or two swapped."""
+    """True if `word` differs from `right` by at most one or two edits (`edit_distance`)."""
     if len(right) < _SHORTEST:
         return word == right
     return edit_distance(word, right) <= (1 if len(right) < 2 * _SHORTEST else 2)
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Letters to add, drop, change, or swap with their neighbour, to make `b` of `a`."""
+    """Fewest edits (add, drop or change a letter, or swap neighbours) that turn `a` into `b`."""
     before, last = [0] * (len(b) + 1), list(range(len(b) + 1))
     for i in range(1, len(a) + 1):
         row = [i]

@@ -1,4 +1,4 @@
-"""Examples as token chains: a prompt and its completion, a conversation, ids as they are."""
+"""Encoding of examples as token chains: prompt and completion, conversation, or token ids."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleEncoder:
-    """Examples to token chains, held to what the model can take.
+    """Encoder of examples as token chains that the model supports.
 
     Attributes:
-        vocab_size: of the model; ids are below it.
+        vocab_size: vocabulary size of the model; every id is below it.
         max_length: longest chain, in tokens.
-        stop_ids: what ends the served model's turn; see `distill.models.loading.ends_of`.
-        exact: refuse a completion that the tokenizer cannot write, such as one with characters that
-            it lacks; else encode it as well as the tokenizer can.
+        stop_ids: tokens that end a turn of the served model; see
+            `distill.models.loading.ends_of`.
+        exact: True: refuse a completion that the tokenizer cannot represent, for example because it
+            lacks characters; False: encode it as closely as the tokenizer can.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -37,12 +38,13 @@ class ExampleEncoder:
     exact: bool = True
 
     def completion(self, prompt: str, completion: str) -> MaskedTokens:
-        """A prompt, its completion encoded as what follows it, and the EOS.
+        """Token chain of a prompt, the completion encoded as its continuation, and the EOS.
 
-        A completion that ends with a stop token gets no other.
+        No EOS is added to a completion that ends with a stop token.
 
         Raises:
-            DataError: no EOS, text that cannot be encoded, too long, or ids the model lacks.
+            DataError: there is no EOS, the text cannot be encoded or is too long, or ids are not in
+                the model's vocabulary.
         """
         prompt_T = render_text(self.tokenizer, prompt)
         if self.exact:
@@ -57,10 +59,12 @@ class ExampleEncoder:
 
     @property
     def end(self) -> int:
-        """The tokenizer's EOS, or the first of the stop tokens where it is none of them.
+        """Token that ends a completion: the tokenizer's EOS, or the smallest stop token id.
+
+        The EOS is used if it is a stop token or there are no stop tokens.
 
         Raises:
-            DataError: there is neither.
+            DataError: there is neither an EOS nor a stop token.
         """
         eos: Any = self.tokenizer.eos_token_id
         if eos is not None and (eos in self.stop_ids or not self.stop_ids):
@@ -71,7 +75,7 @@ class ExampleEncoder:
 
     @property
     def ends(self) -> list[int]:
-        """`end`, and the stop tokens. Raises as `end`."""
+        """`end` and the stop tokens. Raises the same error as `end`."""
         return [self.end, *self.stop_ids]
 
     def conversation(
@@ -84,7 +88,8 @@ class ExampleEncoder:
         """Token chains of the assistant's turns after the first `context` messages.
 
         Raises:
-            DataError: as of `conversation_chains`; too long, or ids the model lacks.
+            DataError: see `conversation_chains`; or a chain is too long, or has ids that are not in
+                the model's vocabulary.
         """
         chains = conversation_chains(
             self.tokenizer, messages, stop_ids=self.stop_ids, tools=tools, context=context
@@ -98,19 +103,19 @@ class ExampleEncoder:
         *,
         context: int = 0,
     ) -> list[MaskedTokens]:
-        """`conversation`, of messages of a row, all of which the chat template must write.
+        """`conversation` for messages of a row, which the chat template must render completely.
 
         Raises:
-            DataError: as of `conversation`; or the template leaves out a part.
+            DataError: see `conversation`; or the template leaves out a part.
         """
         check_written(self.tokenizer, messages, tools=tools, context=context)
         return self.conversation(messages, tools, context=context)
 
     def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> MaskedTokens:
-        """Token ids as they are; those in the `runs`, [start, stop), are trained.
+        """Token chain of given ids; tokens in the `runs`, each [start, stop), are trained.
 
         Raises:
-            DataError: too long, or ids the model lacks.
+            DataError: the chain is too long, or has ids that are not in the model's vocabulary.
         """
         if max(ids) >= self.vocab_size:
             raise DataError(

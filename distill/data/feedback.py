@@ -1,11 +1,11 @@
-"""Feedback for a teacher: its context, rebuilt from the outcome of each trajectory.
+"""Feedback for a teacher: a context that is rebuilt from the outcome of each trajectory.
 
     template    "{prompt}\\nA pupil answered: {response}\\nThat was {outcome}; it is {answer}."
     context     the filled-in template in place of a plain prompt; in a chat, in place of the last
-                user message, through the teacher's own chat template
+                user message, rendered with the teacher's chat template
 
-The response that the teacher scores is the policy's, token by token: only the context before it
-differs (`distill.privileged`).
+The teacher scores the tokens of the policy's response unchanged; only the context before the
+response differs (`distill.privileged`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 RIGHT, WRONG = "right", "wrong"
-# Placeholders that a template may name: fields of the prompt's row, and of an episode's outcome.
+# Placeholders of a template: fields of the prompt's row, and facts of an episode's outcome.
 _OF_ROW = ("prompt", "answer")
 _OF_EPISODE = ("response", "reward", "outcome", "feedback")
 PLACEHOLDERS = (*_OF_ROW, *_OF_EPISODE)
@@ -35,8 +35,9 @@ class Outcome:
     """Outcome of an episode.
 
     Attributes:
-        reward: total reward, including that of the group's comparison.
-        response: text of the sampled tokens; special tokens within it are broken up.
+        reward: total reward, including the reward from comparing the group's episodes.
+        response: text of the sampled tokens; special tokens in it are broken up, so that they are
+            not encoded as special tokens again.
         feedback: the environment's feedback on the episode; empty if there is none.
     """
 
@@ -49,7 +50,7 @@ class Outcome:
 class FeedbackTemplate:
     """Text with `{placeholders}`; `{{` and `}}` are braces.
 
-    `{outcome}` is "right" where the reward is at least `correct_reward_threshold`, else "wrong".
+    `{outcome}` is "right" if the reward is at least `correct_reward_threshold`, else "wrong".
 
     Raises:
         ConfigError: a placeholder is unknown, or `{prompt}` is missing.
@@ -102,15 +103,17 @@ class FeedbackTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeedbackContext:
-    """Maker of the teacher's context for each episode of one problem, in place of its prompt.
+    """Builds the teacher's context for each episode of one problem, in place of the prompt.
 
     Attributes:
-        tokenizer: the teacher's, with its chat template.
+        tokenizer: the teacher's tokenizer, with its chat template.
         prompt: the plain prompt, or the last user message.
+        answer: reference answer of the problem; None if it has none.
+        room: longest token chain that the teacher supports.
         messages: the chat; empty for a plain prompt.
-        room: longest token chain that the teacher has room for.
-        anew: True if each episode begins with its own messages (`begun`); `messages` and `tools`
-            are then an example.
+        tools: schemas for the chat template.
+        anew: True if each episode begins with messages of its own (`begun`); `messages` and `tools`
+            are then only an example.
     """
 
     template: FeedbackTemplate
@@ -125,13 +128,13 @@ class FeedbackContext:
     def begun(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> FeedbackContext:
-        """The context maker of an episode that began with these messages.
+        """`FeedbackContext` of an episode that began with these messages.
 
         Args:
-            tools: schemas of its tools; None: those of the problem.
+            tools: schemas of the episode's tools; None: those of the problem.
 
         Raises:
-            DataError: they have no user message, or the last one is no text.
+            DataError: there is no user message, or the last one is not text.
         """
         if not self.anew:
             return self
@@ -143,7 +146,7 @@ class FeedbackContext:
         """Tokens of the teacher's context for an episode with this outcome.
 
         Raises:
-            DataError: the tokenizer, or its chat template, refuses the text.
+            DataError: the tokenizer or its chat template refuses the text.
         """
         text = self.template.filled(self.prompt, self.answer, outcome)
         if not self.messages:
@@ -156,7 +159,7 @@ class FeedbackContext:
         return render_messages(self.tokenizer, said, tools=self.tools)
 
     def context_T(self, outcome: Outcome, later: int) -> TokenArray | None:
-        """Tokens of an episode's context, or None if they leave no room for its `later` tokens."""
+        """Tokens of an episode's context, or None if they leave no room for `later` tokens."""
         made_T = self.tokens_T(outcome)
         return made_T if 0 < len(made_T) <= self.room - later else None
 
@@ -165,7 +168,7 @@ def last_of_user(messages: Sequence[Message]) -> int:
     """Index of the last user message.
 
     Raises:
-        DataError: there is no such message, or its content is no text.
+        DataError: there is no such message, or its content is not text.
     """
     for place in reversed(range(len(messages))):
         if messages[place]["role"] == "user":
@@ -193,13 +196,14 @@ def feedback_context(
     max_new_tokens: int,
     anew: bool = False,
 ) -> FeedbackContext:
-    """Context maker of a prompt, checked for room as far as lengths are known before the response.
+    """Build the `FeedbackContext` of a prompt, and check its length with the longest response.
 
     Args:
-        anew: True if each episode begins with its own messages.
+        text: the plain prompt; unused if there are messages.
+        room, anew: see `FeedbackContext`.
 
     Raises:
-        DataError: the template names an answer that the row lacks; there is no room.
+        DataError: the template uses an answer that the row lacks, or the context would be too long.
     """
     if answer is None and "answer" in template.placeholders:
         raise DataError(

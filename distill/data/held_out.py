@@ -1,4 +1,4 @@
-"""Held-out problems and rows: of each source a seeded choice, whole prompts at a time."""
+"""Held-out problems and rows: a seeded choice from each source, by whole prompts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from distill.data.order import shares
 from distill.data.prompts import prompt_key
 from distill.objective.batching import TrainingRow
 
-# Word of the seed that tells this choice from the order of training.
+# Last word of the seed, which distinguishes this choice from the order of training.
 _HELD_OUT = 2
 
-# Rows that belong together: those of one example, or the two of a preference pair.
+# Rows that belong together: the rows of one example, or the two rows of a preference pair.
 ExampleRows = Sequence[TrainingRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Rows of one source that are evaluated and not trained; `name` is the source's."""
+    """Rows of one source that are evaluated and not trained; `name` is the name of the source."""
 
     name: str
     rows_D: Sequence[TrainingRow]
 
 
 def unit_keys(units: Sequence[ExampleRows]) -> list[Hashable]:
-    """Key of each unit's prompt: the tokens before the first that is trained in any of its rows.
+    """Key of each unit's prompt: the tokens before the first trained token of any of its rows.
 
-    The rows of a conversation do not come in the order of its turns (`conversation_chains`).
+    All rows are compared, because the rows of a conversation are not in the order of its turns
+    (`conversation_chains`).
     """
     return [prompt_key(min((row.context_key for row in unit), key=len)) for unit in units]
 
@@ -38,14 +39,15 @@ def unit_keys(units: Sequence[ExampleRows]) -> list[Hashable]:
 def choose_held_out(
     keys_by_source: Sequence[Sequence[Hashable]], counts: Sequence[int], seeds: Sequence[list[int]]
 ) -> list[set[int]]:
-    """Problems of each source to hold out: a seeded choice of whole prompts.
+    """Indices of the problems to hold out of each source: a seeded choice of whole prompts.
 
-    Problems with one key stay on one side. A prompt of several sources is not held out.
+    Problems with equal keys are all held out or all trained. A prompt that occurs in several
+    sources is not held out.
 
     Args:
-        keys_by_source: the key of each problem's prompt.
-        counts: of each source, the most problems to hold out.
-        seeds: of each source's choice.
+        keys_by_source: key of each problem's prompt, for each source.
+        counts: largest number of problems to hold out of each source.
+        seeds: seed of each source's choice.
     """
     sources_of = Counter(key for keys in keys_by_source for key in set(keys))
     chosen = []
@@ -66,12 +68,14 @@ def choose_held_out(
 def hold_out(
     units_by_source: Sequence[Sequence[ExampleRows]], size: float, *, seed: int
 ) -> list[tuple[list[ExampleRows], list[ExampleRows]]]:
-    """(trained, held out) of each source, by `choose_held_out`.
+    """Split the units of each source into (trained, held out) by `choose_held_out`.
 
-    Held out are at most so many, and at least one if some prompt has few enough of them.
+    The number held out of a source is at most the requested number. At least one unit is held out
+    if some prompt is small enough.
 
     Args:
-        size: number of units to hold out of all sources; below 1, their share of each.
+        size: number of units to hold out of all sources together; below 1, the share of each
+            source's units.
     """
     sizes = [len(units) for units in units_by_source]
     if size < 1:

@@ -1,10 +1,10 @@
-"""The normal form of a row: the same data gives the same row, whatever source it came from.
+"""Normal form of a row, in which equal data is equal whatever kind of source it comes from.
 
-A null is no field. Arrow gives every struct all fields of its column, null where a row had none, so
-a table of calls of two tools gives each call the arguments of both. `Dataset.to_json` writes these
-nulls, and a function may return them. They cannot be told from nulls that are meant, but in one
-place: a call's argument that is null stays where the schema of its tool, in the row's `tools`,
-requires it.
+A null means that the field is absent. Arrow gives every struct all fields of its column, with null
+for those that a row lacks, so in a table of calls of two tools each call has the arguments of both.
+`Dataset.to_json` writes these nulls, and a function may return them. They cannot be distinguished
+from intended nulls, with one exception: a null argument of a call stays if the schema of the tool,
+in the row's `tools`, requires the argument.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from distill.chat.messages import parsed_json
 
-# Fields that hold lists of objects, as JSON text where a table cannot type them.
+# Fields with lists of objects, which tables store as JSON text if their columns cannot be typed.
 _JSON_FIELDS = frozenset({"messages", "teacher_messages", "tools", "tool_calls"})
 _PLAIN = {bool, int, float, str, type(None)}
 _NO_SCHEMA: Mapping[str, Any] = {}
 
-# Schemas of the parameters of a row's tools, by the tools' names.
+# Parameter schemas of a row's tools, by name of the tool.
 Schemas = Mapping[str, Mapping[str, Any]]
 
 
 def normal_row(row: Mapping[str, Any], *, from_arrow: bool = False) -> dict[str, Any]:
-    """The row without nulls; messages, tools and calls are parsed, tuples and arrays are lists.
+    """Row without nulls, with messages, tools and calls parsed, and tuples and arrays as lists.
 
     Args:
-        from_arrow: an absent field is read as null, so a null argument that is optional is
-            absent, even if its schema takes null.
+        from_arrow: True if the source reads absent fields as null. Null arguments that are optional
+            are then absent, even if their schema allows null.
     """
     return _normal(row, _schemas(row.get("tools")), from_arrow)
 
@@ -71,7 +71,7 @@ def _schemas(tools: Any) -> Schemas:
 
 
 def _arguments(value: Any, schema: Mapping[str, Any], from_arrow: bool) -> Any:
-    """A call's arguments, or a value within them, without nulls that the schema does not take."""
+    """Arguments of a call, or a value within them, without nulls that the schema does not allow."""
     if isinstance(value, Mapping):
         properties, required = _mapping(schema, "properties"), schema.get("required") or ()
         return {

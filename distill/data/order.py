@@ -1,6 +1,6 @@
-"""Orders of training: which problem or row stands at each place of a run's endless sequence.
+"""Orders of training: the problem or row at each position of a run's endless sequence.
 
-All are pure functions of sizes, weights and seed, so the cursor of a resumed run is one integer.
+Orders are pure functions of sizes, weights and seed, so the state of a resumed run is one integer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import numpy as np
 
 from distill.errors import ConfigError
 
-# Word of the seed that tells the order of sources from that of a source's rows.
+# Last word of the seed, which distinguishes the order of sources from the order of a source's rows.
 _SOURCES = 1
-# Places of a mixed order that are dealt at a time, in whole blocks: a generator costs 20 us.
+# Positions of a mixed order that are computed together, in whole blocks, because creating a random
+# generator takes 20 us.
 _STRETCH = 256
 
 
 class PromptStream:
-    """Endless order of one source: position -> index, a fresh seeded shuffle every epoch.
+    """Endless order of one source: position -> index, with a new seeded shuffle in every epoch.
 
     Args:
-        source: which of several sources with one seed it is.
+        source: index of the source among several sources with the same seed.
     """
 
     def __init__(self, num_prompts: int, seed: int, source: int = 0) -> None:
@@ -36,7 +37,7 @@ class PromptStream:
         self._order_P: Sequence[int] = ()
 
     def index(self, position: int) -> int:
-        """Index of the prompt at `position` (0-based; epochs follow one another)."""
+        """Index of the prompt at `position`, which is counted from 0 over all epochs."""
         epoch, offset = divmod(position, self._num_prompts)
         if epoch != self._epoch:
             rng = np.random.default_rng([self._seed, epoch, self._source])
@@ -50,9 +51,9 @@ class MixedPart:
     """Rows of one source among several that are mixed.
 
     Attributes:
-        name: the source's; empty where it is the only one.
-        size: number of its rows, or of what else is drawn.
-        weight: of `sum of weights` places in a row it has so many.
+        name: name of the source; empty if there is only one source.
+        size: number of rows (or other items) of the source.
+        weight: number of positions of the source in each block of `sum of weights` positions.
     """
 
     name: str = ""
@@ -61,10 +62,11 @@ class MixedPart:
 
 
 class MixedStream:
-    """Endless order of several sources: position -> source, and index of all rows in a row.
+    """Endless order of several sources: position -> source, and index in the concatenated rows.
 
-    A block of `sum of weights` places has each source as often as its weight says, in an order of
-    its own; the rows of each source follow as in `PromptStream`, whatever the others do.
+    Each block of `sum of weights` positions has each source `weight` times, in an order that is
+    shuffled per block. The rows of each source are in the order of its `PromptStream`, independent
+    of the other sources.
     """
 
     def __init__(self, parts: Sequence[MixedPart], seed: int) -> None:
@@ -79,16 +81,16 @@ class MixedStream:
         self._ranks: Sequence[int] = ()
 
     def source(self, position: int) -> int:
-        """Number of the source at `position`."""
+        """Index of the source at `position`."""
         return self._place(position)[0]
 
     def index(self, position: int) -> int:
-        """Index of what is at `position`, where the sources' rows are one after another."""
+        """Index of the row at `position` in the concatenation of all sources' rows."""
         source, row = self._place(position)
         return self._offsets[source] + self._streams[source].index(row)
 
     def _place(self, position: int) -> tuple[int, int]:
-        """The source at `position`, and how often it was there before."""
+        """Source at `position`, and the number of its earlier positions."""
         if len(self._streams) == 1:
             return 0, position
         stretch, offset = divmod(position, self._blocks * self._block_size)
@@ -111,16 +113,16 @@ class MixedStream:
 
 
 def part_of(parts: Sequence[MixedPart], index: int) -> tuple[int, int]:
-    """The part that holds the `index`-th of all rows, and its index there."""
+    """Find row `index` of the concatenated parts: the index of its part, and its index there."""
     ends = list(accumulate(part.size for part in parts))
     number = bisect_right(ends, index)
     return number, index - (ends[number] - parts[number].size)
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:
-    """`total` things dealt out in proportion to `sizes`, by largest remainders; at most the size.
+    """Distribute `total` in proportion to `sizes`, by largest remainders.
 
-    `total` is at most the sum of the sizes.
+    `total` is at most the sum of the sizes, so no share exceeds its size.
     """
     if not total:
         return [0] * len(sizes)

@@ -1,4 +1,4 @@
-"""Preference pairs: two answers to one context, one of them preferred."""
+"""Preference pairs: two answers to the same context, one of them preferred."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreferencePair:
-    """Two rows of one context; the loss masks cover what differs: the answers."""
+    """Two rows with the same context; the loss masks cover only the answers."""
 
     chosen: TrainingRow
     rejected: TrainingRow
@@ -39,24 +39,24 @@ def load_preference_pairs(
     stop_ids: Collection[int],
     read: Callable[[str], Rows] = read_rows,
 ) -> list[PreferencePair]:
-    """Pairs of a source, each row in one of three forms.
+    """Load the pairs of a source, each row in one of three forms.
 
-        prompt       a string; `chosen` and `rejected` are strings, closed by the EOS. Or it is what
-                     the user says, where they are messages: those that follow it, or whole
-                     conversations, which begin with it
-        messages     the context, chat format, which `prompt` may hold as well; `chosen` and
-                     `rejected` are each what the assistant says (a string) or the messages that
-                     follow
-        neither      `chosen` and `rejected` are whole conversations, which begin alike
+        prompt       a string; `chosen` and `rejected` are strings, to which the EOS is appended.
+                     If `chosen` and `rejected` are lists of messages, `prompt` is the user message
+                     before them, or the first user message of both
+        messages     the context in chat format (allowed in `prompt` too); `chosen` and `rejected`
+                     are an assistant message (a string) or the list of messages that follow
+        neither      `chosen` and `rejected` are whole conversations that begin with the same
+                     messages
 
-    `tools` beside messages go to the chat template. Only what the assistant says after the shared
-    context is trained, with weight 1.
+    With messages, `tools` go to the chat template. Only assistant messages after the shared context
+    are trained, with weight 1.
 
     Args:
         read: reads the rows of the source at `path`.
 
     Raises:
-        DataError: names the source, the row, and what is wrong with it.
+        DataError: a row is wrong; the message names the source, the row and the fault.
     """
     encoder = ExampleEncoder(
         tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
@@ -77,10 +77,11 @@ def load_preference_pairs(
 
 
 def scored_row(row: TrainingRow, padding: int) -> TrainingRow:
-    """The row as a reward model takes it: with a token behind it, which nothing sees.
+    """Append a padding token to a row, for training a reward model.
 
-    A row's losses are read off the states before its trained tokens. A score is read off the last
-    state of all, which is the one before this token.
+    The loss of a row is computed from the hidden states before its trained tokens, but a score from
+    the last hidden state. The appended token counts as trained, so its state before is that last
+    state; no other token attends to it.
     """
     return replace(
         row,
@@ -112,7 +113,7 @@ def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[MaskedToke
 
 
 def _as_chat(row: Mapping[str, Any], prompt: str) -> dict[str, Any]:
-    """The row without `prompt`: as `messages`, unless both sides are conversations that have it."""
+    """Row with `prompt` moved to `messages`, or dropped if both conversations begin with it."""
     others = {name: value for name, value in row.items() if name != "prompt"}
     begins = {side: _begin(_continuation(row, side)) for side in SIDES}
     if all(message["role"] == "assistant" for message in begins.values()):
@@ -128,7 +129,7 @@ def _as_chat(row: Mapping[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _begin(messages: Sequence[Message]) -> Message:
-    """The first message that is not the system's."""
+    """First message other than the system message, if there is one."""
     return next((message for message in messages if message["role"] != "system"), messages[0])
 
 
@@ -140,7 +141,7 @@ def _no_preference() -> DataError:
 
 
 def _split(row: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
-    """The shared context, and what follows it on either side."""
+    """Messages of the shared context, and the messages after it on each side."""
     if row.get("messages") is not None:
         context = check_messages(row["messages"], "messages")
         return context, [_continuation(row, side) for side in SIDES]

@@ -1,4 +1,4 @@
-"""Prompts: read, rendered and checked before a run."""
+"""Reading, rendering and checking of prompts before a run."""
 
 from __future__ import annotations
 
@@ -44,23 +44,22 @@ FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One prompt, rendered.
+    """Rendered prompt.
 
     Attributes:
         tokens_T: the prompt's tokens for the policy.
-        answer: the reference for the reward; None if the row has none.
-        line: the row of the source, from 1.
-        teacher: name of the teacher that scores it, if teachers have names.
-        tag: the kind of prompt, for metrics by kind; None if the row has none.
+        answer: reference answer for the reward; None if the row has none.
+        line: number of the row in the source, from 1.
+        teacher: name of the teacher that scores the prompt, if teachers have names.
+        tag: kind of prompt, for metrics by kind; None if the row has none.
         teacher_tokens_T: the prompt's tokens for the teacher; None: the same as `tokens_T`.
-        feedback: maker of the teacher's context from each episode's outcome; None: the context does
+        feedback: builds the teacher's context from each episode's outcome; None: the context does
             not depend on the outcome.
-        bonuses: reward of each occurrence of a phrase in the response.
+        bonuses: reward of each occurrence of a phrase in the response, by phrase.
         messages: the prompt as a chat; empty for a plain string.
-        text: the plain string; empty for a chat.
-        tools: schemas of the tools that went to the chat template.
-        told: prompt of a teacher that is queried with text: a text, or a chat; empty: `messages` or
-            `text`.
+        text: the prompt as a plain string; empty for a chat.
+        tools: schemas of the tools that were passed to the chat template.
+        told: the row's own prompt for the teacher, a text or a chat; empty: `messages` or `text`.
     """
 
     tokens_T: TokenArray
@@ -78,7 +77,7 @@ class Prompt:
 
     @property
     def in_words(self) -> str | Sequence[Message]:
-        """Prompt of a teacher that is queried with text: a text, or a chat."""
+        """Prompt for a teacher that is queried with text: a text or a chat."""
         return self.told or self.messages or self.text
 
 
@@ -91,8 +90,8 @@ def prompt_key(prompt: bytes) -> bytes:
 class ChatStyle:
     """Settings that turn every prompt into the beginning of a chat.
 
-    A plain string becomes a user message. `system` becomes the system message of rows that have
-    none; `tools` are schemas that go to the chat template.
+    A plain string becomes a user message. `system` becomes the system message of rows without a
+    system message; `tools` are schemas that are passed to the chat template.
     """
 
     system: str | None = None
@@ -104,17 +103,17 @@ class PromptContext:
     """Models and limits of a run, for which prompts are rendered and checked.
 
     Attributes:
-        vocab_size: the model's vocabulary size; ids are below it.
-        context_length: longest chain that the policy, and every model that scores, has room for.
-        max_new_tokens: longest response, or turn.
-        teachers: names of the teachers. A single named teacher also scores the rows that name none;
-            without names, `teacher` is ignored.
-        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
-        teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
-            that `teacher_messages` go through; the run's own for a teacher that is not among them.
+        vocab_size: vocabulary size of the model; every id is below it.
+        context_length: longest chain, in tokens, that the policy and all scoring models support.
+        max_new_tokens: longest response (or turn), in tokens.
+        teachers: names of the teachers. A single named teacher also scores rows that name no
+            teacher; without names, the field `teacher` is ignored.
+        teacher_context_length: longest chain that the teachers support; None: `context_length`.
+        teacher_tokenizers: tokenizers of teachers by name (`""` for a single unnamed one), whose
+            chat templates render `teacher_messages`; other teachers use `tokenizer`.
         feedback: template of the teachers' context, filled in per episode; None: the context of the
             problem's row.
-        read: reads the rows of a source, with the run's columns as the fields that are read.
+        read: reads the rows of a source and renames the run's columns.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -133,7 +132,7 @@ class PromptContext:
         return self.teacher_context_length or self.context_length
 
     def tokenizer_of(self, teacher: str) -> PreTrainedTokenizerBase:
-        """Tokenizer whose chat template writes what a teacher sees."""
+        """Tokenizer whose chat template renders the teacher's context."""
         return self.teacher_tokenizers.get(teacher, self.tokenizer)
 
     def feedback_on(
@@ -146,12 +145,12 @@ class PromptContext:
         tools: Sequence[Mapping[str, Any]] | None = None,
         anew: bool = True,
     ) -> FeedbackContext | None:
-        """Maker of the teacher's context for a prompt of messages, or of `text`.
+        """`FeedbackContext` for a prompt of messages, or of `text`.
 
         None if the teacher sees the same context as the model.
 
         Args:
-            anew: each episode begins with its own messages, which are like these.
+            anew: True if each episode begins with messages of its own, similar to these.
 
         Raises:
             DataError: see `feedback_context`.
@@ -174,24 +173,24 @@ class PromptContext:
 def load_prompts(path: str, context: PromptContext, chat: ChatStyle | None = None) -> list[Prompt]:
     """Read, render and check every prompt of a source before anything expensive starts.
 
-    A row has `prompt` (a string, encoded as it stands) or `messages`, in `prompt` as well
-    (OpenAI chat format, through the model's chat template, with `tools` if the row has them; an
-    answer that the assistant has begun, as the last message, is continued), and optionally
+    A row has `prompt` (a string, encoded unchanged) or `messages` (OpenAI chat format, allowed in
+    `prompt` too, rendered with the model's chat template and the row's `tools`; if the last message
+    is the assistant's, it is continued), and optionally
 
-        answer            the reference for the reward: a string or a number (`answer_text`)
-        teacher           the name of the teacher that scores it; needed where there are several
-        tag               the kind of prompt
-        teacher_prompt    or `teacher_messages`: what the teacher sees in place of the prompt, such
-                          as the prompt and its solution
-        bonuses           an object of phrase -> reward
+        answer            reference answer for the reward: a string or a number (`answer_text`)
+        teacher           name of the teacher that scores the prompt; required if there are several
+        tag               kind of prompt
+        teacher_prompt    or `teacher_messages`: context that the teacher sees in place of the
+                          prompt, such as the prompt and its solution
+        bonuses           object of phrase -> reward
 
-    Other fields are ignored, unless a name is nearly equal to one of these.
+    Other fields are ignored, unless a name looks like a misspelling of one of these.
 
     Args:
-        chat: makes a chat of every prompt; None: strings are encoded as they stand.
+        chat: turns every prompt into a chat; None: strings are encoded unchanged.
 
     Raises:
-        DataError: the message names the source, the row and the fault.
+        DataError: a row is wrong; the message names the source, the row and the fault.
     """
     prompts = []
     for number, row in context.read(path):
@@ -212,10 +211,10 @@ def load_prompts(path: str, context: PromptContext, chat: ChatStyle | None = Non
 
 
 def check_form(row: Mapping[str, Any]) -> None:
-    """Check the names of a row's fields; it needs no tokenizer.
+    """Check the names of a row's fields, without a tokenizer.
 
     Raises:
-        DataError: a field is misspelt, or there is no prompt, or two.
+        DataError: a field is misspelt, or the row has no prompt or two prompts.
     """
     refuse_misspelt(row, FIELDS)
     _check_prompt(with_chats(row), "")
@@ -300,7 +299,7 @@ def _render(
 
 
 def _check_prompt(row: Mapping[str, Any], prefix: str) -> tuple[str, str]:
-    """Names of the fields of a prompt; raises DataError unless the row has one of them."""
+    """Names of the two fields of a prompt. Raises DataError unless the row has exactly one."""
     text, messages = f"{prefix}prompt", f"{prefix}messages"
     if (row.get(text) is None) == (row.get(messages) is None):
         raise DataError(
@@ -318,7 +317,7 @@ def _columns_of(row: Mapping[str, Any]) -> str:
 def _in_style(
     messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, chat: ChatStyle | None
 ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
-    """The messages and the tool schemas that go to the template."""
+    """Messages and tool schemas to pass to the chat template."""
     if chat is None:
         return messages, tools
     if is_begun(messages):
@@ -350,7 +349,7 @@ def teacher_named(row: Mapping[str, Any], teachers: Collection[str]) -> str:
     """Name of the teacher that scores the row; empty if teachers have no names.
 
     Raises:
-        DataError: the row names none of several teachers, or one that there is not.
+        DataError: there are several teachers and the row names none, or the name is unknown.
     """
     named = None if row.get("teacher") is None else check_text(row, "teacher")
     if not teachers:

@@ -1,13 +1,13 @@
-"""Files of rows, read whole, with errors that name the file and the row.
+"""Readers of whole files of rows, with errors that name the file and the row.
 
-    .jsonl, any other suffix   an object per line; or one JSON array of objects
+    .jsonl, any other suffix   one object per line, or one JSON array of objects
     .json                      the same
-    .csv, .tsv                 a row of names, then rows of texts; an empty cell is no field
+    .csv, .tsv                 a row of names, then rows of texts; an empty cell is an absent field
     .parquet                   Apache Parquet
     .arrow, .feather           Apache Arrow: IPC files and streams
 
-The first three are UTF-8, with or without a byte order mark, with any line ends, and as `.gz` and
-`.zst` too.
+The text formats are UTF-8, with or without a byte order mark and with any line ends, and may be
+compressed (`.gz`, `.zst`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from distill.errors import DataError
 from distill.libraries import require_library
 from distill.lookup import path_meant
 
-# (number from 1, object) of every row.
+# Pairs (number from 1, object) of all rows.
 Rows = list[tuple[int, dict[str, Any]]]
 
 
 def read_rows(path: str) -> Rows:
-    """(number from 1, object) of every row of a file, by its suffix as above.
+    """Read all rows of a file in the format of its suffix, as pairs (number from 1, object).
 
-    A JSONL or CSV row's number is its first line's, blank lines counted and left out. Rows are in
-    normal form: see `distill.data.normal_rows`.
+    The number of a JSONL or CSV row is that of its first line; blank lines are counted and left
+    out. Rows are in normal form (`distill.data.normal_rows`).
 
     Raises:
-        DataError: no such file, nothing in it, or something in it that is not a row.
+        DataError: there is no such file, it has no rows, or it has an item that is not a row.
     """
     require_file(path)
     suffix = suffix_of(path)
@@ -53,7 +53,7 @@ def read_rows(path: str) -> Rows:
 
 
 def require_file(path: str) -> None:
-    """Raises DataError if there is no file at `path`."""
+    """Raise DataError if there is no file at `path`."""
     if Path(path).exists():
         return
     where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
@@ -61,7 +61,7 @@ def require_file(path: str) -> None:
 
 
 def suffix_of(path: str) -> str:
-    """The suffix that names the format, in small letters; that before `.gz` or `.zst`."""
+    """Suffix of the format in lower case, ignoring a final `.gz` or `.zst`."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     if suffixes[-1:] in ([".gz"], [".zst"]):
         suffixes.pop()
@@ -69,7 +69,7 @@ def suffix_of(path: str) -> str:
 
 
 def _text_of(path: str) -> str:
-    """The text of a file, without a byte order mark."""
+    """Text of a file, decompressed and without a byte order mark."""
     try:
         content = Path(path).read_bytes()
         packed = Path(path).suffix.lower()
@@ -102,7 +102,7 @@ def _json_rows(path: str) -> Rows:
             continue
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # numbers or brackets without end
+        except (ValueError, RecursionError) as error:  # also: very long numbers, deep nesting
             what = _what_else(text) if not rows else ""
             why = (
                 f"{error.msg} in column {error.colno}"
@@ -117,7 +117,7 @@ def _json_rows(path: str) -> Rows:
 
 
 def _array_rows(path: str, text: str) -> Rows:
-    """Rows of one JSON array; a row's number is its place there."""
+    """Rows of one JSON array; the number of a row is its index in the array, from 1."""
     try:
         array = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _objects(path: str, rows: Sequence[Any]) -> Rows:
 
 
 def _what_else(text: str) -> str:
-    """The end of an error: what a text that is not JSONL from its first line may be."""
+    """End of an error message: the likely format of a text whose first line is not JSONL."""
     if text.lstrip()[:1] != "{":
         return ". One JSON object per line is expected; if it is CSV, name it .csv"
     try:
@@ -145,7 +145,7 @@ def _what_else(text: str) -> str:
 
 
 def _table_rows(path: str, delimiter: str) -> Rows:
-    """Rows of a table whose first row has the names."""
+    """Rows of a CSV table whose first row has the names of the columns."""
     text = _text_of(path)
     with _long_cells():
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -156,7 +156,7 @@ def _table_rows(path: str, delimiter: str) -> Rows:
 
 
 def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """(first line, cells) of every row that is not blank."""
+    """Pairs (first line, cells) of all rows that are not blank."""
     start = 1
     for cells in reader:
         if any(cell.strip() for cell in cells):
@@ -181,7 +181,7 @@ def _named(path: str, cells: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Lifts the csv module's limit on a cell's length."""
+    """Lift the csv module's limit on the length of a cell."""
     before = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -191,7 +191,7 @@ def _long_cells() -> Iterator[None]:
 
 def _parquet_rows(path: str) -> Rows:
     require_library("pyarrow", f"reading {path!r}", "pyarrow")
-    import pyarrow.parquet  # --help does without
+    import pyarrow.parquet  # imported here because --help does not need it
 
     def read() -> Any:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -230,7 +230,7 @@ def _arrow_table_rows(path: str, what: str, read: Callable[[], Any]) -> Rows:
 
 
 def _with_parsed_json(value: Any, kind: Any) -> Any:
-    """The value of an Arrow type, parsed where the type is Arrow's JSON extension."""
+    """Value of an Arrow column, with all parts of Arrow's JSON extension type parsed."""
     import pyarrow.types as kinds
 
     if value is None:
@@ -259,7 +259,7 @@ SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", *_READERS})
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Puts `where` (file:row) before the message of a DataError that leaves the block."""
+    """Prefix the message of a DataError that leaves the block with `where` (file:row)."""
     try:
         yield
     except DataError as error:

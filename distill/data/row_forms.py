@@ -8,7 +8,7 @@ from typing import Any
 from distill.data.columns import refuse_misspelt, with_chats
 from distill.errors import DataError
 
-# The fields of each form of an example, the one that names it first.
+# Fields of each form of an example; the first field is the name of the form.
 _FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
 EXAMPLE_FIELDS = frozenset({"tools", "tokenizer"}.union(*_FORMS))
 # The responses of a pair.
@@ -19,11 +19,12 @@ PAIR_FIELDS = frozenset((*SIDES, "prompt", "messages", "tools"))
 def check_example(example: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Check the names of the fields of a supervised example (`distill.data.sft_rows`).
 
-    Returns the name of its form, `prompt`, `messages` or `tokens`; and the example as
-    `with_chats` makes it.
+    Returns:
+        The name of the example's form, `prompt`, `messages` or `tokens`, and the result of
+        `with_chats`.
 
     Raises:
-        DataError: a field is misspelt, or they are of no form, or of several.
+        DataError: a field is misspelt, or the fields match no form or several.
     """
     refuse_misspelt(example, EXAMPLE_FIELDS)
     example = with_chats(example)

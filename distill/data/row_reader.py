@@ -1,4 +1,4 @@
-"""Rows of any source, each read once, and what they were: a digest that a resumed run compares."""
+"""Reader of the rows of any source, and their digest, which a resumed run compares."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from distill.lookup import resolve_function
 
 
 class RowReader:
-    """Reader of a run's sources; each is read once, so that what is digested is what is trained.
+    """Reader of a run's sources. Each is read once, so the digest covers the rows that are trained.
 
     Args:
-        columns: read as other fields in every source.
+        columns: columns that are renamed in every source.
     """
 
     def __init__(self, columns: Columns | None = None) -> None:
@@ -31,10 +31,10 @@ class RowReader:
         self._seen: set[str] = set()
 
     def __call__(self, place: str) -> Rows:
-        """(number from 1, object) of every row of the source at `place`.
+        """Read all rows of the source at `place`, as pairs (number from 1, object).
 
         Raises:
-            ConfigError, DataError: it cannot be read, or holds something that is not a row.
+            ConfigError, DataError: the source cannot be read, or has an item that is not a row.
         """
         rows = self._read(place)
         self._seen.update(*(row for _, row in rows))
@@ -46,7 +46,7 @@ class RowReader:
         return self._columns.as_fields(rows, place)
 
     def require_columns(self) -> None:
-        """Raises ConfigError for a column that is set, and that no source read so far has."""
+        """Raise ConfigError if the settings name a column that no source read so far has."""
         for setting, column in self._columns.wanted().items():
             if column not in self._seen:
                 there = ", ".join(sorted(self._seen)) or "none, for no rows were read"
@@ -56,9 +56,10 @@ class RowReader:
                 )
 
     def digest(self, sources: Sequence[Source]) -> str | None:
-        """SHA-256 of the sources: of a file's bytes, of anything else's rows; with their weights.
+        """SHA-256 of the sources and their weights: of a file's bytes, of other sources' rows.
 
-        None: one of them is no file, and was not read here: an environment did that by itself.
+        None if a source is not a file and was not read by this reader, because an environment reads
+        it itself.
 
         Raises:
             DataError: a file cannot be read.
@@ -120,10 +121,10 @@ def _datasets(place: str) -> Any:
 
 
 def _table_rows(place: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Rows:
-    """Rows of a data set of `datasets`, as from a parquet file."""
+    """Rows of a data set of the library `datasets`, normalised like those of a parquet file."""
     try:
         rows = [normal_row(row, from_arrow=True) for row in load()]
-    except Exception as error:  # the library, and what it reads with, raise anything
+    except Exception as error:  # the library and its readers raise many types of errors
         line = " ".join(str(error).split())
         raise DataError(
             f"cannot read {place!r}: {type(error).__name__}: {line}. OWNER/NAME[:SUBSET[:SPLIT]] "
@@ -133,13 +134,13 @@ def _table_rows(place: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> 
 
 
 def _function_rows(place: str) -> Rows:
-    """Rows that a function returns."""
+    """Rows that a user's function returns."""
     function = resolve_function("source", place, ())
     try:
         rows = list(function())
     except IsothermError:
         raise
-    except Exception as error:  # the function is the user's: it may raise anything
+    except Exception as error:  # user code may raise anything
         raise DataError(
             f"{place} makes no rows: {described(error)}; it is called without arguments and "
             "returns rows"

@@ -1,16 +1,18 @@
 """Training rows from supervised examples, each in one of three forms.
 
-    prompt, completion    strings; the loss is on the completion and the EOS after it. Where the
-                          completion is messages, the prompt is what the user says before them
-    messages              a conversation (OpenAI chat format; `tools` beside it go to the
-                          template); the loss is on what the assistant says. It may take several
-                          rows: see distill/data/assistant_masks.py. With a `completion` beside
-                          them, the messages are its context; they may stand in `prompt` as well
-    tokens, loss_mask     token ids, and the runs of them, [start, stop), that the loss is on;
-                          `tokenizer` beside them is the fingerprint of the tokenizer that made
-                          them, for nothing is encoded again
+    prompt, completion    strings; the loss covers the completion and the EOS after it. If the
+                          completion is a list of messages, the prompt is the user message before
+                          them
+    messages              a conversation (OpenAI chat format; the field `tools` goes to the
+                          template); the loss covers the assistant's messages. A conversation may
+                          need several rows: see distill/data/assistant_masks.py. If there is a
+                          `completion`, the messages are its context and are not trained. Messages
+                          are allowed in `prompt` too
+    tokens, loss_mask     token ids, and the runs [start, stop) of them that the loss covers; the
+                          field `tokenizer` is the fingerprint of the tokenizer that produced the
+                          ids, which is required because nothing is encoded again
 
-Other fields are left alone, unless one is nearly called like one of these.
+Other fields are ignored, unless a name looks like a misspelling of one of these.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from distill.tokenizer import fingerprint
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
+# The supervised likelihood is that of the model's unscaled distribution, softmax(z).
 SFT_TEMPERATURE = UNSCALED
 
 
@@ -46,13 +48,13 @@ def load_sft_rows(
     stop_ids: Collection[int],
     read: Callable[[str], Rows] = read_rows,
 ) -> list[TrainingRow]:
-    """Rows of a source of supervised examples, in the forms above.
+    """Load the training rows of a source of supervised examples, in the forms above.
 
     Args:
         read: reads the rows of the source at `path`.
 
     Raises:
-        DataError: names the source, the row, and what is wrong with it.
+        DataError: a row is wrong; the message names the source, the row and the fault.
     """
     encoder = ExampleEncoder(
         tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
@@ -86,7 +88,7 @@ def _chains(
 
 
 def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[MaskedTokens]:
-    """Chains of `prompt` and `completion`: texts as they stand, or a chat."""
+    """Chains of `prompt` and `completion`: plain texts, or a chat if the completion is messages."""
     prompt, completion = check_text(example, "prompt"), example["completion"]
     if not isinstance(completion, list):
         return [encoder.completion(prompt, check_text(example, "completion"))]
@@ -95,7 +97,7 @@ def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Maske
 
 
 def _answer(example: Mapping[str, Any]) -> list[Message]:
-    """`completion` as messages; a text is what the assistant says."""
+    """`completion` as messages; a text is one assistant message."""
     if isinstance(example["completion"], list):
         return check_messages(example["completion"], "completion")
     return [{"role": "assistant", "content": check_text(example, "completion")}]
@@ -123,7 +125,7 @@ def _check_ids(example: Mapping[str, Any]) -> list[int]:
 
 
 def _check_runs(example: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
-    """Runs that follow one another, after the first token and within the `length`."""
+    """Runs of `loss_mask`, which must be in order, after the first token and within `length`."""
     runs = example.get("loss_mask")
     if not isinstance(runs, list) or not runs:
         raise DataError(
@@ -155,10 +157,10 @@ def _short(value: object) -> str:
 
 
 def supervised_row(chain: MaskedTokens, source: str) -> TrainingRow:
-    """A chain as a row whose trained tokens weigh 1.
+    """Training row of a chain; each trained token has weight 1.
 
     Raises:
-        DataError: the first token would be trained, which has no context.
+        DataError: the mask includes the first token, which has no context.
     """
     return TrainingRow(
         tokens_T=chain.tokens_T,

@@ -1,4 +1,4 @@
-"""Data sets of several files: the shards of a directory or of a pattern, in name order."""
+"""Data sets of several files: the shards in a directory or of a pattern, in name order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from distill.errors import DataError
 from distill.lookup import listed
 
 _PATTERN = re.compile(r"[*?\[]")
-# Splits, by the names that shards of them begin with: train-00000-of-00002.parquet.
+# Splits, as they begin the names of shards: train-00000-of-00002.parquet.
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
 def is_pattern(place: str) -> bool:
-    """True if `place` is a pattern of files, `data/train-*.parquet`, and no file itself."""
+    """True if `place` is a pattern of files (`data/train-*.parquet`) and not an existing file."""
     return bool(_PATTERN.search(place)) and not Path(place).exists()
 
 
 def shard_rows(place: str) -> Rows:
-    """Rows of all files of a directory or a pattern, numbered through.
+    """Rows of all files of a directory or a pattern, numbered consecutively.
 
     Raises:
         DataError: there are no such files, they are of several formats or splits, or one of them
@@ -45,7 +45,7 @@ def is_saved(directory: str) -> bool:
     """True if `datasets` saved a data set to the directory.
 
     Raises:
-        DataError: it saved several splits, or the directory cannot be listed.
+        DataError: the directory has several saved splits, or cannot be listed.
     """
     try:
         names = {entry.name for entry in Path(directory).iterdir()}
@@ -64,11 +64,11 @@ def files_within(directory: str) -> list[str]:
     """Files of rows in the directory, in name order.
 
     Raises:
-        DataError: there are none, or they are of several formats or splits.
+        DataError: there are no such files, or they are of several formats or splits.
     """
     files = sorted(path for path in Path(directory).iterdir() if _is_shard(path))
     formats = sorted({suffix_of(path.name) for path in files})
-    if len(formats) > 1 and ".json" in formats:  # dataset_infos.json beside the shards
+    if len(formats) > 1 and ".json" in formats:  # such as dataset_infos.json next to the shards
         formats.remove(".json")
         files = [path for path in files if suffix_of(path.name) != ".json"]
     if not files:

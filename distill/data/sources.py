@@ -1,14 +1,14 @@
-"""Sources of rows, as in `prompts=` and `data=`: one or several, each with its weight.
+"""Sources of rows, for `prompts=` and `data=`: one source or several, each with a weight.
 
     SOURCE[:WEIGHT],SOURCE[:WEIGHT],...
 
 A source is one of
 
-    FILE                          .jsonl, .json, .csv, .tsv, .parquet, .arrow, as row_files reads it
+    FILE                          a .jsonl, .json, .csv, .tsv, .parquet or .arrow file (row_files)
     DIR                           a data set that `datasets` saved to disk, or files of one format
-    PATTERN                       files that it matches, data/train-*.parquet, in name order
-    OWNER/NAME[:SUBSET[:SPLIT]]   a data set of the Hugging Face hub; its split `train` by default
-    package.module:function       called without arguments, returns the rows
+    PATTERN                       all matching files, data/train-*.parquet, in name order
+    OWNER/NAME[:SUBSET[:SPLIT]]   a data set of the Hugging Face hub; the default split is `train`
+    package.module:function       a function that is called without arguments and returns rows
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distill.data.row_files import SUFFIXES, require_file, suffix_of
 from distill.data.shards import files_within, is_pattern, is_saved, matching_files
 from distill.errors import ConfigError
 
-# Sources are mixed in blocks that contain each source's exact share.
+# Largest sum of weights: sources are mixed in blocks that contain each source's exact share.
 _LONGEST_BLOCK = 10_000
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
@@ -48,9 +48,9 @@ class Source:
     """One source of rows.
 
     Attributes:
-        place: the file, directory, hub data set or function.
+        place: the file, directory, pattern, hub data set or function.
         name: name in metrics, unique among the setting's sources.
-        weight: number of its rows among each `sum of weights` consecutive rows.
+        weight: number of the source's rows in each `sum of weights` consecutive rows.
     """
 
     place: str
@@ -102,9 +102,9 @@ def kind_of(place: str) -> Kind:
 
 
 def require_source(place: str) -> None:
-    """Raise DataError if there are no files where `place`, a file, directory or pattern, says.
+    """Raise DataError if `place` is a file, directory or pattern without files.
 
-    Data sets of the hub and functions are checked by their reader.
+    Data sets of the hub and functions are checked when they are read.
     """
     kind = kind_of(place)
     if kind is Kind.FILE:
@@ -136,7 +136,7 @@ def _weighted(setting: str, part: str) -> tuple[str, Fraction]:
 
 
 def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
-    """The weights as the smallest whole numbers of their ratios."""
+    """Weights as the smallest whole numbers with the same ratios."""
     scale = lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     common = gcd(*whole)

@@ -1,10 +1,11 @@
-"""Answers in words, by a model that gives no tokens, as the student's own tokens.
+"""Answers as text, from a model that returns no tokens, converted to the student's tokens.
 
-ended      the text as the student's template writes it, through the stop token
-cut off    the same without what follows the text, and without its last token: where another
-           tokenizer was cut, the student's may have no token's end
-longer     than the student may say: the first so many tokens, so no stop token
-a stop token within the text ends it there, as it would end the student's
+    complete   the text as the student's template renders it, through the stop token
+    cut off    the same without the tokens after the text, and without the text's last token, since
+               the cut may not be a boundary of the student's tokens
+    too long   the first `max_new_tokens` tokens, without a stop token
+
+A stop token within the text ends the answer there, as it would end the student's response.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from distill.engine import Sample
 from distill.errors import DataError
 from distill.types import StopReason, TokenArray
 
-# What bytes that are no character decode to: a text that was cut within one ends so.
+# Invalid bytes decode to this character: a text that was cut within a character ends with it.
 _NO_CHARACTER = "\ufffd"
 
 
 def written_sample(
     encoder: ExampleEncoder, prompt: Prompt, text: str, *, ended: bool, max_new_tokens: int
 ) -> Sample:
-    """The answer as a sample. Nobody knows its log-probs: they are 0, and not to be used.
+    """Build a sample from an answer. Its log-probs are unknown: they are 0 and must not be used.
 
     Args:
-        ended: whoever wrote it ended it; else it was cut off.
+        ended: True if the answer is complete, False if it was cut off.
 
     Raises:
-        DataError: it cannot be encoded, or is no token.
+        DataError: the text cannot be encoded, or has no tokens.
     """
     tokens_T = _turn(encoder, prompt, text) if ended else _cut(encoder, prompt, text)
     is_stop_T = np.isin(tokens_T, encoder.ends)
@@ -50,7 +51,7 @@ def written_sample(
 
 
 def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
-    """The answer's tokens through a stop token, as recipe=sft trains them."""
+    """Tokens of the answer through a stop token, as recipe=sft trains them."""
     if prompt.messages:
         messages = answered(prompt.messages, text)
         [chain] = encoder.conversation(messages, prompt.tools, context=len(messages) - 1)
@@ -63,14 +64,18 @@ def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
         tokens_T = np.concatenate([np.asarray(spoken, np.int32), end_T])
     if len(tokens_T) and tokens_T[-1] in encoder.ends:
         return tokens_T
-    return np.append(tokens_T, np.int32(encoder.end))  # the template writes none
+    return np.append(tokens_T, np.int32(encoder.end))  # the template writes no stop token
 
 
 def _cut(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
-    """The answer's tokens without what the template writes after it, and without the last."""
+    """Tokens of the answer without its last one, and without the tokens that the template adds.
+
+    The template's tokens are those that this answer and one that ends differently have in common at
+    the end.
+    """
     text = text.rstrip(_NO_CHARACTER)
     tokens_T = _turn(encoder, prompt, text)
-    other_T = _turn(encoder, prompt, "1" if text.endswith("0") else "0")  # which ends otherwise
+    other_T = _turn(encoder, prompt, "1" if text.endswith("0") else "0")
     shorter = min(len(tokens_T), len(other_T))
     same_T = tokens_T[len(tokens_T) - shorter :] == other_T[len(other_T) - shorter :]
     after = shorter if same_T.all() else int(np.argmin(same_T[::-1]))
