@@ -1,5 +1,5 @@
-"""Engines, the teacher, the rollout worker, the evaluator. Plain classes.
+"""Engines, teacher scoring, rollout worker and evaluator, as plain classes.
 
-They import `distill` alone. Ray is a way to place them and is applied in `cluster`, so every class
-here runs, and is tested, in one process.
+The package imports only `distill`. `cluster` adds Ray, so every class runs, and is tested, in one
+process.
 """

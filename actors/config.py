@@ -1,4 +1,4 @@
-"""Settings of an engine: its kind, its model, its share of the machine."""
+"""Settings of an engine: kind, model, and share of the machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LocalEngine: TypeAlias = (
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
     """Resolve the dtype: `choice`, or for auto float32 on a CPU and bfloat16 on CUDA.
 
-    SGLang's kernels are made for half precision. On a CPU it is slower and less exact. `device`
-    may be auto.
+    SGLang's kernels are made for half precision, but on a CPU half precision is slower and less
+    exact. `device` may be auto.
     """
     if choice != "auto":
         return choice
@@ -45,8 +45,10 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
 
 
 def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
-    """Resolve the kind of engine: `choice`, or for auto SGLang if it is installed and runs on a
-    GPU, else the embedded engine, which is faster on a CPU (docs/engines.md). `device` may be auto.
+    """Resolve the kind of engine. `device` may be auto.
+
+    For auto: SGLang if it is installed and the device is a GPU, else the embedded engine, which is
+    faster on a CPU (docs/engines.md).
 
     Raises:
         ConfigError: `choice` is sglang, and SGLang is not installed.
@@ -59,7 +61,10 @@ def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
 
 
 def _is_cuda(device: str) -> bool:
-    """Without torch, unless `device` is auto: Ray is started before torch is imported."""
+    """True if the device is CUDA. Imports torch only if `device` is auto.
+
+    Ray must be started before torch is imported.
+    """
     if device == "auto":
         from distill.models.loading import resolve_device
 
@@ -79,7 +84,7 @@ def checkpoint_bytes(model: str) -> int:
 
     For files that are not on this machine the size comes from the hub's index.
     """
-    from actors.hub import size_on_hub  # torch, which settings do without
+    from actors.hub import size_on_hub  # imports torch, which settings must not
     from distill.models.loading import weight_files
 
     if is_url(model):
@@ -111,7 +116,7 @@ class EngineSettings:
         return choose_engine(self.kind, device)
 
     def dtype_on(self, device: str) -> Dtype:
-        """Precision of the engines, as `choose_dtype` has it."""
+        """Precision of the engines (`choose_dtype`)."""
         return choose_dtype(self.dtype, device)
 
     def config(self, model: str, device: str, **facts: Any) -> EngineConfig:
@@ -140,7 +145,7 @@ def start_deadline(asked_s: float | None, model: str | None) -> float:
     """Deadline in seconds for the start of an actor that loads `model` (None: no model).
 
     Args:
-        asked_s: deadline that a user gives; None: by the size of the model.
+        asked_s: deadline from the user's settings; None: computed from the size of the model.
     """
     if asked_s is not None:
         return asked_s
@@ -149,7 +154,7 @@ def start_deadline(asked_s: float | None, model: str | None) -> float:
 
 @chz.chz
 class EngineConfig(SglangConfig):
-    """Settings of one engine. They contain no temperature: it is a field of every request."""
+    """Settings of one engine. The temperature is not a setting, but a field of every request."""
 
     kind: EngineKind = chz.field(
         doc="sglang: a server of its own; embedded: transformers in the actor's own process"

@@ -1,4 +1,4 @@
-"""Models that are named on the Hugging Face hub: what this machine's cache lacks, and downloads."""
+"""Models on the Hugging Face hub: sizes, missing files in this machine's cache, and downloads."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from distill.models.loading import weight_files
 # Files that engines and learners read; those of other frameworks stay on the hub.
 _READ = {".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken"}
 _ANSWER_S = 20.0
-# Between two lines about a download, seconds.
+# Seconds between two progress lines of a download.
 _SAY_EVERY_S = 10.0
 
 
 def on_hub(model: str) -> bool:
-    """True if the model is named on the hub: there is no such path here."""
+    """True if `model` is a name on the hub: there is no such path on this machine."""
     return not Path(model).exists()
 
 
 def fetch_missing(models: Collection[str], say: Callable[[str], None]) -> None:
-    """Download what this machine's cache lacks of the models; paths among them are left alone.
+    """Download the models that are not in this machine's cache; local paths are skipped.
+
+    Args:
+        say: prints a line about progress.
 
     Raises:
-        CheckpointError: as `download`.
+        CheckpointError: as for `download`.
     """
     for name in sorted(filter(on_hub, set(models))):
         if size := missing_bytes(name):
@@ -44,7 +47,7 @@ def fetch_missing(models: Collection[str], say: Callable[[str], None]) -> None:
 
 @lru_cache
 def size_on_hub(model: str) -> int:
-    """Size of a model on the hub; 0 for a path, and where the hub does not tell."""
+    """Size of a model on the hub in bytes; 0 for a local path, or if the hub does not report it."""
     try:
         return sum(_index(model).values()) if on_hub(model) else 0
     except CheckpointError:
@@ -52,21 +55,22 @@ def size_on_hub(model: str) -> int:
 
 
 def missing_bytes(name: str) -> int:
-    """Size of a model of which this machine's cache lacks a file; 0 if it lacks none.
+    """Size of a model in bytes if a file is missing in this machine's cache, else 0.
 
     Raises:
-        CheckpointError: the hub does not tell: no network, no such model, or no access.
+        CheckpointError: the hub does not report the size: no network, no such model, or no access.
     """
     return 0 if _is_cached(name) else sum(_index(name).values())
 
 
 def download(name: str, say: Callable[[str], None]) -> None:
-    """Fetch a model into this machine's cache; what is there of it already is kept.
+    """Download a model into this machine's cache; files that are already there are kept.
 
-    `say` gets a line about the progress every ten seconds.
+    Args:
+        say: prints a line about progress, called every ten seconds.
 
     Raises:
-        CheckpointError: the disk is too small, or the hub does not give all files.
+        CheckpointError: the disk is too small, or a file cannot be downloaded.
     """
     sizes = _index(name)
     place = Path(constants.HF_HUB_CACHE)
@@ -81,7 +85,7 @@ def download(name: str, say: Callable[[str], None]) -> None:
     with _saying(name, sum(sizes.values()), say):
         try:
             snapshot_download(name, allow_patterns=list(sizes))
-        except Exception as error:  # of its HTTP library, of its own, OSError: no class in common
+        except Exception as error:  # the library's own, its HTTP library's, OSError: no common base
             raise _not_downloaded(name, error) from error
 
 
@@ -101,7 +105,7 @@ def _saying(name: str, size: int, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _arrived(name: str) -> int:
-    """Bytes of the model in this machine's cache, those of files that are not whole included."""
+    """Bytes of the model in this machine's cache, incomplete files included."""
     folder = repo_folder_name(repo_id=name, repo_type="model")
     blobs = Path(constants.HF_HUB_CACHE) / folder / "blobs"
     return sum(blob.stat().st_size for blob in blobs.glob("*") if blob.is_file())
@@ -121,7 +125,7 @@ def _is_cached(name: str) -> bool:
 
 @lru_cache
 def _index(name: str) -> dict[str, int]:
-    """Sizes of the files to fetch, by name."""
+    """Sizes in bytes of the files to download, by name."""
     try:
         info = HfApi().model_info(name, files_metadata=True, timeout=_ANSWER_S)
     except Exception as error:  # as in `download`

@@ -1,4 +1,4 @@
-"""Coroutines that run concurrently: the first failure cancels the others and is raised alone."""
+"""Concurrent coroutines; the first failure cancels the others and is raised directly."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Agents that own their loop: a program that talks to the policy as it would to OpenAI's API.
+"""Agents: programs that run their own loop and call the policy through OpenAI's API.
 
     env=Agent env.command='python my_agent.py'          or a command in any language
     env=Agent env.command=my_agent:solve                a function, called in a kept process
 
-Each episode runs the program once, in a process of its own. It gets the problem (a row of the
-prompts) as JSON on stdin, or as the function's argument, and OPENAI_BASE_URL and OPENAI_API_KEY of
-an endpoint that the episode has for itself. Its result is JSON, on the last line of stdout, or what
-the function returns:
+Each episode runs the program once. The program receives the problem (a row of the prompts) as JSON
+on stdin, or as the function's argument, and OPENAI_BASE_URL and OPENAI_API_KEY of the episode's
+endpoint. The result is JSON on the last line of stdout, or the return value of the function:
 
     0.5                                      the reward
-    "Paris"                                  an answer, which `reward=` holds against the row's
+    "Paris"                                  an answer, which `reward=` compares with the row's
     {"reward": 0.5, "metrics": {"tests": 3}}
     {"answer": "Paris"}
 """
@@ -63,10 +62,13 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProblem:
-    """One problem: the row as the agent gets it, and what is known of it.
+    """One problem of an agent.
 
     Attributes:
-        feedback: see `EnvGroupBuilder`.
+        row: the row that the agent receives.
+        line: number of the row in its source.
+        answer: reference answer; None if there is none.
+        teacher, tag, feedback: see `EnvGroupBuilder`.
     """
 
     row: Mapping[str, Any]
@@ -79,10 +81,11 @@ class AgentProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSetting:
-    """Settings that all episodes share. Must pickle.
+    """Settings that all episodes share. Instances must be picklable.
 
     Attributes:
-        max_tokens: the model sees fewer before each of its turns.
+        max_tokens: exclusive upper limit of the prompt tokens of each turn.
+        max_turns: maximum number of samples in an episode.
     """
 
     program: AgentProgram
@@ -94,7 +97,7 @@ class AgentSetting:
 
     @classmethod
     def of(cls, limits: AgentLimits, program: AgentProgram, setting: EnvContext) -> AgentSetting:
-        """The settings of a run."""
+        """Create the settings from those of an environment and its context."""
         return cls(
             program=program,
             tokenizer=setting.tokenizer,
@@ -107,7 +110,7 @@ class AgentSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """Result of an agent's episode: its reward, or an answer to be judged."""
+    """Result of an agent's episode: a reward, or an answer to be judged."""
 
     reward: float = 0.0
     answer: str | None = None
@@ -116,10 +119,10 @@ class AgentResult:
 
     @classmethod
     def read(cls, value: object) -> AgentResult:
-        """The result in one of the forms that this module's docstring lists.
+        """Parse a result in one of the forms that this module's docstring lists.
 
         Raises:
-            AgentFailed: it has none of them.
+            AgentFailed: the value has another form.
         """
         if is_number(value):
             return cls(reward=float(value), metrics={})  # pyright: ignore[reportArgumentType]
@@ -146,13 +149,13 @@ class AgentResult:
 
 
 class AgentEpisode(AskingEnv):
-    """An episode of an agent's."""
+    """Episode that an agent plays."""
 
     def __init__(self, problem: AgentProblem, setting: AgentSetting) -> None:
         self._problem, self._setting = problem, setting
 
     async def play(self, ask: Ask) -> Episode:
-        from actors.envs.agent_endpoint import AgentEndpoint  # aiohttp: for those who have agents
+        from actors.envs.agent_endpoint import AgentEndpoint  # aiohttp: only agents need it
 
         setting = self._setting
         async with AgentEndpoint(
@@ -182,7 +185,7 @@ class AgentEpisode(AskingEnv):
         )
 
     async def _run(self, endpoint: AgentEndpoint) -> object:
-        """The agent's result; an error of the engine ends the agent, and is raised."""
+        """Run the agent and return its result. An engine error ends the agent and is raised."""
         given = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.key}
         return await endpoint.while_served(self._setting.program.run(self._problem.row, given))
 
@@ -194,9 +197,10 @@ class AgentEpisode(AskingEnv):
         return await verdict(self._setting.reward, result.answer, self._problem.answer)
 
     def _failed(self, endpoint: AgentEndpoint, reason: str) -> Episode:
-        """The episode of an agent without a result.
+        """Episode of an agent without a result.
 
-        It is trained, at a reward of 0, where a limit of the episode was what the agent met last.
+        If the last request was refused because of a limit of the episode, the episode is trained
+        with a reward of 0. Otherwise it is a failure.
         """
         episode = _episode(endpoint)
         if endpoint.limit is not None and endpoint.turns:
@@ -238,7 +242,7 @@ class AgentGroupBuilder(EnvGroupBuilder):
         return self.setting.program.gives_words
 
     def teacher_context_T(self, episode: Episode) -> TokenArray | None:
-        """As in every group; None too if the first request has nothing that a user said."""
+        """See `EnvGroupBuilder`. None also if the first request has no user message."""
         if not any(message["role"] == "user" for message in episode.first_messages):
             return None
         return super().teacher_context_T(episode)
@@ -355,7 +359,7 @@ def _problem(row: Mapping[str, Any], number: int, setting: EnvContext) -> AgentP
 def feedback_on_agent(
     setting: EnvContext, teacher: str, answer: str | None
 ) -> FeedbackContext | None:
-    """Maker of the teacher's context for an agent, which begins with messages of its own.
+    """Feedback context for an agent's episodes, whose first messages the agent writes.
 
     Raises:
         DataError: see `EnvContext.feedback_on`.

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the bodies that an agent sends and receives."""
+"""OpenAI's chat completions API: parser of requests, and bodies of answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ChatApi:
 
 
 def with_content(messages: object) -> object:
-    """The messages, with the content that clients leave out of an assistant's empty message."""
+    """Add empty content to assistant messages from which the client omitted it."""
     if not isinstance(messages, list):
         return messages
     return [each | {"content": ""} if _is_empty(each) else each for each in messages]
@@ -74,7 +74,7 @@ def _is_empty(message: object) -> bool:
 
 
 def _chunks(answer: AgentAnswer) -> Iterator[dict[str, Any]]:
-    """Each choice whole, as it has been sampled when it comes."""
+    """Chunks of an answer. Each choice is one chunk, because the answer is already complete."""
     head = answer.head("chatcmpl", "chat.completion.chunk")
     for index, choice in enumerate(answer.choices):
         delta = dict(choice.message)

@@ -1,6 +1,6 @@
-"""The process that calls an agent's function, episode by episode (see `agent_process`).
+"""Process that calls an agent's function, one episode at a time (see `agent_process`).
 
-`serve` is run by other interpreters too, which have the standard library alone.
+Interpreters without isotherm also run `serve`, so its imports are limited to the standard library.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-# Of {"problem": ..., "environment": {...}}: {"result": ...}, or {"error": text}. Must not raise.
+# Maps {"problem": ..., "environment": {...}} to {"result": ...} or {"error": text}. Must not raise.
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve(answer: Answer) -> None:
-    """A line of JSON for each call on stdin, and one for its result on stdout.
+    """Serve calls: one line of JSON on stdin for each call, one line on stdout for its result.
 
-    What is printed meanwhile goes to stderr. Ends the process when stdin is closed.
+    Other output is redirected to stderr. The process ends when stdin is closed.
     """
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(2, 1)
@@ -31,7 +31,7 @@ def serve(answer: Answer) -> None:
         sys.stdout.flush()
         while written:
             written = written[os.write(answers, written) :]
-    os._exit(0)  # threads of the agent's must not keep the process alive
+    os._exit(0)  # the agent's threads must not keep the process alive
 
 
 def main(function: str) -> None:
@@ -40,11 +40,11 @@ def main(function: str) -> None:
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         os.environ.update(asked["environment"])
-        tempfile.tempdir = None  # else temporary files go to the folder of an episode before
+        tempfile.tempdir = None  # otherwise Python keeps the folder of an earlier episode
         try:
             result = _called(function, asked["problem"])
             json.dumps(result)
-        except BaseException as error:  # the user's code may raise anything, an exit too
+        except BaseException as error:  # user code may raise anything, SystemExit included
             return {"error": described(error)}
         return {"result": result}
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions: prompts of text or of token ids, without a chat template."""
+"""OpenAI's completions API: prompts of text or of token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _logprobs(choice: AgentChoice) -> dict[str, Any] | None:
 
 
 def _chunks(answer: AgentAnswer) -> Iterator[dict[str, Any]]:
-    """Each choice whole, as it has been sampled when it comes."""
+    """Chunks of an answer. Each choice is one chunk, because the answer is already complete."""
     for index, choice in enumerate(answer.choices):
         yield answer.head(*_HEAD) | {"choices": [_choice(index, choice)]}
     if answer.request.with_usage:

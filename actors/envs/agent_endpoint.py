@@ -1,15 +1,16 @@
-"""The OpenAI-compatible endpoint of one episode, in front of the policy.
+"""OpenAI-compatible endpoint of one episode, which forwards requests to the policy.
 
     agent                                  endpoint                               policy
     POST /v1/chat/completions ----------->  Api.read: AgentRequest
          /v1/responses                      Histories.asked: observation_T
          /v1/completions                    Ask ---------------------------------> sample
                                             a Turn; PendingAnswer.answered: message
-             <----------------------------  Api.body or Api.events, of an AgentAnswer
+             <----------------------------  Api.body or Api.events of an AgentAnswer
 
-Each episode has an endpoint with a port and a key of its own, on the loopback address, which end
-with it. Requests of an agent may be concurrent. A request whose client has gone is sampled to its
-end and recorded: it was asked for, and leaving out what was too slow would favour short answers.
+Each episode has its own endpoint on the loopback address, with its own port and key, which is
+closed when the episode ends. Requests of an agent may be concurrent. If a client disconnects, its
+request is still sampled to the end and recorded: leaving out slow requests would favour short
+answers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from distill.types import StopReason, TokenArray
 
 LOOPBACK = "127.0.0.1"
 _LARGEST_BODY = 64 << 20
-# Handlers that still run when the episode has ended are cancelled.
+# Seconds until handlers that still run when the episode has ended are cancelled.
 _SHUTDOWN_S = 0.1
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LimitReached(RefusedRequest):
-    """A request that a limit of the episode refuses."""
+    """Raised for a request that exceeds a limit of the episode."""
 
     def __init__(self, reason: StopReason, code: str, message: str) -> None:
         super().__init__(message, code=code)
@@ -73,15 +74,16 @@ class LimitReached(RefusedRequest):
 
 
 class AgentEndpoint:
-    """The endpoint of one episode: `async with` serves it.
+    """Endpoint of one episode, served inside `async with`.
 
     Attributes:
-        key: the API key, valid as long as the endpoint is served.
-        turns: what was sampled, in the order in which it came.
-        first: the request of the first turn; None: there is none, or it is no chat.
-        histories: the conversations that the turns belong to.
-        limit: the limit that refused the latest request; None: it was answered, or none was sent.
-        broken: is done as soon as the engine has failed, with its error.
+        key: the API key, valid while the endpoint is served.
+        turns: sampled turns, in the order of their completion.
+        first: request of the first turn; None if there is no turn, or if it is not a chat.
+        histories: conversations that the turns belong to.
+        limit: limit because of which the latest request was refused; None: the request was
+            answered, or there was none.
+        broken: future that is done when the engine has failed, with the engine's error.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class AgentEndpoint:
     ) -> None:
         """
         Args:
-            max_tokens: the model sees fewer before each of its turns.
-            max_turns: most samples of an episode.
+            max_tokens: exclusive upper limit of the prompt tokens of each turn.
+            max_turns: maximum number of samples in an episode.
             client_sampling: see `SamplingRule`.
         """
         self._rule = SamplingRule(sampling=ask.sampling, client_sampling=client_sampling)
@@ -133,7 +135,7 @@ class AgentEndpoint:
         return self
 
     async def while_served(self, agent: Coroutine[Any, Any, T]) -> T:
-        """The agent's result. As soon as the engine fails, the agent is ended and that is raised.
+        """Await the agent and return its result. An engine failure cancels the agent.
 
         Raises:
             EngineError: the engine failed.
@@ -155,13 +157,13 @@ class AgentEndpoint:
         assert self._runner is not None
         await self._runner.cleanup()
         if self.broken.done():
-            self.broken.exception()  # who waits for it no longer does
+            self.broken.exception()  # marks it as retrieved, so that asyncio logs no warning
         else:
             self.broken.cancel()
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks the key, and turns errors into the API's."""
+        """Check the key, and convert errors to responses of the API."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not compare_digest(given.encode(errors="surrogateescape"), self.key.encode()):
             return _refused(401, "the key is not this episode's", code="invalid_api_key")
@@ -175,7 +177,7 @@ class AgentEndpoint:
             return _refused(400, str(error), field=error.field)
         except web.HTTPException as error:
             return _refused(error.status, error.reason)
-        except ConnectionError:  # the client has gone before its request was whole
+        except ConnectionError:  # the client disconnected before its request was complete
             return _refused(400, "the request is not whole")
 
     async def _models(self, _request: web.Request) -> web.Response:
@@ -194,7 +196,7 @@ class AgentEndpoint:
             if not asked.stream:
                 return web.json_response(api.body(answer))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            with suppress(ConnectionError):  # the client has gone
+            with suppress(ConnectionError):  # the client has disconnected
                 await response.prepare(request)
                 for event in api.events(answer):
                     await response.write(event.encode() + b"\n\n")
@@ -206,10 +208,11 @@ class AgentEndpoint:
     def _task(
         self, request: web.Request, raw: bytes, asked: AgentRequest
     ) -> asyncio.Task[AgentAnswer]:
-        """The task that answers the request; for a retry, that of the first attempt.
+        """Task that answers the request; for a retry, the task of the first attempt.
 
-        A retry has the `Idempotency-Key` of the first attempt. The `openai` library sends one only
-        if told to, but it counts its attempts: one above 0 is a retry of the latest same body.
+        A retry has the `Idempotency-Key` of the first attempt. The `openai` library sends this
+        header only if configured to, but it sends a retry count: a count above 0 is a retry of the
+        latest request with the same body.
         """
         body = blake2b(raw, digest_size=16).hexdigest()
         key = request.headers.get("Idempotency-Key")
@@ -227,7 +230,7 @@ class AgentEndpoint:
     def _has_ended(self, task: asyncio.Task[AgentAnswer]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # the client may have gone
+            task.exception()  # marks it as retrieved: after a disconnect nothing awaits the task
 
     async def _answered(self, asked: AgentRequest) -> AgentAnswer:
         questions = [self._question(prompt) for prompt in asked.prompts]
@@ -279,7 +282,7 @@ class AgentEndpoint:
             )
         except IsothermError:
             raise
-        except Exception as error:  # the engine's: the episode cannot go on
+        except Exception as error:  # from the engine: the episode cannot continue
             if not self.broken.done():
                 self.broken.set_exception(error)
             raise
@@ -299,9 +302,9 @@ class AgentEndpoint:
         return AgentChoice(message=message, sample=sample, pieces_T=pieces_T)
 
     def _stopped(self, observation_T: TokenArray, sample: Sample, stops: tuple[str, ...]) -> Sample:
-        """The sample up to the token that completes the first stop text.
+        """Cut a sample after the token that completes the first stop text.
 
-        A part of a sample that ends where its own tokens say is a sample itself.
+        The result is a valid sample, because its own tokens determine where it ends.
         """
         text = response_text(self._tokenizer, observation_T, sample) if stops else ""
         if not any(stop in text for stop in stops):

@@ -1,12 +1,11 @@
-"""Processes of agents: one for each episode, bounded in time, memory and output, ended with its
-children.
+"""Processes of agents, one per episode at a time, with limits of time, memory and output.
 
-    a command          started for the episode; the problem on stdin, its result on stdout
+    a command          started for each episode; the problem on stdin, the result on stdout
     module:function    called in a process that is kept for later episodes (`agent_child`)
 
-A guard (`distill.sandbox.guard`) ends a command's process with all that it has started when it has
-answered, is late, or this process dies; and so with a kept process, but for its answers. Then it
-removes their scratch folder.
+A guard (`distill.sandbox.guard`) ends the process of a command with all its children when the
+process has answered, is late, or this process dies. A kept process is ended in the same way, except
+that it continues after an answer. Then the guard removes the scratch folder.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from distill.sandbox.bounded_calls import child_command
 from distill.sandbox.guard import guarded, lifeline
 
 _LARGEST_OUTPUT = 4 << 20
-# Begins the names of scratch folders.
+# Prefix of the names of scratch folders.
 _SCRATCH = "isotherm-agent-"
 _SHOWN = 300
-# Seconds between two looks at what an agent prints.
+# Seconds between two checks of the size of an agent's output.
 _LOOK_S = 1.0
-# Kept processes that wait for an episode.
+# Maximum number of idle kept processes of a program.
 _MOST_IDLE = 64
-# Limits memory, in KiB, of a command and what it starts.
+# Limits the memory, in KiB, of a command and of each of its children.
 _LIMITED = ("/bin/sh", "-c", 'ulimit -d "$0" && exec "$@"')
 
 
@@ -50,19 +49,19 @@ T = TypeVar("T")
 
 
 class AgentFailed(Exception):
-    """The agent gave no result; the message says why, with the last line that it printed."""
+    """Raised if an agent gives no result; the message has the reason and the last output line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProgram:
-    """An agent's program and its limits. Must pickle.
+    """An agent's program and its limits. Instances must be picklable.
 
     Attributes:
         command: a command line, or `module:function`.
         directory: working directory, on nodes that have it.
-        time_s: seconds that an episode may take.
-        memory_mb: memory that each of its processes may write to.
-        gives_words: True if its result, or what judges its answer, may have feedback.
+        time_s: time limit of an episode in seconds.
+        memory_mb: data memory in MB that each process may use.
+        gives_words: True if the result, or the judge of the answer, may return feedback.
     """
 
     gives_words: ClassVar[bool] = True
@@ -74,7 +73,7 @@ class AgentProgram:
 
     @property
     def working_directory(self) -> str:
-        """`directory`, if this node has it, else that of this process."""
+        """`directory` if this node has it, else the working directory of this process."""
         return self.directory if os.path.isdir(self.directory) else os.getcwd()
 
     @property
@@ -84,26 +83,26 @@ class AgentProgram:
         return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
 
     def kept_command(self) -> Sequence[str] | None:
-        """Command of the process that is kept for later episodes; None: each has its own."""
+        """Command of a process that is kept for later episodes; None: one process per episode."""
         if not self.is_function:
             return None
         return child_command("actors.envs.agent_child", self.command)
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, with `python` as the interpreter of the run."""
+        """Environment of this process, with the run's interpreter first in PATH as `python`."""
         folder = str(Path(sys.executable).parent)
         path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
         return {**os.environ, "PATH": path}
 
     def guarded(self, command: Sequence[str], scratch: str) -> list[str]:
-        """The command with the limit on memory, under a guard, which removes `scratch`."""
+        """Wrap a command in the memory limit and in a guard, which removes `scratch`."""
         return guarded([*_LIMITED, str(self.memory_mb << 10), *command], scratch=scratch)
 
     def check(self) -> None:
         """Check that the program can be found.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the program cannot be found.
         """
         if self.is_function:
             resolve_function("env.command", self.command, ())
@@ -123,7 +122,7 @@ class AgentProgram:
             )
 
     async def run(self, problem: Mapping[str, Any], given: Mapping[str, str]) -> object:
-        """The result of one episode: JSON that the agent printed, or what its function returned.
+        """Run one episode; return the JSON that the agent printed, or its function's result.
 
         Args:
             given: environment variables of the episode.
@@ -139,7 +138,7 @@ class AgentProgram:
     async def _started(
         self, problem: Mapping[str, Any], variables: Mapping[str, str], scratch: str
     ) -> object:
-        # Files, not pipes: what the agent starts may hold a pipe open.
+        # Files, not pipes: children of the agent may hold a pipe open.
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
             given.write(_written(problem) + b"\n")
             given.seek(0)
@@ -156,7 +155,7 @@ class AgentProgram:
             try:
                 await _until(process.wait(), self.time_s, printed, complaints)
             finally:
-                with suppress(ProcessLookupError):  # it has ended, and been waited for
+                with suppress(ProcessLookupError):  # the process has already been reaped
                     process.terminate()
                 await process.wait()
             if process.returncode:
@@ -213,10 +212,10 @@ def _ending(code: int) -> str:
 
 
 async def _until(ended: Coroutine[Any, Any, T], time_s: float, *outputs: IO[bytes]) -> T:
-    """Wait for the agent's end, looking at its outputs from time to time.
+    """Wait for the agent's end, and check the size of its outputs periodically.
 
     Raises:
-        AgentFailed: it is late, or prints too much.
+        AgentFailed: the agent is late, or prints too much.
     """
     waiting = asyncio.ensure_future(ended)
     deadline = time.monotonic() + time_s
@@ -235,7 +234,7 @@ async def _until(ended: Coroutine[Any, Any, T], time_s: float, *outputs: IO[byte
 
 
 def _last_line(output: IO[bytes], most: int = 4096) -> str:
-    """The last line that is not blank, of the last `most` bytes of a file."""
+    """Last line that is not blank within the last `most` bytes of a file."""
     size = os.fstat(output.fileno()).st_size
     kept = os.pread(output.fileno(), most, max(0, size - most))
     lines = kept.decode(errors="replace").strip().splitlines()
@@ -250,8 +249,8 @@ class _KeptProcess:
     """A process that calls the agent's function, for one episode at a time.
 
     Attributes:
-        scratch: folder for temporary files, which is there during an episode. If this process dies
-            meanwhile, the guard removes it.
+        scratch: folder for temporary files, which exists during an episode. If this process dies
+            during the episode, the guard removes the folder.
     """
 
     def __init__(self, program: AgentProgram) -> None:
@@ -259,7 +258,7 @@ class _KeptProcess:
         assert command is not None
         self.scratch = str(Path(gettempdir(), _SCRATCH + secrets.token_hex(8)))
         self._calls, calls = socket.socketpair()
-        # Appended to, because it is emptied for each episode; `end` closes it.
+        # In append mode, because it is truncated before each episode. Closed by `end`.
         self._complaints = TemporaryFile("a+b")  # noqa: SIM115
         with calls:
             self.process = subprocess.Popen(
@@ -274,10 +273,10 @@ class _KeptProcess:
             )
 
     async def call(self, asked: bytes, time_s: float) -> bytes:
-        """The answer to a call, one line each.
+        """Send a call as one line, and return the line of its answer.
 
         Raises:
-            AgentFailed: it is late or too long, or the process has ended.
+            AgentFailed: the answer is late or too long, or the process has ended.
         """
         os.ftruncate(self._complaints.fileno(), 0)
         reader, writer = await asyncio.open_connection(
@@ -286,14 +285,14 @@ class _KeptProcess:
         try:
             writer.write(asked + b"\n")
             answer = await _until(reader.readline(), time_s, self._complaints)
-        except ConnectionError:  # it ended before it had read the call
+        except ConnectionError:  # the process ended before it had read the call
             answer = b""
         except ValueError:
             raise AgentFailed(f"returned more than {_LARGEST_OUTPUT >> 20} MiB") from None
         finally:
             writer.close()
         if not answer.endswith(b"\n"):
-            with suppress(subprocess.TimeoutExpired):  # else it has only closed its socket
+            with suppress(subprocess.TimeoutExpired):  # it may only have closed its socket
                 await asyncio.to_thread(self.process.wait, 1.0)
             words = _last_line(self._complaints)
             self.end()
@@ -301,7 +300,7 @@ class _KeptProcess:
         return answer
 
     def end(self) -> None:
-        """End the process and its children. May be called again."""
+        """End the process and its children. May be called several times."""
         self.process.terminate()
         self.process.wait()
         self._calls.close()
@@ -309,13 +308,13 @@ class _KeptProcess:
 
 
 _idle: dict[AgentProgram, list[_KeptProcess]] = {}
-# A forked process shares sockets with its parent's children, so it starts its own.
+# A forked process would share the sockets of its parent's children, so it starts its own children.
 os.register_at_fork(after_in_child=_idle.clear)
 
 
 @contextmanager
 def _folder(path: str) -> Iterator[None]:
-    """A folder that is there within the block."""
+    """Context manager for a folder, which is removed on exit."""
     os.mkdir(path, 0o700)
     try:
         yield
@@ -325,7 +324,7 @@ def _folder(path: str) -> Iterator[None]:
 
 @contextmanager
 def _kept(program: AgentProgram) -> Iterator[_KeptProcess]:
-    """A child for one call: kept for the next after an answer, ended otherwise."""
+    """Context manager for one call of a child, which is kept after an answer, else ended."""
     idle = _idle.setdefault(program, [])
     child = None
     while idle and child is None:
@@ -336,7 +335,7 @@ def _kept(program: AgentProgram) -> Iterator[_KeptProcess]:
     child = child or _KeptProcess(program)
     try:
         yield child
-    except BaseException:  # of a cancelled episode, too: what it would answer is no one's
+    except BaseException:  # also if the episode is cancelled: a late answer would reach the next
         child.end()
         raise
     if len(idle) < _MOST_IDLE:

@@ -1,11 +1,11 @@
-"""Requests of agents, by whichever of OpenAI's APIs they come, and their answers; no network.
+"""Requests of agents and their answers, in a form that is common to OpenAI's APIs; no network.
 
     agent_chat          chat completions     \\
     agent_responses     responses             }   AgentRequest -> samples -> AgentAnswer
     agent_completions   completions          /
 
-An `Api` translates bodies into requests and answers into bodies. All else is the same for all of
-them and is done once, in front of the policy (`agent_endpoint`).
+An `Api` converts bodies to requests and answers to bodies. Everything else is the same for all APIs
+and is done by `agent_endpoint`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 Body = Mapping[str, Any]
 ClientSampling = Literal["force", "refuse"]
 
-# What a request may say about sampling without an effect, with the values that change nothing,
-# beside the run's own: tokens are sampled from the policy's whole distribution at the run's
-# temperature. A field within an object has a dot.
+# Sampling fields of a request that have no effect, because tokens are sampled from the policy's
+# full distribution at the run's temperature. Each has the values that are accepted, in addition to
+# the run's own value. A dot separates an object and its field.
 _WITHOUT_EFFECT: Mapping[str, Sequence[object]] = {
     "temperature": (), "seed": (), "top_p": (), "top_k": (-1,), "min_p": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
@@ -45,7 +45,7 @@ _logged: set[str] = set()
 
 
 class RefusedRequest(DataError):
-    """A request that the API's own error refuses; `code` is the API's name for the reason."""
+    """Raised for a request that is refused with an API error; `code` is the API's error code."""
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message, field=field)
@@ -54,7 +54,7 @@ class RefusedRequest(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """Messages in normal form, and the schemas of tools in OpenAI's form."""
+    """Chat messages in normal form, and schemas of tools in OpenAI's form."""
 
     messages: list[Message]
     tools: tuple[Mapping[str, Any], ...]
@@ -65,11 +65,12 @@ class AgentRequest:
     """A checked request.
 
     Attributes:
-        body: the request as it was sent.
-        prompts: each is sampled by itself; a text or token ids are no chat.
-        choices: number of samples of each prompt.
-        max_tokens: longest sample; None: the run's `max_new_tokens`.
-        with_usage: whether a stream ends with the number of tokens.
+        body: the original body.
+        prompts: prompts, sampled separately; each is a chat, a text or token ids.
+        choices: number of samples for each prompt.
+        max_tokens: maximum number of tokens of a sample; None: the run's `max_new_tokens`.
+        stops: texts that end a sample.
+        with_usage: True if a stream ends with the numbers of tokens.
     """
 
     body: Body
@@ -91,13 +92,14 @@ class AgentRequest:
         max_tokens: Sequence[str],
         logprobs: bool,
     ) -> AgentRequest:
-        """The request, with the fields that all APIs have.
+        """Create a request from a body, with the fields that all APIs have.
 
         Args:
-            max_tokens: names of the field that has the longest sample; the first one given counts.
+            max_tokens: names of the field with the maximum number of tokens; the first one that is
+                present is used.
 
         Raises:
-            DataError: a field that is malformed.
+            DataError: a field is malformed.
         """
         longest = next((name for name in max_tokens if body.get(name) is not None), max_tokens[0])
         options = body.get("stream_options")
@@ -119,8 +121,8 @@ class AgentChoice:
     """One sample as an agent receives it.
 
     Attributes:
-        message: an assistant's; of a prompt that is no chat it has content only.
-        pieces_T: text of each sampled token; empty if log-probs were not asked for.
+        message: assistant message; it has only content if the prompt is not a chat.
+        pieces_T: text of each sampled token; empty if log-probs were not requested.
     """
 
     message: Message
@@ -134,7 +136,7 @@ class AgentChoice:
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 
     def logprobs(self) -> list[dict[str, Any]]:
-        """Log-probs at the run's temperature, a sampled token each; none if nobody asked."""
+        """Log-probs of the sampled tokens at the run's temperature; empty if not requested."""
         logprobs_T = self.sample.logprobs_T if self.pieces_T else ()
         return [
             {
@@ -149,11 +151,11 @@ class AgentChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAnswer:
-    """The answer to a request, the same for every retry of it.
+    """Answer to a request and to all its retries.
 
     Attributes:
-        choices: those of the first prompt come first.
-        prompt_tokens: of all prompts.
+        choices: choices of all prompts, in the order of the prompts.
+        prompt_tokens: number of tokens of all prompts.
     """
 
     request: AgentRequest
@@ -167,7 +169,7 @@ class AgentAnswer:
         return sum(len(choice.sample.tokens_T) for choice in self.choices)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
-        """The first fields of (chat) completions and of each of their chunks."""
+        """First fields of (chat) completions and of each of their chunks."""
         return {
             "id": f"{prefix}-{self.name}",
             "object": kind,
@@ -190,19 +192,19 @@ class Api(Protocol):
     path: str
 
     def read(self, body: Body) -> AgentRequest:
-        """The request of a body.
+        """Parse a body.
 
         Raises:
-            DataError: a field that is malformed, or asks for what the policy cannot give.
+            DataError: a field is malformed, or requests a feature that is not supported.
         """
         ...
 
     def body(self, answer: AgentAnswer) -> dict[str, Any]:
-        """The answer as one body."""
+        """Format an answer as one body."""
         ...
 
     def events(self, answer: AgentAnswer) -> Iterator[str]:
-        """The answer as server-sent events, without their blank lines."""
+        """Format an answer as server-sent events, without the blank lines between them."""
         ...
 
 
@@ -214,7 +216,7 @@ def data_events(parts: Iterator[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def refuse_fields(body: Body, remedies: Mapping[str, str]) -> None:
-    """Raises DataError for a field of `remedies` that asks for something."""
+    """Raise DataError if the body sets a field of `remedies`."""
     for name, remedy in remedies.items():
         if body.get(name) not in (None, False, 0, ""):
             raise DataError(f"`{name}` is not there; {remedy}", field=name)
@@ -222,11 +224,12 @@ def refuse_fields(body: Body, remedies: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRule:
-    """The rule for what clients ask of the sampling, which is the run's whatever they ask.
+    """Check of the sampling fields of requests. Sampling always uses the settings of the run.
 
     Attributes:
-        sampling: the episode's.
-        client_sampling: `force` overrides a client and logs it once; `refuse` refuses its request.
+        sampling: sampling settings of the episode.
+        client_sampling: `force` overrides other values and logs each field once; `refuse` rejects
+            the request.
     """
 
     sampling: Sampling
@@ -236,7 +239,7 @@ class SamplingRule:
         """Apply the rule to a request.
 
         Raises:
-            RefusedRequest: a field asks for something else than the run does, and that is refused.
+            RefusedRequest: a field differs from the run's settings, with `refuse`.
         """
         asked = {
             name: value
@@ -263,7 +266,7 @@ class SamplingRule:
             )
 
     def _own(self, name: str) -> float | None:
-        """The run's own value; None: it has none."""
+        """Value of the run's settings; None if the run has no such setting."""
         decoder = self.sampling if isinstance(self.sampling, EvalSampling) else None
         own = {
             "temperature": self.sampling.temperature,
@@ -307,17 +310,17 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def models_body(names: Sequence[str]) -> dict[str, Any]:
-    """The list of models."""
+    """Body of the list of models."""
     return {"object": "list", "data": [model_body(name) for name in names]}
 
 
 def model_body(name: str) -> dict[str, Any]:
-    """One model."""
+    """Body of one model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "isotherm"}
 
 
 def error_body(message: str, code: str | None, field: str | None) -> dict[str, Any]:
-    """An error in the API's form."""
+    """Body of an error."""
     return {
         "error": {
             "message": message, "type": "invalid_request_error", "param": field, "code": code,

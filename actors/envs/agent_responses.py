@@ -1,12 +1,12 @@
-"""OpenAI's responses: items in place of messages, and typed events in place of chunks.
+"""OpenAI's responses API: items instead of messages, and typed events instead of chunks.
 
     input items                                     message
-    reasoning, message, function_call ...           the assistant's, with its tool calls
-    function_call_output                            a tool's
-    message of another role                         the same
+    reasoning, message, function_call ...           one assistant message with tool calls
+    function_call_output                            tool message
+    message of another role                         message of the same role
 
-Each answer is kept while its episode lasts, unless `store` is false: `previous_response_id` and
-`item_reference` name what is kept.
+Answers are kept until the episode ends, unless `store` is false. Requests refer to them by
+`previous_response_id` and `item_reference`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TEXT_PARTS = {
 
 
 class ResponsesApi:
-    """/v1/responses, of one episode."""
+    """/v1/responses of one episode."""
 
     path = "/v1/responses"
 
@@ -80,7 +80,7 @@ class ResponsesApi:
             yield f"event: {event['type']}\ndata: {json.dumps(event)}"
 
     def _history(self, body: Body) -> list[Item]:
-        """Items of the previous response and of its history, and those that the request adds."""
+        """Items of the previous response and its history, then the items of the request."""
         previous = body.get("previous_response_id")
         if previous is not None and str(previous) not in self._responses:
             raise RefusedRequest(
@@ -113,7 +113,7 @@ class ResponsesApi:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as chat messages. Items of one turn of the assistant's make one message."""
+    """Convert items to chat messages. Items of one assistant turn are merged into one message."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         where = f"input[{number}]"
@@ -153,7 +153,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _text(content: object, where: str) -> str:
-    """The text of an item's content: a text, or parts of text."""
+    """Text of an item's content, which is a string or a list of text parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -169,7 +169,7 @@ def _text(content: object, where: str) -> str:
 
 
 def _listed(body: Body, name: str) -> list[Any]:
-    """The list in a field of the body; empty if there is none."""
+    """List in a field of the body; empty if the field is missing."""
     value = body.get(name) or []
     if not isinstance(value, list):
         raise DataError(f"`{name}` must be a list, got {str(value)[:80]}", field=name)
@@ -177,10 +177,10 @@ def _listed(body: Body, name: str) -> list[Any]:
 
 
 def _tools(tools: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
-    """The flat schemas in the form of chat completions.
+    """Convert flat tool schemas to the form of chat completions.
 
     Raises:
-        DataError: one is not a function: the endpoint runs no tools.
+        DataError: a tool is not a function. The endpoint does not run tools.
     """
     nested = []
     for number, tool in enumerate(tools):
@@ -197,7 +197,7 @@ def _tools(tools: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _output(answer: AgentAnswer) -> list[dict[str, Any]]:
-    """The answer's items: its reasoning, its text, its calls."""
+    """Items of an answer: reasoning, text, and calls."""
     [choice] = answer.choices
     message, status = choice.message, _status(answer)
     calls, content = message.get("tool_calls") or (), message.get("content") or ""
@@ -265,7 +265,7 @@ def _response(answer: AgentAnswer, output: Sequence[Item]) -> dict[str, Any]:
 
 
 def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a response: each item in one piece, as it has been sampled when it comes."""
+    """Events of a response. Each item is sent in one piece, because it is already complete."""
     begun = whole | {"status": "in_progress", "output": [], "usage": None}
     begun["incomplete_details"] = None
     yield {"type": "response.created", "response": begun}

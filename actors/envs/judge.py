@@ -1,10 +1,10 @@
-"""A judge: a language model that is asked, over OpenAI's chat completions, how good answers are.
+"""Judge: a language model that rates answers through OpenAI's chat completions.
 
-    score     one answer by a rubric, and beside a reference if there is one      0 .. 1
-    prefer    which of two answers is better, in both orders                      0 .. 1
+    score     one answer by a rubric, and by a reference answer if there is one   0 .. 1
+    prefer    two answers against each other, in both orders                      0 .. 1
 
-A verdict that cannot be read is asked for once more; a second one fails the caller. What the judge
-is told, and how it is read, stands in `actors.envs.verdicts`.
+An unreadable verdict is requested once more; if the second one is unreadable, the call fails. The
+prompts and the parser of verdicts are in `actors.envs.verdicts`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ _SHOWN = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """A model behind an OpenAI-compatible endpoint. It pickles as its settings.
+    """Model behind an OpenAI-compatible endpoint. Pickled without its connections.
 
-    The key comes from the environment variable ISOTHERM_JUDGE_API_KEY of the process that asks.
+    The key is read from the environment variable ISOTHERM_JUDGE_API_KEY of the calling process.
 
     Args:
-        url: http(s)://host[:port], with the path where the API is, if that is not /v1.
-        model: its name there.
-        timeout_s: longest that one attempt may take.
-        max_concurrent: most requests under way at once, a process.
-        retries: after failures that may pass: refusals for now, lost connections, timeouts.
-        max_tokens: longest verdict, with the reasons that it gives.
-        max_chars: of an answer, that the judge sees.
+        url: http(s)://host[:port], with the path of the API if it is not /v1.
+        model: name of the model at the endpoint.
+        timeout_s: time limit of one attempt in seconds.
+        max_concurrent: maximum number of concurrent requests of a process.
+        retries: maximum number of retries after transient failures: busy server, lost connection,
+            timeout.
+        max_tokens: maximum number of tokens of a verdict, its reasons included.
+        max_chars: maximum number of characters of an answer that the judge sees.
 
     Raises:
-        ConfigError: the address cannot work. The other settings have their ranges in
-            `actors.envs.judge_env.Judged`.
+        ConfigError: the address is invalid. `actors.envs.judge_env.Judged` checks the other
+            settings.
     """
 
     url: str
@@ -72,10 +73,10 @@ class Judge:
         _ = self._address
 
     async def check(self) -> None:
-        """Asks which models there are (`GET .../models`), which costs nothing; nothing is judged.
+        """Check the endpoint by listing its models (`GET .../models`), which costs nothing.
 
         Raises:
-            ConfigError: the library is missing, or nobody answers as an OpenAI endpoint does.
+            ConfigError: the library is missing, or there is no OpenAI-compatible endpoint at `url`.
         """
         quick = replace(self, timeout_s=min(self.timeout_s, _CHECK_S))._endpoint()
         try:
@@ -93,7 +94,7 @@ class Judge:
                 field="env.judge_url",
             )
         names = [str(each.get("id")) for each in listed["data"] if isinstance(each, dict)]
-        if self.model not in names:  # no error: not every endpoint lists all that it serves
+        if self.model not in names:  # no error: some endpoints do not list all models
             logger.warning(
                 "the judge at %s does not list env.judge_model=%s; %s",
                 self.url,
@@ -102,10 +103,10 @@ class Judge:
             )
 
     async def try_verdict(self, rubric: str, *, pairs: bool) -> None:
-        """Asks for a verdict about made-up answers, to know before a run that it can be read.
+        """Check before a run, with made-up answers, that the judge returns readable verdicts.
 
         Raises:
-            ConfigError: no answer, or none with the line that holds the verdict.
+            ConfigError: the judge did not answer, or its answer has no verdict line.
         """
         answers = {"answer A": "4", "answer B": "5"} if pairs else {"answer": "4"}
         task = COMPARING if pairs else SCORING
@@ -123,12 +124,12 @@ class Judge:
     async def score(
         self, question: str, answer: str, rubric: str, reference: str | None = None
     ) -> float:
-        """Score of the answer, from 0 to 1; a blank one is not asked about, and earns 0.
+        """Score an answer from 0 to 1. A blank answer gets 0 without a request.
 
         Raises:
-            DataError: the judge refused the question, or twice gave no verdict.
-            EngineError: it did not answer.
-            ConfigError: it knows no such key or model.
+            DataError: the judge refused the question, or returned no verdict twice.
+            EngineError: the judge did not answer.
+            ConfigError: the endpoint rejects the key, or has no such model.
         """
         if not answer.strip():
             return 0.0
@@ -138,12 +139,13 @@ class Judge:
     async def prefer(
         self, question: str, first: str, second: str, rubric: str, reference: str | None = None
     ) -> float:
-        """1: the first is better; 0: the second is; the mean of the verdicts in both orders.
+        """Compare two answers: 1 if the first is better, 0 if the second is better.
 
-        Where both say the same, or one of them nothing, the judge is not asked.
+        The result is the mean of the verdicts in both orders. If the answers are equal, or one is
+        blank, no request is sent.
 
         Raises:
-            DataError, EngineError, ConfigError: as of `score`.
+            DataError, EngineError, ConfigError: as for `score`.
         """
         if first.strip() == second.strip():
             return 0.5
@@ -170,7 +172,7 @@ class Judge:
         reference: str | None,
         answers: Mapping[str, str],
     ) -> str:
-        """The verdict in the judge's last line; asks once more if the line has another form."""
+        """Request a verdict, and a second time if the last line of the answer is not one."""
         order = verdicts.order(task, rubric, question, reference, answers, self.max_chars)
         messages: Messages = [{"role": "user", "content": order}]
         said, cut = "", False
@@ -202,7 +204,7 @@ class Judge:
             raise
 
     def _connected(self) -> TextEndpoint:
-        """This event loop's endpoint."""
+        """Endpoint of the running event loop, opened by its first request."""
         for loop in list(_CONNECTED):
             if loop.is_closed():
                 _CONNECTED.pop(loop, None)
@@ -212,7 +214,7 @@ class Judge:
         return connected[self]
 
     def _endpoint(self) -> TextEndpoint:
-        """Raises ConfigError where the library is not installed, or the key is invalid."""
+        """Open the endpoint. Raises ConfigError if the library is missing or the key invalid."""
         attempts = self.retries + 1
         return TextEndpoint.open(
             self._address,
@@ -236,5 +238,6 @@ class Judge:
         )
 
 
-# A client's connections belong to the loop that made them, and closed loops leave theirs behind.
+# A client's connections belong to the event loop that opened them. Clients of closed loops are
+# dropped.
 _CONNECTED: dict[asyncio.AbstractEventLoop, dict[Judge, TextEndpoint]] = {}

@@ -1,17 +1,19 @@
-"""Prompts without a checkable answer: a judge elsewhere, or a reward model, rewards the responses.
+"""Prompts without a checkable answer, whose responses a judge or a reward model rewards.
 
-    mode=score    each response on its own, by a rubric; asked in the environment's step
-    mode=pairs    the responses of a group against one another; asked once all have ended
+    mode=score    each response separately, by a rubric, in the environment's step
+    mode=pairs    the responses of a group against each other, when all have ended
 
     env=actors.envs.judge_env:Judged env.judge_url=http://host:8000/v1 env.judge_model=NAME
     env.rubric=@FILE
 
-A row's `answer`, if it has one, is shown to the judge as a reference. Rewards are from 0 to 1.
+The judge is a model behind an endpoint. It sees a row's `answer`, if any, as a reference. Rewards
+are from 0 to 1.
 
     env=actors.envs.judge_env:Judged env.reward_model=DIR
 
-asks the run's reward model instead, once all of a group have ended. A response's score is its
-reward; with mode=pairs, the mean probability that it is preferred to another of the group.
+The run's reward model is used instead, when all responses of a group have ended. The reward is the
+score of the response; with mode=pairs, the mean probability that the response is preferred to
+another one of the group.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ MODES = ("score", "pairs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem as its judge sees it; `reference` is a good answer, where there is one."""
+    """One problem for the judge.
+
+    Attributes:
+        reference: reference answer; None if there is none.
+        line: number of the problem's row, which seeds the choice of pairs.
+    """
 
     judge: Judge
     rubric: str
@@ -56,13 +63,13 @@ class Case:
     line: int
 
     async def score(self, message: Message) -> float:
-        """Reward of a response by itself."""
+        """Reward of a single response."""
         return await self.judge.score(self.question, _answer(message), self.rubric, self.reference)
 
     async def compare(
         self, messages_G: Sequence[Sequence[Message]], *, max_pairs: int | None
     ) -> list[float]:
-        """Reward of each member: the mean of its comparisons with others."""
+        """Reward of each member: the mean of its comparisons with other members."""
         answers_G = [_answer(messages[-1]) for messages in messages_G]
         if len(answers_G) < 2:
             raise _alone()
@@ -89,10 +96,10 @@ async def scored(
     prompt: Prompt,
     pairs: bool,
 ) -> list[float]:
-    """Rewards of a group by the run's reward model.
+    """Rewards of a group from the run's reward model.
 
-    With `pairs` the mean over the others of P(a over b) = sigmoid(r_a - r_b), as Bradley & Terry
-    (1952) have it, and as the model was trained.
+    With `pairs`, the mean over the other members of P(a over b) = sigmoid(r_a - r_b), the model of
+    Bradley & Terry (1952) with which the reward model was trained.
     """
     asked = [conversation(prompt, _answer(messages[-1])) for messages in messages_G]
     scores_G = await scores_of(models, asked)
@@ -119,7 +126,7 @@ def _alone() -> ConfigError:
 
 
 class Answered(MessageEnv):
-    """One prompt, one response. The judge scores it, unless the group is compared later."""
+    """One prompt and one response, which is scored if `case` is given, else compared later."""
 
     def __init__(self, prompt: Prompt, case: Case | None) -> None:
         self._prompt, self._case = prompt, case
@@ -222,10 +229,10 @@ class Judged(ChatEnvConfig):
         return self.reward_model
 
     def judge(self) -> Judge:
-        """The judge; nothing is asked of it yet.
+        """Create the judge, without a request.
 
         Raises:
-            ConfigError: a setting of it is missing, or cannot work.
+            ConfigError: a setting of the judge is missing or invalid.
         """
         for name in ("judge_url", "judge_model", "rubric"):
             if getattr(self, name) is None:
@@ -267,13 +274,13 @@ class Judged(ChatEnvConfig):
         return self._counts_and()
 
     def evaluation(self) -> EnvConfig:
-        """Scores: a response to a problem may be its only one there."""
+        """Use mode=score in evaluations, where a problem may have a single response."""
         if self.mode == "score":
             return self
         return chz.replace(self, mode="score", max_pairs=None)
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
-        """Reads the prompts, and asks the judge for its models and for one verdict."""
+        """Read the prompts, and check the judge by its list of models and one verdict."""
         dataset = super().__call__(path, setting)
         if self.reward_model is None:
             asyncio.run(self._try_judge())
@@ -289,7 +296,7 @@ class Judged(ChatEnvConfig):
         source = require_path(path, "Judged")
         prompts_P = setting.prompts(source, ChatStyle(system=self.system))
         if self.reward_model is not None:
-            from distill.rewards.conversations import check_prompts  # torch: not for workers
+            from distill.rewards.conversations import check_prompts  # torch: only imported here
 
             check_prompts(self.reward_model, source, prompts_P, setting.max_new_tokens)
             return [self._rewarded(prompt) for prompt in prompts_P]
@@ -325,10 +332,10 @@ class Judged(ChatEnvConfig):
 
 
 def read_rubric(given: str) -> str:
-    """The rubric, or the text of the file after the @.
+    """Return the rubric, or the text of its file if the setting is @FILE.
 
     Raises:
-        ConfigError: there is no such file, or no text in it.
+        ConfigError: the file cannot be read, or is blank.
     """
     if not given.startswith("@"):
         return given
@@ -347,10 +354,10 @@ def read_rubric(given: str) -> str:
 
 
 def balanced_pairs(group_size: int, max_pairs: int | None, *, seed: int) -> list[tuple[int, int]]:
-    """Every pair of members; or at most `max_pairs`, each member in the same number of them.
+    """Choose all pairs of members, or up to `max_pairs` with each member in equally many pairs.
 
-    The members stand in a circle, in seeded order, and each meets its nearest neighbours; with an
-    odd number of pairs each, the one across as well.
+    The members are arranged in a circle in a seeded random order. Each is paired with its nearest
+    neighbours, and with the opposite member if the number of pairs per member is odd.
     """
     if max_pairs is None or max_pairs >= _all_pairs(group_size):
         each = group_size - 1
@@ -373,7 +380,7 @@ def _all_pairs(group_size: int) -> int:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """A chat as the judge reads it; a question alone is only that."""
+    """Format a chat for the judge. A single message has no role header."""
     if len(messages) == 1:
         return str(messages[0].get("content") or "")
     return "\n\n".join(f"[{each['role']}]\n{each.get('content') or ''}" for each in messages)

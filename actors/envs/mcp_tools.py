@@ -1,14 +1,14 @@
-"""Tools of a server of the Model Context Protocol, through the official client (extra `mcp`).
+"""Tools of a Model Context Protocol (MCP) server, through the official client (extra `mcp`).
 
     env=actors.envs.mcp_tools:McpToolUse env.mcp_command="python server.py"
 
-    when the run is checked   the server is asked for its tools: every episode shows these
-    start of an episode       a server and a session of its own
-    call                      through that session; limits and errors as of any tool
-    end, however it comes     the session is closed, and the server's processes are ended
+    check of the run          requests the server's list of tools, which every episode uses
+    start of an episode       starts a server and opens a session
+    call                      goes through that session; limits and errors as for any tool
+    end of an episode         closes the session and ends the server's processes, even after errors
 
-A server that does not start fails the group, which the run counts. One that dies, or refuses a
-call, is told to the model: it may have been the call that did it.
+If a server does not start, the group fails, and the run counts the failure. If a server dies or
+refuses a call, the model gets the error, because the call may have caused it.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A server that ends well has 2 s for it, and is killed after 4; see the client's stdio.py.
+# The client gives a server 2 s to end, and kills it after 4 s (stdio.py of the client).
 _CLOSE_S = 15.0
 
 
 class McpServerError(RuntimeError):
-    """A server that cannot be spoken to: no fault of the model's."""
+    """Raised if a server does not start or answer, which the model cannot have caused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """Address of an MCP server: a command to run, or the URL of one that runs (streamable HTTP).
+    """Address of an MCP server: a command, or the URL of a running server (streamable HTTP).
 
     Attributes:
-        environment: names of the variables that the command sees, besides PATH, HOME and what the
-            client's `get_default_environment` has; their values are read where it is run.
-        start_s: longest start, seconds.
+        environment: names of environment variables passed to the command, in addition to PATH, HOME
+            and the others of the client's `get_default_environment`. Their values are read in the
+            process that runs the command.
+        start_s: longest start in seconds.
     """
 
     command: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class McpServer:
         return self.url or shlex.join(self.command)
 
     def transport(self, errors: Any) -> Transport:
-        """Transport for a client. The command's stderr goes to the file `errors`."""
+        """Create a transport for a client. The command's stderr goes to the file `errors`."""
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
@@ -84,10 +85,10 @@ class McpServer:
 
 
 class McpSession:
-    """One server, or one session with a running one, from `open` to `close`.
+    """Session with a server. A server with a command is started by `open` and ended by `close`.
 
-    A task of its own holds the client: it must be left by the task that entered it, and an
-    episode's parts run in several.
+    A separate task holds the client, because the task that enters the client's context must also
+    leave it, and the steps of an episode run in several tasks.
     """
 
     def __init__(self, server: McpServer) -> None:
@@ -97,7 +98,7 @@ class McpSession:
         self._end = asyncio.Event()
 
     async def open(self) -> None:
-        """Raises McpServerError if the server does not start, or does not answer."""
+        """Open the session. Raises McpServerError if the server does not start or answer."""
         assert self._holder is None, "a session is opened once"
         if self._end.is_set():
             raise McpServerError(f"the session with {self._server} was closed before it began")
@@ -110,14 +111,14 @@ class McpSession:
         if self._holder is None or self._client is None:
             return
         if not self._client.done():
-            self._holder.cancel()  # it is still being opened
+            self._holder.cancel()  # the session is still being opened
         await asyncio.wait([self._holder], timeout=_CLOSE_S)
         if not self._holder.done():
             logger.warning("MCP server %s does not end; it is left to itself", self._server)
             self._holder.cancel()
 
     async def ask(self, question: Callable[[Client], Awaitable[Any]]) -> Any:
-        """The server's answer; raises ToolError, for the model, where it refuses or is gone."""
+        """Return the server's answer. Raises ToolError if the server refuses or has ended."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -139,7 +140,7 @@ class McpSession:
                     clock.reschedule(None)
                     opened.set_result(client)
                     await self._end.wait()
-            except Exception as error:  # the client's, the system's, or a group of them
+            except Exception as error:  # from the client or the system, or an ExceptionGroup
                 if opened.done():
                     logger.warning("MCP server %s ended badly: %s", self._server, _causes(error))
                     return
@@ -147,7 +148,7 @@ class McpSession:
                 failure.__cause__ = error
                 opened.set_exception(failure)
             finally:
-                opened.cancel()  # of no effect where it is settled
+                opened.cancel()  # no effect if the future is done
 
     def _why(self, error: Exception, errors: Any) -> str:
         errors.seek(0)
@@ -159,14 +160,14 @@ class McpSession:
 
 
 def _causes(error: BaseException) -> str:
-    """The error in one line; of an exception group, its members."""
+    """Format an error as one line; an exception group as its members."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_causes(member) for member in error.exceptions)
     return f"{type(error).__name__}: {error}"
 
 
 class McpTool(Tool):
-    """A tool as its server describes it; `session`, in an episode, is what calls go through."""
+    """A server's tool. Calls need a `session`, which exists within an episode."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class McpTool(Tool):
         result = await self._session.ask(
             lambda client: client.call_tool(self.name, dict(arguments))
         )
-        # Texts, and texts of resources; what else there is, a picture for example, is named.
+        # Texts, and texts of resources. Other parts, such as pictures, are shown by their type.
         texts = [
             getattr(getattr(part, "resource", part), "text", f"[{part.type}]")
             for part in result.content
@@ -213,7 +214,7 @@ class McpTool(Tool):
 
 @cache
 def server_tools(server: McpServer) -> tuple[McpTool, ...]:
-    """The tools of a server, which is started for it, once for each process that asks.
+    """Tools of a server. The server is started to list them, once in each process.
 
     Raises:
         ConfigError: the client library is not installed, or the server does not start.
@@ -221,7 +222,7 @@ def server_tools(server: McpServer) -> tuple[McpTool, ...]:
     require_library("mcp", "env=McpToolUse", "isotherm[mcp]", "env")
     try:
         return asyncio.run(_listed(server))
-    except Exception as error:  # the client's are many
+    except Exception as error:  # the client raises many types
         raise ConfigError(
             f"the MCP server cannot be asked for its tools: {_causes(error)}. Does "
             "env.mcp_command run in a shell, or env.mcp_url answer? Variables that it needs are "
@@ -248,7 +249,7 @@ async def _listed(server: McpServer) -> tuple[McpTool, ...]:
 
 
 class McpEnv(MessageEnv):
-    """An environment whose tools of a server's are called through one session of the episode's."""
+    """Environment whose MCP tools are called through one session per episode."""
 
     def __init__(self, make: Callable[[], MessageEnv], server: McpServer) -> None:
         self._env, self._session = make(), McpSession(server)
@@ -280,7 +281,7 @@ class McpEnv(MessageEnv):
 
 @chz.chz
 class McpToolUse(ToolUse):
-    """env=McpToolUse: prompts that are answered with an MCP server's tools, and with others."""
+    """env=McpToolUse: prompts that are answered with tools of an MCP server, and other tools."""
 
     tools: str = chz.field(
         default="", doc="tools besides the server's, commas between; as of env=ToolUse"

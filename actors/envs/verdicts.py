@@ -1,8 +1,8 @@
-"""Prompts for a judge and the parsing of its verdicts. Pure; `actors.envs.judge` sends them.
+"""Prompts for a judge, and the parser of its verdicts. Pure functions; `actors.envs.judge` sends.
 
-What is judged is fenced in by a marker made for the request, and what chat templates take for the
-end of a turn is broken up in it: an answer stays an answer. Of what the judge writes the last line
-alone counts.
+The judged material is enclosed by a random marker for each request, and tokens that chat templates
+use for the end of a turn are broken up in it, so that an answer cannot act as an instruction. Only
+the last line of the judge's reply is parsed.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 Messages = Sequence[Mapping[str, str]]
 
-# What families of chat templates end turns with. Servers read it as such wherever it stands.
+# Texts that end turns in common chat templates. Servers parse them anywhere in a message.
 _CONTROL = re.compile(r"<(?=[|｜]|/?s>|(?:start|end)_of_turn>)|\[(?=/?INST\])")  # noqa: RUF001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Instructions for the judge, and its last line.
+    """Instructions for the judge, and the form of its last line.
 
     Attributes:
         words: instructions.
-        form: the line, as a user reads it.
-        line: its pattern; its one group is the verdict.
+        form: description of the last line for error messages.
+        line: pattern of the last line; its group is the verdict.
     """
 
     words: str
@@ -63,9 +63,10 @@ def order(
     answers: Mapping[str, str],
     max_chars: int,
 ) -> str:
-    """The rubric, the material by its names, and the task, which comes last.
+    """Compose the prompt: the rubric, the named material, and the task at the end.
 
-    Of each answer `max_chars` are shown; what is left out is said, outside of the fence.
+    Each answer is cut to `max_chars` characters. The number of characters left out is stated
+    outside of the markers.
     """
     marker = secrets.token_hex(8)
     material = {"question": _fenced("question", question, marker)}
@@ -89,18 +90,18 @@ def _fenced(name: str, text: str, marker: str) -> str:
 
 
 def verdict(task: Task, said: str) -> str | None:
-    """The verdict; None where the last line has another form."""
+    """Parse the verdict; None if the last line has another form."""
     found = task.line.fullmatch(last_line(said))
     return None if found is None else found[1]
 
 
 def last_line(said: str) -> str:
-    """The last line that is not blank, without the asterisks of Markdown's bold type."""
+    """Last line that is not blank, without asterisks of Markdown's bold type."""
     lines = said.replace("*", "").strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def reminder(said: str) -> Messages:
-    """Messages that ask again after a reply without a verdict."""
+    """Messages that request the verdict again after a reply without one."""
     told = "Your last line is no verdict of the form asked for. Write that line now, alone."
     return [{"role": "assistant", "content": said}, {"role": "user", "content": told}]

@@ -1,11 +1,12 @@
-"""The process that plays episodes of a `verifiers` environment (see `verifiers_env`).
+"""Process that plays episodes of a `verifiers` environment (see `verifiers_env`).
 
-    python -P verifiers_child.py SETTINGS problems      writes its problems to stdout
-    python -P verifiers_child.py SETTINGS               plays one for each call (`serve`)
+    python -P verifiers_child.py SETTINGS problems      writes the problems to stdout
+    python -P verifiers_child.py SETTINGS               plays one episode per call (`serve`)
 
-It runs in the interpreter that has `verifiers`, with nothing of isotherm's but `agent_child`.
-SETTINGS is JSON: `name`, `args`, `most`. A problem is the data of a task, as `verifiers` sends it
-between processes; the task is made from it again, and no episode loads the data set.
+The process runs in the interpreter that has `verifiers`, and uses only `agent_child` of isotherm.
+SETTINGS is JSON: `name`, `args`, `most`. A problem is the data of a task in the form in which
+`verifiers` sends it between processes. The task is rebuilt from this data, so that no episode loads
+the data set.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _KEY = "ISOTHERM_EPISODE_KEY"
 
 
 def loaded(name: str, args: Mapping[str, Any]) -> Any:
-    """The environment. Its agents run on this machine and execute no code, unless told otherwise.
+    """Load the environment. By default its agents run on this machine and execute no code.
 
-    (The defaults of `verifiers` are a shell, and a sandbox that is rented.)
+    (The defaults of `verifiers` are a shell and a rented sandbox.)
     """
     given = {**args, "taskset": {**args.get("taskset", {}), "id": name}}
     roles = agent_config_fields(vf.resolve_env_config(json.loads(json.dumps(given))))
@@ -47,7 +48,7 @@ def loaded(name: str, args: Mapping[str, Any]) -> Any:
 
 
 def problems(env: Any, most: int | None) -> list[dict[str, Any]]:
-    """The first problems of the environment, or all."""
+    """First `most` problems of the environment; None: all."""
     if most is None and not env.taskset.bounded:
         raise ValueError("it has problems without end; say how many (env.problems)")
     tasks = itertools.islice(env.taskset, most)
@@ -55,14 +56,14 @@ def problems(env: Any, most: int | None) -> list[dict[str, Any]]:
 
 
 class Player:
-    """Plays episodes, one at a time. What the environment serves is up from the first on."""
+    """Plays episodes one at a time. The environment's servers run from the first episode on."""
 
     def __init__(self, env: Any) -> None:
         self._env, self._runner = env, asyncio.Runner()
         self._serving: Any = None
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The result of an episode, as agents give it."""
+        """Play an episode and return its result in the form of `agent_child.Answer`."""
         try:
             return self._runner.run(self._played(asked["problem"], asked["environment"]))
         except BaseException as error:  # the environment's code may raise anything
@@ -72,10 +73,10 @@ class Player:
         if self._serving is None:
             self._serving = self._env.serving()
             await self._serving.__aenter__()
-        # For this process alone: uv, which agents start with, has its locks in TMPDIR, and shares
-        # them with other episodes.
+        # Only in this process, not in the environment variable: uv, which starts agents, keeps
+        # locks in TMPDIR that all episodes must share.
         tempfile.tempdir = given["TMPDIR"]
-        # The environment's judges may have an endpoint by OPENAI_BASE_URL: the episode's is apart.
+        # Another variable than OPENAI_API_KEY, which the environment's judges may use.
         os.environ[_KEY] = given["OPENAI_API_KEY"]
         client = vf.EvalClientConfig(base_url=given["OPENAI_BASE_URL"], api_key_var=_KEY)
         kind = type(self._env.taskset).task_type()
@@ -85,7 +86,7 @@ class Player:
 
 
 def _result(episode: Any) -> dict[str, Any]:
-    """The mean of its agents' rewards and metrics, or the first error."""
+    """Mean of the rewards and metrics of the trainable agents, or the first error."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         told = f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok"
@@ -113,9 +114,9 @@ def main() -> None:
             with os.fdopen(answers, "w") as file:
                 json.dump(problems(env, settings["most"]), file)
             return
-    except Exception as error:  # whatever the environment's own code raises
+    except Exception as error:  # the environment's code may raise anything
         told = " ".join(str(error).split())
-        # verifiers says "not found" of an environment that is there, and lacks what it imports.
+        # verifiers also reports "not found" if a package that the environment imports is missing.
         reason = f" ({error.__cause__})" if error.__cause__ else ""
         sys.exit(f"{type(error).__name__}: {told}{reason}")
     serve = runpy.run_path(str(Path(__file__).with_name("agent_child.py")))["serve"]

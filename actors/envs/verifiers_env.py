@@ -1,10 +1,10 @@
-"""Environments of the `verifiers` library, in an interpreter of their own.
+"""Environments of the `verifiers` library, run by a separate interpreter.
 
     env=Verifiers env.name=NAME env.python=/path/to/venv/bin/python
 
-`verifiers` and SGLang need different versions of `openai`, so they cannot share an interpreter.
-An environment is an agent like any other (`agent`): it asks the policy through the endpoint of its
-episode, in a process that is kept for later episodes. Its data set is the run's problems.
+`verifiers` and SGLang need different versions of `openai`, so they cannot share an interpreter. An
+environment is an agent like any other (`agent`): it calls the policy through the endpoint of its
+episode, in a process that is kept for later episodes. Its data set provides the run's problems.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distill.json_values import read_object
 from distill.rules import IN_MEMORY, at_least, readable_as, setting
 from distill.sandbox.guard import guarded, lifeline
 
-# What this was written for, and run with.
+# Oldest supported version.
 _OLDEST = (0, 4)
 _CHILD = str(Path(__file__).with_name("verifiers_child.py"))
 _VERSION = "import importlib.metadata as m; print(m.version('verifiers'))"
@@ -46,10 +46,10 @@ _PROBLEMS_TIMEOUT_S = 1800.0
 
 
 def verifiers_version(python: str) -> str:
-    """The version of `verifiers` that an interpreter has.
+    """Version of `verifiers` in an interpreter.
 
     Raises:
-        ConfigError: there is no such interpreter, or it has no `verifiers` that fits.
+        ConfigError: there is no such interpreter, or its `verifiers` is missing or too old.
     """
     if shutil.which(python) is None:
         raise ConfigError(
@@ -73,16 +73,17 @@ def verifiers_version(python: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without what is of its interpreter."""
+    """Environment of this process without PYTHONPATH, which belongs to its interpreter."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersProgram(AgentProgram):
-    """The program of an environment; `command` is its name.
+    """Program of an environment; `command` is the environment's name.
 
     Attributes:
-        settings: of `verifiers_child`.
+        python: interpreter that has `verifiers`.
+        settings: SETTINGS of `verifiers_child`.
     """
 
     gives_words: ClassVar[bool] = False
@@ -99,10 +100,10 @@ class VerifiersProgram(AgentProgram):
         return {**inherited, "PATH": os.pathsep.join([folder, inherited.get("PATH", os.defpath)])}
 
     def problems(self) -> list[dict[str, Any]]:
-        """The environment's problems, each the data of a task.
+        """Load the environment's problems, each the data of a task.
 
         Raises:
-            ConfigError: it cannot be loaded, or has none.
+            ConfigError: the environment cannot be loaded, or has no problems.
         """
         told = subprocess.run(
             guarded([*self.kept_command(), "problems"]),
@@ -120,7 +121,7 @@ class VerifiersProgram(AgentProgram):
 
 @chz.chz
 class Verifiers(AgentLimits):
-    """env=Verifiers: an environment of the `verifiers` library, in an interpreter of its own."""
+    """env=Verifiers: an environment of the `verifiers` library, in a separate interpreter."""
 
     reads_prompts = False
     judges = False
