@@ -1,1 +1,1 @@
-"""Tools: what a policy may call between its turns, and how its calls are run."""
+"""Tools that a policy may call between its turns, and the execution of its calls."""

@@ -8,11 +8,11 @@ from typing import Any
 
 
 class ToolError(Exception):
-    """An error that the model is shown in place of a tool's result, with its reason."""
+    """An error whose message the model sees in place of a tool's result."""
 
 
 class Tool(ABC):
-    """A function that the model may call. It pickles, and many episodes call it at once."""
+    """A function that the model may call. Must pickle; episodes call it concurrently."""
 
     @property
     @abstractmethod
@@ -26,11 +26,11 @@ class Tool(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments, an object."""
+        """JSON schema of the arguments, which are an object."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the tool, as chat templates and OpenAI's `tools` have it."""
+        """JSON schema of the tool, in the form of chat templates and OpenAI's `tools`."""
         return {
             "type": "function",
             "function": {
@@ -42,8 +42,8 @@ class Tool(ABC):
 
     @abstractmethod
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """The result as text; `arguments` fit `parameters`.
+        """Return the result as text; `arguments` fit `parameters`.
 
         Raises:
-            ToolError: told to the model.
+            ToolError: the call failed; the model sees the message.
         """

@@ -1,4 +1,4 @@
-"""Calculator tool: arithmetic by simpleeval, limited to what is quick."""
+"""Calculator tool: arithmetic by simpleeval, limited to operations that are fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.errors import first_line
 from distill.tools.base import Tool, ToolError
 
 _LONGEST = 1000
-# About 3000 digits; what Python prints has at most 4300.
+# About 3000 digits; Python prints at most 4300.
 _MAX_BITS = 10_000
 _MAX_FACTORIAL = 1000
 _MAX_DIGITS = 100
@@ -25,7 +25,7 @@ Number = int | float
 
 
 class Calculator(Tool):
-    """Numbers, + - * / // % **, parentheses, and the functions named in its description."""
+    """Tool that evaluates numbers, + - * / // % **, parentheses, and the functions it describes."""
 
     @property
     def name(self) -> str:
@@ -53,10 +53,11 @@ class Calculator(Tool):
 
 
 def calculate(expression: str) -> str:
-    """The value: whole numbers without a point, others to 12 significant digits.
+    """Evaluate an expression: integers are printed in full, other numbers to 12 significant digits.
 
     Raises:
-        ToolError: no arithmetic, no finite real number, or too large.
+        ToolError: the text is not arithmetic, or its value is not a finite real number, or too
+            large.
     """
     if len(expression) > _LONGEST:
         raise ToolError(f"the expression is longer than {_LONGEST} characters; use several calls")
@@ -98,7 +99,7 @@ def _constant(node: ast.Constant) -> Number:
 
 
 def _bounded(value: Any) -> Number:
-    """Every intermediate result passes here."""
+    """Check an intermediate result: it must be real, and not too large."""
     if isinstance(value, complex):
         raise ValueError("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Failure = Literal["unknown", "arguments", "failed", "timeout"]
 
-# No tokenizer has many tokens that are longer; megabytes are not tokenised to be thrown away.
+# Hardly any token is longer. Text is cut by characters first, because tokenising megabytes is slow.
 _CHARACTERS_PER_TOKEN = 32
 _LONGEST_NAME = 64
 _LONGEST_COMPLAINT = 300
@@ -34,7 +34,7 @@ _LONGEST_COMPLAINT = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """Limits of one call: its time and the size of its result."""
+    """Limits of one call: its duration and the size of its result."""
 
     timeout_s: float = 30.0
     max_tokens: int = 1024
@@ -42,10 +42,14 @@ class ToolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """Result of a call: the message for the model, and what was done to it on the way.
+    """Result of a call.
 
-    `truncated`: the result was longer than `max_tokens`. `neutralised`: it had control tokens of
-    the chat template in it.
+    Attributes:
+        message: message for the model.
+        error: kind of failure; None if the call succeeded.
+        seconds: duration of the call.
+        truncated: True if the result was longer than `max_tokens`.
+        neutralised: True if the result contained control tokens of the chat template.
     """
 
     message: Message
@@ -56,7 +60,7 @@ class ToolOutcome:
 
 
 class _RefusedCall(Exception):
-    """A call that has no result; the text is for the model."""
+    """A call without a result; the message is for the model."""
 
     def __init__(self, failure: Failure, text: str) -> None:
         super().__init__(text)
@@ -69,13 +73,13 @@ async def run_calls(
     limits: ToolLimits,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[ToolOutcome]:
-    """Runs all calls at the same time; outcomes in their order.
+    """Run all calls concurrently; return the outcomes in the order of the calls.
 
-    Whatever a tool raises is told to the model. A tool that blocks the event loop is not
+    The model sees the message of any exception of a tool. A tool that blocks the event loop is not
     interrupted; `function_tool` runs blocking functions in threads.
 
     Raises:
-        IsothermError: a tool found that it is set up wrongly; no model can do anything about it.
+        IsothermError: a tool is configured wrongly, which the model cannot correct.
     """
     return list(await asyncio.gather(*(_run(call, tools, limits, tokenizer) for call in calls)))
 
@@ -95,7 +99,7 @@ async def _run(
         failure, result = refused.failure, f"Error: {refused}"
     seconds = time.monotonic() - began
     content, truncated, changed = _content(result, limits.max_tokens, tokenizer)
-    # The model wrote the name and the id, and a template prints them.
+    # The model wrote the name and the id, and the template renders them.
     message = {
         "role": "tool",
         "name": neutralised(call.name[:_LONGEST_NAME], tokenizer),
@@ -119,12 +123,12 @@ def _known(name: str, tools: Mapping[str, Tool]) -> Tool:
     raise _RefusedCall("unknown", f"there is no tool named {short!r}; {known_names(short, tools)}")
 
 
-# Keywords by which a schema may know arguments that its `properties` do not name.
+# Keywords by which a schema may accept arguments that its `properties` do not name.
 _MORE_NAMES = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
 def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
-    """The arguments, which fit the tool's schema."""
+    """Return the arguments if they fit the tool's schema; else raise _RefusedCall."""
     if isinstance(call.arguments, str):
         raise _RefusedCall("arguments", _not_an_object(call.arguments, tool))
     arguments = dict(call.arguments)
@@ -148,7 +152,7 @@ def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
 
 
 def _not_an_object(text: str, tool: Tool) -> str:
-    """The error for a call whose arguments are the text `text`."""
+    """Error message for a call whose arguments are the text `text`."""
     start = f"the arguments of {tool.name} must be a JSON object"
     try:
         value = loads(text)
@@ -171,7 +175,7 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Nobody cancelled us: the tool awaited what was cancelled.
+        # This task was not cancelled: the tool awaited something that was cancelled.
         raise _RefusedCall("failed", f"{tool.name} was cancelled") from error
     except (Exception, SystemExit) as error:  # the tool is the user's: it may raise anything
         if isinstance(error, TimeoutError) and clock.expired():
@@ -185,7 +189,7 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
 def _content(
     text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, bool, bool]:
-    """The text for the model; whether it was truncated, and whether it had control tokens."""
+    """Return the text for the model, whether it was cut, and whether it had control tokens."""
     start = encodable(text[: max_tokens * _CHARACTERS_PER_TOKEN], tokenizer)
     neutral = neutralised(start, tokenizer)
     kept = longest_prefix(neutral, max_tokens, tokenizer)

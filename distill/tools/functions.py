@@ -1,4 +1,4 @@
-"""Tools from Python functions: the JSON schema comes from the types and the docstring."""
+"""Tools from Python functions: the types and the docstring determine the JSON schema."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def function_tool(function: Callable[..., Any]) -> Tool:
-    """A tool of a function at the top of a module, synchronous or not; it pickles by its name.
+    """Create a tool from a function at the top of a module, synchronous or not; pickles by name.
 
-    Every argument has a type, and an entry under `Args:` in the docstring (Google's style). A
-    synchronous function runs in a thread of its own, which nothing can end: one that hangs keeps
-    its thread, not the caller.
+    Every argument needs a type, and an entry under `Args:` in the docstring (Google style). Each
+    call of a synchronous function runs in a new thread, which cannot be interrupted: a function
+    that hangs occupies its thread, but does not block the caller.
 
     Raises:
-        ConfigError: the function cannot be found by its name, or says too little about itself.
+        ConfigError: the function cannot be found by its name, or its types or docstring are
+            incomplete.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     if "<" in function.__qualname__:
@@ -45,7 +46,7 @@ def function_tool(function: Callable[..., Any]) -> Tool:
 
 def _tool_at(name: str) -> Tool:
     found = pkgutil.resolve_name(name)
-    # As a decorator, function_tool leaves the tool in the function's place.
+    # If function_tool is used as a decorator, the name refers to the tool already.
     return found if isinstance(found, Tool) else function_tool(found)
 
 
@@ -86,7 +87,7 @@ class _FunctionTool(Tool):
 
 
 def _plain(schema: Any) -> Any:
-    """`nullable` is OpenAPI's word; JSON schema has a type of null."""
+    """Replace `nullable`, which is a keyword of OpenAPI, by the type null of JSON schema."""
     if isinstance(schema, list):
         return [_plain(part) for part in schema]
     if not isinstance(schema, dict):
@@ -102,16 +103,18 @@ def _plain(schema: Any) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Runs it in a new thread: in the loop's own pool, hung calls use up threads, and exit waits.
+    """Run a function in a new thread.
 
-    What is no Exception (an exit) is made one: it is the function that ends, not we.
+    In the event loop's thread pool, calls that hang would use up the threads, and the process would
+    wait for them at its exit. A SystemExit of the function becomes a ToolError, because it must not
+    end this process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
     def settle(result: Any, error: Exception | None) -> None:
-        if future.done():  # nobody waits for it any more
+        if future.done():  # the caller was cancelled
             return
         if error is None:
             future.set_result(result)
@@ -122,11 +125,11 @@ async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any])
         result, failure = None, None
         try:
             result = context.run(function, **arguments)
-        except StopIteration as error:  # a future refuses it
+        except StopIteration as error:  # a future cannot hold a StopIteration
             failure = ToolError(f"StopIteration: {error}")
-        except Exception as error:  # whoever awaits gets it
+        except Exception as error:  # raised in the caller
             failure = error
-        except BaseException as error:  # sys.exit: see above
+        except BaseException as error:  # such as SystemExit: see above
             failure = ToolError(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, failure)

@@ -24,14 +24,15 @@ _KNOWN = (*_BUILT_IN, *(f"{kind}:DIRECTORY" for kind in _RETRIEVAL))
 
 
 def load_tools(names: str) -> tuple[Tool, ...]:
-    """Tools of a list with commas; none for an empty one.
+    """Load the tools of a comma-separated list; empty for an empty list.
 
-    `calculator`; `python`, or `python:process` where the sandbox cannot be made (see
+    Names: `calculator`; `python`, or `python:process` if the machine cannot create the sandbox (see
     `distill.sandbox.sandbox`); `retrieval:DIRECTORY`, or `search:DIRECTORY`; and
-    `package.module:attribute`, a function, a Tool, or a class of Tools without arguments.
+    `package.module:attribute`, which is a function, a Tool, or a subclass of Tool whose constructor
+    takes no arguments.
 
     Raises:
-        ConfigError: an unknown name, two tools of one name, or a tool that cannot be made.
+        ConfigError: an unknown name, two tools with one name, or a tool that cannot be created.
     """
     tools = tuple(_load(name.strip()) for name in names.split(",")) if names.strip() else ()
     for name, count in Counter(tool.name for tool in tools).items():
@@ -43,14 +44,14 @@ def load_tools(names: str) -> tuple[Tool, ...]:
 
 
 def require_tools(names: str) -> None:
-    """Check the names of tools, without an import of their modules.
+    """Check the names of tools without importing their modules.
 
     Raises:
-        ConfigError: an unknown name, or a module or a directory that is not there.
+        ConfigError: an unknown name, or a module or a directory that does not exist.
     """
     for name in filter(None, map(str.strip, names.split(","))):
         if name.partition(":")[0] in _RETRIEVAL:
-            _load(name)  # indexes nothing yet
+            _load(name)  # the index is built later
         elif name not in _BUILT_IN:
             require_module("env.tools", name, _KNOWN)
 

@@ -12,9 +12,9 @@ _LAST_LINES = 20
 
 
 class PythonTool(Tool):
-    """Runs a program from its start; nothing is kept between calls. Returns what it printed.
+    """Tool that runs a program and returns its output. No state is kept between calls.
 
-    `distill.sandbox.sandbox.require_sandbox` says beforehand whether the machine can.
+    `distill.sandbox.sandbox.require_sandbox` checks that the machine can run it.
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
@@ -37,11 +37,12 @@ class PythonTool(Tool):
         return {"type": "object", "properties": {"code": code}, "required": ["code"]}
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """The program's standard output.
+        """Run the program and return its standard output.
 
         Raises:
-            ToolError: it failed or was ended; with what it had printed, and the end of its errors.
-            ConfigError: the sandbox cannot be made on this machine.
+            ToolError: the program failed or was ended; the message has its output and the last
+                lines of its errors.
+            ConfigError: the sandbox cannot be created on this machine.
         """
         result = await run_python(arguments["code"], limits=self.limits)
         if result.outcome == "ok":

@@ -1,4 +1,4 @@
-"""Condensed messages of a history, and the tool with which the model reads one of them back."""
+"""Originals of a history's condensed messages, and the tool by which the model reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill.tools.base import Tool, ToolError
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Number of characters listed of each block.
+# Number of a block's characters in the list of blocks.
 _HEAD = 48
 
 
@@ -25,7 +25,7 @@ class Blocks:
         self._texts: list[str] = []
 
     def keep(self, messages: Sequence[Message], max_tokens: int) -> str:
-        """Keep the messages, and list all kept ones in at most `max_tokens`, the latest last.
+        """Store the messages; return a list of all blocks in at most `max_tokens`, the latest last.
 
         Earlier summaries do not become blocks. Blocks that do not fit are listed by number only.
         """
@@ -42,7 +42,7 @@ class Blocks:
         return "\n".join(listed) if self._tokens(listed) <= max_tokens else ""
 
     def read(self, number: int) -> str:
-        """The block's text.
+        """Return the text of a block.
 
         Raises:
             ToolError: there is no such block.
@@ -61,7 +61,7 @@ def _head(text: str) -> str:
 
 
 class ReadBlock(Tool):
-    """Tool that returns a block of one episode."""
+    """Tool that returns the text of a block of one episode."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks

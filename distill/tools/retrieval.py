@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 _KINDS = (".jsonl", ".md", ".txt")
 _TOP_K, _MAX_TOP_K = 3, 10
-# Longer paragraphs are several passages.
+# Longer paragraphs are split into several passages.
 _LONGEST = 1500
 _BLANK = re.compile(r"\n[ \t]*\n")
 _building = threading.Lock()
 
 
 class Retrieval(Tool):
-    """Paragraphs of the *.txt, *.md and *.jsonl (field `text`) under a directory.
+    """Tool that searches paragraphs of *.txt, *.md and *.jsonl (field `text`) in a directory.
 
-    The index is made at the first search, once per process; what pickles is the directory.
+    The index is built by the first search in a process; a pickle has only the directory.
 
     Raises:
-        ConfigError: no such directory, no such file in it that is not empty, or no bm25s installed.
+        ConfigError: the directory does not exist, all such files in it are empty, or bm25s is not
+            installed.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -105,7 +106,7 @@ def _search(directory: str, query: str, top_k: int) -> str:
     if not known:
         return "No passage has any of these words."
     scores = index.scorer.get_scores(known)
-    best = np.argsort(-scores, kind="stable")[:top_k]  # the first of equals
+    best = np.argsort(-scores, kind="stable")[:top_k]  # of equal scores, the first
     found = [index.passages[i] for i in best if scores[i] > 0]
     return "\n\n".join(
         f"[{rank}] {passage.place}\n{passage.text}" for rank, passage in enumerate(found, 1)
@@ -115,7 +116,7 @@ def _search(directory: str, query: str, top_k: int) -> str:
 @lru_cache(maxsize=8)
 def _index(directory: str) -> _Index:
     passages = tuple(_passages(Path(directory)))
-    # The library refuses an empty word list only when all are empty; a place's name is words too.
+    # bm25s refuses word lists that are all empty, so a text without words has its place as a word.
     tokens = [words(passage.text) or [passage.place] for passage in passages]
     if not tokens:
         raise DataError(
