@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from statistics import NormalDist, fmean, pvariance, stdev
 
-# Of a confidence interval.
+# Level of the confidence intervals.
 CONFIDENCE = 0.95
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
 def pass_at_k(rewards_N: Sequence[float], k: int) -> float:
-    """The expected best reward of k responses, without bias, from n >= k independent ones.
+    """Unbiased estimate of the expected best reward of k responses, from n >= k independent ones.
 
-    For rewards of 0 and 1 it is the chance that one of k is right: 1 - C(n - c, k) / C(n, k) with c
-    right ones (Chen et al., 2021, arXiv:2107.03374, eq. 1). In general, the mean of the maximum
-    over all C(n, k) choices of k: the i-th smallest reward is the largest of C(i - 1, k - 1) of
-    them.
+    For rewards of 0 and 1 it is the probability that at least one of k responses is right:
+    1 - C(n - c, k) / C(n, k), where c responses are right (Chen et al., 2021, arXiv:2107.03374,
+    eq. 1). In general, it is the mean of the maximum over all C(n, k) choices of k responses: the
+    i-th smallest reward is the maximum of C(i - 1, k - 1) choices.
     """
     n = len(rewards_N)
     assert 1 <= k <= n
@@ -27,10 +27,9 @@ def pass_at_k(rewards_N: Sequence[float], k: int) -> float:
 
 
 def majority(answers_N: Sequence[Hashable | None]) -> int | None:
-    """The place of the first response that gives the most frequent answer; None if none has one.
+    """Index of the first response with the most frequent answer; None if there are no answers.
 
-    Of answers that are as frequent, the one given first wins. A response without an answer (None)
-    does not vote.
+    Of equally frequent answers, the first wins. A response without an answer (None) does not vote.
     """
     votes = Counter(answer for answer in answers_N if answer is not None)
     if not votes:
@@ -40,14 +39,14 @@ def majority(answers_N: Sequence[Hashable | None]) -> int | None:
 
 
 def interval(rewards_PN: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the mean reward over prompts; None of fewer than two prompts.
+    """95 % confidence interval of the mean reward over prompts; None for fewer than two prompts.
 
-    Responses to one prompt are not independent of one another, so the spread is that of prompts'
-    means (Miller, 2024, arXiv:2411.00640, "clustered standard errors"). Rewards of 0 and 1 alone
-    get Wilson's interval (1927), which holds for few prompts and near 0 and 1; of several responses
-    a prompt, at the effective number of responses (Korn and Graubard, 1998): as many independent
-    ones would have the same spread. Other rewards get Student's interval, within [0, 1] if all
-    rewards are.
+    Responses to one prompt are not independent, so the spread is that of the prompts' means
+    (Miller, 2024, arXiv:2411.00640, "clustered standard errors"). If all rewards are 0 or 1, the
+    interval is Wilson's (1927), which is valid for few prompts and near 0 and 1. With several
+    responses per prompt, Wilson's n is the effective number of responses (Korn and Graubard, 1998),
+    the number of independent responses with the same spread. For other rewards, the interval is
+    Student's, clipped to [0, 1] if all rewards are within it.
     """
     means_P = [fmean(rewards_N) for rewards_N in rewards_PN]
     n = len(means_P)
@@ -59,15 +58,15 @@ def interval(rewards_PN: Sequence[Sequence[float]]) -> tuple[float, float] | Non
         centre, half = _wilson(mean, _effective_responses(means_P, max(map(len, rewards_PN))))
     else:
         centre, half = mean, student_quantile(n - 1) * stdev(means_P) / math.sqrt(n)
-    # Rounding must not part them, nor take a share beyond its bounds.
+    # Rounding must not move the interval off the mean, nor beyond the bounds of the rewards.
     return max(low, min(centre - half, mean)), min(high, max(centre + half, mean))
 
 
 def ratio_interval(sums_P: Sequence[float], counts_P: Sequence[int]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of sum / count over prompts; None of fewer than two prompts.
+    """95 % confidence interval of sum / count over prompts; None for fewer than two prompts.
 
-    Prompts are independent, what is summed within one is not: the standard error is that of the
-    residuals sum_p - ratio * count_p (a ratio estimator by the delta method).
+    Prompts are independent, but the terms of a prompt's sum are not. The standard error is that of
+    the residuals sum_p - ratio * count_p (a ratio estimator by the delta method).
     """
     n, count = len(sums_P), sum(counts_P)
     if n < 2:
@@ -79,9 +78,9 @@ def ratio_interval(sums_P: Sequence[float], counts_P: Sequence[int]) -> tuple[fl
 
 
 def student_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, else to 0.2 %.
+    """97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, else to 0.2 %.
 
-    The expansion around the normal quantile of Abramowitz and Stegun, 26.7.5.
+    Uses the expansion around the normal quantile in Abramowitz and Stegun, 26.7.5.
     """
     if degrees == 1:
         return math.tan(math.pi * CONFIDENCE / 2)
@@ -99,10 +98,12 @@ def student_quantile(degrees: int) -> float:
 
 
 def _effective_responses(means_P: Sequence[float], responses: int) -> float:
-    """The number of independent right or wrong responses that a mean of `means_P` is worth.
+    """Effective number of responses: independent ones whose mean would vary as that of `means_P`.
 
-    `responses` is their number to each prompt. With several, the prompts' spread is estimated, for
-    which Student's quantile in place of the normal one takes some back.
+    Args:
+        responses: number of responses to each prompt. If there are several, the spread of the
+            prompts' means is an estimate, so the result is reduced by the squared ratio of the
+            normal to Student's quantile.
     """
     n, mean, spread = len(means_P), fmean(means_P), pvariance(means_P)
     if responses == 1 or mean in (0, 1):

@@ -1,4 +1,4 @@
-"""Conversations as the tokens that a reward model scores: those of its training."""
+"""Encoding of conversations for a reward model, as in its training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from distill.types import TokenArray
 
 
 class ConversationEncoder:
-    """A conversation through the reward model's own tokenizer and chat template.
+    """Encodes conversations with the reward model's tokenizer and chat template.
 
-    A chat is rendered with the response as its last message; plain text is encoded as it stands,
-    the response behind it, and the EOS: as `recipe=reward_model` encodes what it trains on.
+    A chat is rendered with the response as its last message. A plain text is encoded unchanged,
+    followed by the response and the EOS. `recipe=reward_model` encodes its training data likewise.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises CheckpointError: there is no reward model, or no tokenizer, at `path`."""
+        """
+        Raises:
+            CheckpointError: there is no reward model, or no tokenizer, at `path`.
+        """
         config, tokenizer = check_reward_config(path), load_tokenizer(path)
         self.context_length = context_length(config)
         self._encoder = ExampleEncoder(
@@ -33,11 +36,15 @@ class ConversationEncoder:
             vocab_size=vocab_size(config),
             max_length=self.context_length,
             stop_ids=ends_of(path, tokenizer),
-            exact=False,  # a policy of another tokenizer may write what this one lacks
+            exact=False,  # a policy with another tokenizer may write text that this one lacks
         )
 
     def __call__(self, asked: RewardInput) -> TokenArray:
-        """Raises DataError: text that cannot be encoded, or that exceeds the model's context."""
+        """Encode a conversation.
+
+        Raises:
+            DataError: the text cannot be encoded, or exceeds the model's context.
+        """
         said = asked.response
         if isinstance(said, str) and not asked.messages:
             return self._encoder.completion(asked.prompt, said).tokens_T
@@ -54,13 +61,13 @@ def check_prompts(
     max_new_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Checks that the reward model at `path` takes every prompt and has room for a response.
+    """Check that the reward model at `path` accepts every prompt and has room for a response.
 
-    Loads its config and tokenizer, and no weights.
+    Loads the model's config and tokenizer, but no weights.
 
     Raises:
-        CheckpointError: it is no reward model.
-        DataError: with the row of the `source`, and what is wrong with it.
+        CheckpointError: the checkpoint is not a reward model.
+        DataError: a prompt does not fit; the message has its row in `source`, and the reason.
     """
     encoder = ConversationEncoder(path)
     for prompt in prompts_P:

@@ -1,4 +1,4 @@
-"""Format rewards: a regular expression that a response matches, a schema that its JSON fits."""
+"""Format rewards: a response matches a regular expression, or is JSON that fits a schema."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from distill.sandbox.bounded_calls import OverLimit, in_child
 
 logger = logging.getLogger(__name__)
 
-# A pattern that backtracks without end would hold up every reward after it.
+# A pattern that backtracks without end would block all later rewards.
 _TIMEOUT_S = 1.0
-# The child that reads patterns and schemas of others is ended then. It may have to wait for a core.
+# Time limit of the child process that reads patterns and schemas; it may have to wait for a core.
 CHILD_TIMEOUT_S = 5.0
 
 
 def matches(response: str, answer: str) -> float:
-    r"""1 if the response, surrounding whitespace aside, matches the regular expression `answer`.
+    r"""1 if the response, without surrounding whitespace, matches the regular expression `answer`.
 
-    All of it must, as in `The answer is \d+\.`; a dot is any character, line ends too. What
-    takes longer than a second to match does not.
+    The whole response must match, as in `The answer is \d+\.`; a dot is any character, including
+    line ends. A match that takes longer than a second counts as no match.
 
     Raises:
-        DataError: the answer is no regular expression.
+        DataError: the answer is not a regular expression.
     """
     return _in_child(_prepare, _matches, response.strip(), answer)
 
 
 def json_schema(response: str, answer: str) -> float:
-    """1 if the response is JSON and nothing else, and fits the JSON schema `answer`.
+    """1 if the whole response is JSON that fits the JSON schema `answer`.
 
-    A schema refers (`$ref`) to itself and to the drafts of JSON Schema alone: nothing is fetched.
-    What takes longer than five seconds does not fit.
+    A schema may refer (`$ref`) only to itself and to the drafts of JSON Schema: nothing is fetched.
+    A check that takes longer than five seconds counts as a mismatch.
 
     Raises:
-        DataError: the answer is no JSON schema, or refers to what is not in it.
+        DataError: the answer is not a JSON schema, or refers to something outside it.
     """
     return _in_child(_prepare_schemas, _fits, response, answer)
 
@@ -54,7 +54,7 @@ def _in_child(prepare: Any, check: Any, response: str, answer: str) -> float:
 
 
 def _prepare() -> None:
-    """Does nothing: importing this module is the preparation."""
+    """Do nothing: importing this module is the preparation."""
 
 
 def _prepare_schemas() -> None:
@@ -76,10 +76,10 @@ def _matches(response: str, answer: str) -> float:
 
 @lru_cache(maxsize=256)
 def compiled(pattern: str) -> regex.Pattern:
-    """The regular expression, in which a dot is any character.
+    """Compile a regular expression in which a dot is any character.
 
     Raises:
-        ValueError: it is none, or one too large to be read.
+        ValueError: the pattern is not a regular expression, or is too large to be compiled.
     """
     try:
         return regex.compile(pattern, flags=regex.DOTALL)
@@ -97,7 +97,7 @@ def _fits(response: str, answer: str) -> float:
     validator = own_schema(answer)
     try:
         return float(validator.is_valid(loads(response)))
-    except Exception:  # no JSON, or a value such as 10**400 that leads jsonschema into any error
+    except Exception:  # not JSON, or a value such as 10**400, for which jsonschema raises any error
         return 0.0
 
 

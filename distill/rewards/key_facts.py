@@ -1,4 +1,4 @@
-"""Token-level rewards from an oracle: the first mention of each key fact is paid."""
+"""Token-level rewards from an oracle: the first mention of each key fact earns a reward."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def key_fact_bonuses(
     value: float,
     answer: str | None = None,
 ) -> FloatArray:
-    """float32 (len(tokens_T),): each fact pays `value` once, to the tokens that say it first.
+    """Compute token rewards, float32 (len(tokens_T),): a fact's first mention earns `value`.
 
-    Case does not matter, nor how much whitespace stands between a fact's words. A fact is found as
-    whole words: 42 is not in 1428, and is in 第42章. Facts that are the same but for case and
-    whitespace are one. The value is spread evenly over the tokens whose text overlaps the
-    occurrence, so the row adds up to `value` times the number of facts that were said.
+    Case, and the amount of whitespace between a fact's words, do not matter. A fact must occur as
+    whole words: 42 is not in 1428, but is in 第42章. Facts that differ only in case and whitespace
+    count as one. The value is spread evenly over the tokens whose text overlaps the occurrence, so
+    the rewards sum to `value` times the number of facts mentioned.
 
     Args:
-        answer: the part of the text that may say facts, such as what follows the thinking; where
-            it occurs several times, the last counts. None: all of the text.
+        answer: part of the text in which facts count, such as the text after the thinking; if it
+            occurs several times, its last occurrence. None: the whole text.
 
     Raises:
-        DataError: a fact without text.
+        DataError: a fact is blank.
     """
     rewards_T = np.zeros(len(tokens_T), np.float64)
     text, starts_T, stops_T = token_spans(tokenizer, tokens_T.tolist())
@@ -67,5 +67,5 @@ def _pattern(fact: str) -> str:
 
 
 def _joins(character: str) -> bool:
-    """True if a letter or digit beside it would make it part of a longer word."""
+    """True if the character, next to a letter or digit, would be part of a longer word."""
     return re.fullmatch(rf"[^\W{CJK}]", character) is not None

@@ -1,4 +1,4 @@
-"""Effect of a response's length on its reward: a penalty near the limit, no reward beyond."""
+"""Effect of a response's length on its reward: a penalty near the limit; truncated ones ignored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class LengthRules:
     """Rules for the rewards of samples, by length and truncation.
 
     Attributes:
-        max_new_tokens: longest turn.
-        mask_truncated: rewards of episodes that ended by length do not count.
-        overlong_buffer: tokens before `max_new_tokens` within which the penalty grows; 0: none.
-        overlong_penalty: penalty of the longest turn.
+        max_new_tokens: maximum number of tokens in a turn.
+        mask_truncated: if True, rewards of episodes that ended by length do not count.
+        overlong_buffer: number of tokens before `max_new_tokens` over which the penalty grows; 0:
+            no penalty.
+        overlong_penalty: penalty of a turn of `max_new_tokens`.
     """
 
     max_new_tokens: int
@@ -26,7 +27,7 @@ class LengthRules:
 
     @classmethod
     def of(cls, objective: ObjectiveConfig, max_new_tokens: int) -> LengthRules | None:
-        """Rules of an objective, for responses of so many tokens; None without any."""
+        """Rules of an objective, for turns of up to `max_new_tokens`; None if it has no rules."""
         if not objective.mask_truncated and not objective.overlong_buffer:
             return None
         return cls(

@@ -1,11 +1,12 @@
-"""Mathematical equivalence, read by math-verify, in a process that is ended when it takes too long.
+"""Mathematical equivalence by math-verify, in a child process with a time limit.
 
-What a model wrote may take forever to simplify, or all memory (9^{9^{9^9}}); so the reading and the
-comparing are done in a child (`distill.sandbox.bounded_calls`), one to a process that asks, which
-ends with it.
+Simplifying an expression of a model may take forever, or all memory (9^{9^{9^9}}). Expressions are
+therefore parsed and compared in a child process (`distill.sandbox.bounded_calls`); each calling
+process has one, which ends with it.
 
 math-verify finds expressions and compares relations, sets and matrices part by part. Numbers and
-terms are compared here: it rounds numbers to six decimals, so that 2^-98 would equal 2^-99.
+terms are compared here, because math-verify rounds numbers to six decimals, so that 2^-98 would
+equal 2^-99.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from distill.sandbox.bounded_calls import OverLimit, in_child
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-# Relative difference of a decimal and a number that count as equal: nine digits.
+# Largest relative difference at which a decimal equals a number: nine digits.
 _DECIMAL = 1e-9
-# Digits to which exact numbers are compared, and those that agree again.
+# Numbers of digits to which exact numbers are compared; those that agree are compared again.
 _DIGITS = (50, 250)
 
 
 def math_equal(response: str, answer: str) -> float:
     r"""1 if the last expression of the response equals the answer as mathematics, else 0.
 
-    The response's expression is the last `\boxed{}` or `\fbox{}` behind its thinking (nothing, if
-    that is empty), else the last LaTeX or plain expression. The answer is LaTeX, with or without
-    dollars, or a plain number, of money too (\$18).
+    The response's expression is the last `\boxed{}` or `\fbox{}` after its thinking (an empty box
+    is no expression), else the last LaTeX or plain expression. The answer is LaTeX, with or without
+    dollar signs, or a plain number, which may be an amount of money (\$18).
 
-    Equality is exact: 1/2, \frac12 and 0.5 are equal, and (x+1)^2 and x^2+2x+1, and x > 3 and
-    (3, \infty); 2^{-98} and 2^{-99} are not. Only a decimal equals a number that differs from it by
-    less than 1e-9 of its size: 0.3333333333 and 1/3, but not 0.333 and 1/3. 1 1/2 is three halves.
-    50\% is 0.5, and 50. What takes longer than 10 s to compare is not equal.
+    Equality is exact: 1/2, \frac12 and 0.5 are equal; so are (x+1)^2 and x^2+2x+1, and x > 3 and
+    (3, \infty); 2^{-98} and 2^{-99} are not. The only exception: a decimal equals a number if their
+    relative difference is below 1e-9, so 0.3333333333 equals 1/3, but 0.333 does not. 1 1/2 is
+    three halves. 50\% equals 0.5 and also 50. A comparison of more than 10 s counts as not equal.
 
     Raises:
         DataError: there is no expression in the answer.
@@ -47,12 +48,12 @@ def math_equal(response: str, answer: str) -> float:
 
 
 def math_answer(response: str) -> str | None:
-    """The response's expression in a standard form; None if there is none, or it takes too long."""
+    """Standard form of the response's expression; None if there is none, or it takes too long."""
     return _ask(_standard_form, response_text(response))
 
 
 def _ask(function: Callable[..., Any], *arguments: str) -> Any:
-    """The call's result; None if it took too long, or too much memory."""
+    """Result of the call; None if it took too long, or too much memory."""
     try:
         return in_child(_prepare, function, *arguments, timeout_s=TIMEOUT_S)
     except OverLimit as error:
@@ -64,9 +65,9 @@ def _prepare() -> None:
     import math_verify
     from math_verify import grader
 
-    # It warns that nobody limits its time.
+    # math-verify would warn that its time limit is off.
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
-    # A number of more digits is written out too; the time is limited.
+    # Numbers of any length may be printed, because the time of the child is limited.
     sys.set_int_max_str_digits(0)
     assert callable(grader.sympy_numeric_eq) and callable(grader.sympy_symbolic_eq)
     grader.sympy_numeric_eq = _same_number
@@ -92,7 +93,7 @@ def _standard_form(response: str) -> str | None:
         return None
     try:
         return str(simplify(parsed[0]) if isinstance(parsed[0], Basic) else parsed[0])
-    except Exception:  # of whatever kind: a model wrote what is simplified
+    except Exception:  # of any kind, because a model wrote the expression
         return None
 
 
@@ -104,7 +105,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _solutions(parsed: Any) -> Any:
-    """The set that "x < 2 or x > 3" is, which math-verify reads as a set of two relations."""
+    """Convert "x < 2 or x > 3", which math-verify parses as two relations, to a set."""
     from sympy import FiniteSet, Or
     from sympy.core.relational import Relational
 
@@ -117,7 +118,7 @@ def _solutions(parsed: Any) -> Any:
 
 
 def _same_number(a: Any, b: Any, *_: int) -> bool:
-    """True of equal numbers, and of matrices whose entries are equal."""
+    """True for equal numbers, and for matrices whose entries are equal."""
     from math_verify.grader import get_pct_val
     from sympy import MatrixBase
 
@@ -147,7 +148,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _agree(a: Any, b: Any, digits: int, tolerance: float) -> bool:
-    """True of numbers that agree to a relative tolerance, or are 0 together."""
+    """True if two numbers agree to a relative tolerance, or are both 0."""
     from sympy import simplify
 
     a_value, b_value = a.evalf(digits), b.evalf(digits)
@@ -160,10 +161,10 @@ def _agree(a: Any, b: Any, digits: int, tolerance: float) -> bool:
 
 
 def _same_term(a: Any, b: Any) -> bool:
-    """True of terms whose difference is 0, whatever their symbols are; decimals are exact."""
+    """True if the difference of two terms is 0, whatever their symbols are; decimals are exact."""
     from sympy import MatrixBase, expand, nsimplify, simplify
 
     if isinstance(a, MatrixBase) or not (a.free_symbols or b.free_symbols):
-        return False  # `_same_number` has decided
+        return False  # `_same_number` has decided these
     difference = nsimplify(a.doit() - b.doit(), rational=True)
     return expand(difference) == 0 or simplify(difference) == 0

@@ -1,4 +1,4 @@
-"""Text around mathematics: where an expression stands, in the LaTeX that math-verify reads."""
+"""Extraction of mathematical expressions from text, as LaTeX that math-verify can parse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 
-# The answer is at the end. Longer text would only make the search for it slower.
+# The answer is at the end; searching more text would only be slower.
 _LONGEST = 20_000
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 # The end of a sentence, not the delimiter of \right. and not the space \, .
@@ -15,7 +15,7 @@ _FULL_STOP = re.compile(r"(?<!\\right)(?<!\\)[\s.,;]+\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _MARKED = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
-# US$18, and \$18 as LaTeX writes money.
+# US$18, and \$18, which is how LaTeX writes money.
 _CURRENCY = re.compile(
     r"\b(?:US|USD|AU|CA|HK|NZ|A|C)\s*\\?\$|\\\$|\bUSD\s*(?=\d)|(?<=\d)\s*USD\b|[€£¥₹]"
 )
@@ -34,12 +34,12 @@ _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-zπ]))")
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/]|\.\d)")
-# Of as many digits at most: Python makes no numbers of more than 4300.
+# The number of digits is limited, because Python parses numbers of at most 4300.
 _REPEATING = re.compile(
     r"(?<!\d)(\d{0,999})\.(\d{0,999})\\(?:overline|bar|dot)\s*(?:\{(\d{1,999})\}|(\d))"
 )
 _EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w{]|\.\d)")
-# What stands in plain text and is no plain expression to math-verify: 3√2, 1½, 2π, x², 1 1/2.
+# Expressions in plain text that math-verify does not recognise: 3√2, 1½, 2π, x², 1 1/2.
 _PLAIN = re.compile(
     rf"(?:-|(?<![\w.()]))[\w.()]*[√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}][\w.()+\-*/^√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}]*"
     rf"|-?{_MIXED.pattern}"
@@ -47,9 +47,9 @@ _PLAIN = re.compile(
 
 
 def response_text(response: str) -> str:
-    """The last box of a response behind its thinking, else the end of the response.
+    """The last box of a response after its thinking, else the end of the response.
 
-    math-verify would take several boxes as parts of one answer, and one in the thinking for it.
+    math-verify would read several boxes as parts of one answer, and accept a box in the thinking.
     """
     end = response.rpartition("</think>")[2][-_LONGEST:]
     box = _last_box(end)
@@ -64,7 +64,7 @@ def response_text(response: str) -> str:
 
 
 def answer_text(answer: str) -> Iterator[str]:
-    """Readings of an answer, likeliest first: its last box, what its dollars mark, all of it."""
+    """Candidates for an answer's expression, likeliest first: last box, text in dollars, all."""
     box = _last_box(answer)
     if box is not None:
         yield _boxed(box)
@@ -76,7 +76,7 @@ def answer_text(answer: str) -> Iterator[str]:
 
 
 def _last_box(text: str) -> str | None:
-    """Content of the last box; all that follows if its brace is never closed."""
+    """Content of the last box; all text after it if its brace is never closed."""
     found = list(_BOX.finditer(text))
     if not found:
         return None
@@ -95,7 +95,7 @@ def _boxed(content: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """The text with LaTeX in place of other notations of the same."""
+    """Replace other notations in a text by LaTeX."""
     text = _CURRENCY.sub("", text)
     text = _THOUSANDS.sub(lambda found: "".join(re.findall(r"\d", found[0])), text)
     text = re.sub(f"[{_VULGAR}]", _vulgar, text)
@@ -125,7 +125,7 @@ def _root(found: re.Match[str]) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    r"""0.1\overline{6} as a fraction."""
+    r"""Convert a repeating decimal, such as 0.1\overline{6}, to a fraction."""
     whole, start, period = found[1] or "0", found[2], found[3] or found[4]
     numerator = int(whole + start + period) - int(whole + start)
     return rf"\frac{{{numerator}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"

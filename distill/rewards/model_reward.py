@@ -1,7 +1,7 @@
-"""Rewards of a reward model: `reward=model:DIR`. Conversations go to its actor, scores come back.
+"""Rewards of a reward model: `reward=model:DIR`.
 
-Who rewards has no model here: environments ask the one that the run hosts, among the `models` that
-they are given (`EnvGroupBuilder.make_envs`).
+No model is loaded here. The run hosts the reward model, and environments send conversations to it:
+it is one of the `models` that they receive (`EnvGroupBuilder.make_envs`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from distill.data.prompts import Prompt
 from distill.errors import ConfigError
 from distill.model_paths import trained_model
 
-# Of `reward=`, before the checkpoint.
+# Prefix of the checkpoint in `reward=`.
 PREFIX = "model:"
-# Name of the reward model among the models that environments may ask.
+# Name of the reward model among the models that environments may query.
 REWARD_MODEL = "reward_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInput:
-    """A response, and what it answers: a chat, or a plain text where `messages` is empty.
+    """A response and its context: a chat, or the text `prompt` if `messages` is empty.
 
-    `response` is the text, or in a chat the message with its tool calls.
+    Attributes:
+        response: the text; in a chat the assistant's message, with its tool calls.
     """
 
     response: str | Message
@@ -41,25 +42,25 @@ def conversation(prompt: Prompt, response: str | Message) -> RewardInput:
 
 
 def whole_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> RewardInput:
-    """A chat to the last thing that the assistant said: results of tools behind it answer it."""
+    """Input for a chat up to the assistant's last message; later results of tools are dropped."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return RewardInput(response=messages[last], messages=messages[:last], tools=tools or None)
 
 
 class RewardScorer(Protocol):
-    """A reward model that is loaded somewhere."""
+    """A reward model that the run hosts."""
 
     async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
-        """The score of each, in order.
+        """Score conversations, in order.
 
         Raises:
-            DataError: one that the model's tokenizer, template or context does not take.
+            DataError: the model's tokenizer, template or context cannot accept a conversation.
         """
         ...
 
 
 async def scores_of(models: Mapping[str, Any], conversations: Sequence[RewardInput]) -> list[float]:
-    """The scores by the run's reward model, which is among the `models`."""
+    """Score conversations with the run's reward model, which is one of the `models`."""
     scorer = cast(RewardScorer, models[REWARD_MODEL])
     return await scorer.rewards(conversations)
 
@@ -70,22 +71,23 @@ async def score_chats(
     *,
     tools: Sequence[Mapping[str, Any]],
 ) -> list[float]:
-    """Scores of a group's whole chats, with the `tools` as the templates are given them."""
+    """Score the whole chats of a group; `tools` are the schemas for the chat template."""
     return await scores_of(models, [whole_chat(messages, tools) for messages in messages_G])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReward:
-    """`reward=model:DIR`: scores of a checkpoint, no function of an answer."""
+    """`reward=model:DIR`: scores of a checkpoint, instead of a function of an answer."""
 
     path: str
 
     @classmethod
     def named(cls, name: str) -> ModelReward | None:
-        """The reward of that name, if it is a model's.
+        """The reward model of that name; None if the name has no prefix `model:`.
 
         Raises:
-            ConfigError: it names no checkpoint, or one that its run does not keep.
+            ConfigError: the name has no checkpoint.
+            CheckpointError: the checkpoint's run does not have it.
         """
         if not name.startswith(PREFIX):
             return None

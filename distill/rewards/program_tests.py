@@ -1,12 +1,12 @@
-"""Tests of programs: reads the formats in which data sets publish them, and refuses empty ones.
+"""Parsing of tests of programs, in the formats of public data sets. Empty tests are refused.
 
     Python                 asserts, pytest functions and classes, unittest, `check(candidate)`
     a list of texts        asserts: MBPP, OpenCodeInstruct
     a list of objects      cases with `input` and `output`: LiveCodeBench, DeepCoder, SYNTHETIC-1
     inputs and outputs     lists of equal length, `fn_name` for calls: APPS, TACO, CodeContests
-    test and entry_point   Python, and the name that `check` is given: HumanEval, LeetCode
+    test and entry_point   Python, and the name that `check` receives: HumanEval, LeetCode
 
-All but the first are JSON, or the same as a Python literal.
+All formats except the first are JSON, or an equivalent Python literal.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 from distill.errors import DataError
 
-# Keys under which data sets hold tests, whose value is read in their place.
+# Keys under which data sets nest their tests; the value replaces the object.
 _WRAPPERS = ("tests", "test", "test_cases", "test_list", "unit_tests", "functional", "test_code")
 _CALLED = ("functional", "function_call", "call", "function")
-# Calls, by name, that raise or end the process: an assertion without `assert`.
+# Names of calls that raise or end the process, and so act as assertions.
 _ASSERTING = ("fail", "raises", "warns", "exit", "_exit", "quit", "abort")
-# Names by which tests reach a program without a name of its own.
+# Names by which tests can use a program without naming anything that it defines.
 _REFLECTION = ("eval", "exec", "globals", "__import__", "import_module", "candidate")
 
 
@@ -39,12 +39,12 @@ class ProgramTests:
 
     Attributes:
         source: Python, executed as the module of the tests.
-        functions: its pytest functions, called afterwards unless the source calls them itself.
-        classes: its pytest classes and `unittest.TestCase`s.
-        checks: its functions that take the function under test.
+        functions: pytest functions of the source, except those that the source calls itself.
+        classes: pytest classes and `unittest.TestCase`s of the source.
+        checks: functions of the source whose argument is the function under test.
         entry: name or expression of the function under test; None: the program's main function.
-        calls: arguments of the function under test, and the results of which one must be returned.
-        scripts: standard input of the program run as a script, and its standard output.
+        calls: pairs of arguments for the function under test, and the accepted results.
+        scripts: pairs of standard input for the program, run as a script, and its expected output.
     """
 
     source: str = ""
@@ -58,12 +58,12 @@ class ProgramTests:
 
 @lru_cache(maxsize=256)
 def read_tests(answer: str) -> ProgramTests:
-    """The tests in an answer.
+    """Parse the tests in an answer.
 
     Raises:
-        DataError: it is no Python and no known format; or any program would pass, because nothing
-            is asserted or nothing of the program is used; or it needs what is not there: a module,
-            a fixture.
+        DataError: the answer is neither Python nor a known format; or any program would pass,
+            because nothing is asserted, or nothing of the program is used; or the tests need a
+            module that is not installed, or a fixture.
     """
     try:
         data = _literal(answer)
@@ -74,14 +74,14 @@ def read_tests(answer: str) -> ProgramTests:
         raise DataError(
             f"the answer {answer[:80]!r} is no Python: {error}", field="answer"
         ) from error
-    except (RecursionError, MemoryError) as error:  # brackets in brackets, to Python's parser
+    except (RecursionError, MemoryError) as error:  # nested brackets, in Python's parser
         raise DataError(
             f"the answer {answer[:80]!r} is nested too deeply", field="answer"
         ) from error
 
 
 def _literal(text: str) -> list[Any] | dict[str, Any] | None:
-    """The list or the object that a text is; None of a text that is something else."""
+    """The list or object that a text encodes, as JSON or Python; None if it encodes neither."""
     if not text.lstrip().startswith(("[", "{")):
         return None
     for read in (json.loads, ast.literal_eval):
@@ -94,7 +94,7 @@ def _literal(text: str) -> list[Any] | dict[str, Any] | None:
 
 
 def _from_data(data: Any) -> ProgramTests:
-    """Tests of JSON. An object may hold them under a key, beside the name of the function."""
+    """Tests in decoded JSON. An object may have them under a key, next to the function's name."""
     if isinstance(data, str):
         nested = _literal(data)
         return _from_python(data, None) if nested is None else _from_data(nested)
@@ -163,7 +163,7 @@ def _cases(inputs: list, outputs: list, entry: str | None, *, called: bool) -> P
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Arguments of a call: a list of them, or a text with one in each line (LiveCodeBench)."""
+    """Arguments of a call: a list, or a text with one argument per line (LiveCodeBench)."""
     if isinstance(given, str):
         return [_value(line) for line in given.split("\n") if line.strip()]
     return list(given.values()) if isinstance(given, dict) else _listed(given)
@@ -174,7 +174,7 @@ def _expected(given: Any, result: Any) -> Any:
 
 
 def _value(text: str) -> Any:
-    """The value that a text writes, as JSON or as Python; else the text itself."""
+    """The value that a text encodes, as JSON or as Python; else the text itself."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text.strip())
@@ -238,9 +238,10 @@ def _from_python(source: str, entry: str | None) -> ProgramTests:
 
 
 def _without_pytest_main(source: str) -> str:
-    """The source without statements that start pytest, which would look for files and find none.
+    """Remove statements that start pytest, because the tests are collected here.
 
-    It would also run a `conftest.py` that the program has written. The tests are collected here.
+    pytest would search for files and find none, and would run a `conftest.py` that the program has
+    written.
     """
     if "pytest.main" not in source:
         return source
@@ -276,7 +277,7 @@ def _is_there(module: str) -> bool:
 
 
 def _called(node: ast.AST) -> Iterator[str]:
-    """Functions that a statement of the module calls, in which no `try` may hide their errors."""
+    """Names of functions that a statement calls, except in a `try`, which may hide their errors."""
     if isinstance(node, ast.Try):
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -286,7 +287,7 @@ def _called(node: ast.AST) -> Iterator[str]:
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Parameters that a call must give."""
+    """Parameters without a default value."""
     given = node.args
     positional = [*given.posonlyargs, *given.args]
     required = positional[: len(positional) - len(given.defaults)]
@@ -299,10 +300,10 @@ def _is_check(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _is_collected(node: ast.FunctionDef | ast.AsyncFunctionDef, used: bool) -> bool:
-    """True if pytest would run the function; one with parameters that others use is a helper.
+    """True if pytest would run the function. A used function with parameters is a helper.
 
     Raises:
-        DataError: pytest would give it a fixture, or await it.
+        DataError: the function needs a fixture, or is asynchronous.
     """
     if isinstance(node, ast.AsyncFunctionDef):
         raise DataError(f"has the asynchronous test {node.name}, which is not supported")
@@ -318,7 +319,7 @@ def _is_collected(node: ast.FunctionDef | ast.AsyncFunctionDef, used: bool) -> b
 
 
 def _is_class(node: ast.ClassDef) -> bool:
-    """True if pytest would run the class, which is no TestCase."""
+    """True if pytest would run the class although it is not a TestCase."""
     methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
     named = any(name.startswith("test") for name in methods)
     return node.name.startswith("Test") and named and "__init__" not in methods
@@ -335,10 +336,10 @@ def _is_test_case(node: ast.ClassDef, defined: dict[str, Any]) -> bool:
 def _reached(
     running: list[ast.stmt], collected: list[str], defined: dict[str, Any]
 ) -> list[ast.AST]:
-    """Statements that run, and the definitions that they name, or that are collected."""
+    """Statements that run, collected definitions, and all definitions that these refer to."""
     seen = set(collected)
     reached: list[ast.AST] = [*running, *(defined[name] for name in collected)]
-    for node in reached:  # it grows
+    for node in reached:  # the list grows
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         new = (names & defined.keys()) - seen
         seen |= new
@@ -347,7 +348,7 @@ def _reached(
 
 
 def _asserts(node: ast.AST) -> bool:
-    """True if the node holds an assertion that no `try` around it hides."""
+    """True if the node contains an assertion that no `try` around it hides."""
     if isinstance(node, ast.Assert):
         return not (isinstance(node.test, ast.Constant) and node.test.value)
     if isinstance(node, ast.Raise):
@@ -363,7 +364,7 @@ def _asserts(node: ast.AST) -> bool:
 
 
 def _hides(handler: ast.ExceptHandler) -> bool:
-    """True of a handler that catches a failed assertion and does not raise."""
+    """True if a handler catches a failed assertion and does not raise."""
     names = {n.id for n in ast.walk(handler.type or handler) if isinstance(n, ast.Name)}
     catches = handler.type is None or names & {"AssertionError", "Exception", "BaseException"}
     return bool(catches) and not any(map(_asserts, handler.body))

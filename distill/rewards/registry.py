@@ -33,21 +33,21 @@ from distill.sandbox.sandbox import require_sandbox
 
 # (response, answer) -> reward
 RewardFunction = Callable[[str, str], float]
-# What `reward=` names: a function, or a model that the run hosts.
+# Value of `reward=`: a function, or a model that the run hosts.
 Reward: TypeAlias = RewardFunction | ModelReward
-# Seconds that one call of a user's reward may take.
+# Longest call of a custom reward function, in seconds.
 REWARD_TIMEOUT_S = 120.0
-# Seconds that the answers of a source are read for before the run.
+# Seconds after which the check of a source's answers stops, before the run.
 ANSWERS_TIME_S = 20.0
-# Beyond, the squares of rewards are no finite float32.
+# The squares of larger rewards may not be finite in float32.
 LARGEST_REWARD = 1e9
-# The reward thread returns quick results together, because waking the event loop costs more than
-# they do: at a batch's end, and after each call that ends so many seconds after the last return.
+# The reward thread returns fast results together, because waking the event loop takes longer than
+# computing them: at the end of a batch, and after a call that ends at least so many seconds after
+# the last return.
 _RETURN_EVERY_S = 0.01
 
-# A sign that is no minus between two operands; digits with or without commas between thousands; a
-# decimal part; an exponent. A dollar may stand before the digits; a dot after them only ends the
-# sentence.
+# A sign that is not a minus between two operands; digits with or without commas between thousands;
+# a decimal part; an exponent. A dollar may precede the digits; a dot after them ends the sentence.
 _NUMBER = re.compile(
     r"(?:(?<![\w)])(-))?(?:\$(-)?)?"
     r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
@@ -56,22 +56,22 @@ _NUMBER = re.compile(
 
 
 async def judge(reward: RewardFunction, response: Response | str, answer: str) -> float:
-    """`reward(response, answer)`, in the one thread that this process has for rewards.
+    """Compute `reward(response, answer)` in this process's single thread for rewards.
 
-    Of a `Response` the reward is given its `judged_text`. Rewards that are requested in one pass of
-    the event loop, such as those of a group, go to the thread and back together.
+    For a `Response`, the reward receives its `judged_text`. Rewards that are requested in one pass
+    of the event loop, such as those of a group, go to the thread and back together.
 
-    A reward may take long and need not be thread-safe, and what else the process does goes on
-    meanwhile. Those that only compare texts (`_AT_ONCE`) take no thread. Each of the others has a
-    limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and `json_schema` run in a child
-    process that is ended; a user's stays in this process, where it may keep models and connections,
-    and is given up (`CheckedReward`).
+    A reward may be slow and need not be thread-safe; the event loop continues meanwhile. Rewards
+    that only compare texts (`_AT_ONCE`) are computed without the thread. Each other reward has a
+    time limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and `json_schema` run in a
+    child process that is ended; a custom function runs in this process, where it may keep models
+    and connections, and is abandoned at its limit (`CheckedReward`).
     """
     return (await verdict(reward, response, answer)).reward
 
 
 async def verdict(reward: RewardFunction, response: Response | str, answer: str) -> Verdict:
-    """`judge`, and what is to be said of the response: what is right, or what the tests found."""
+    """`judge` with feedback on the response, such as the right answer or the tests' errors."""
     text = response if isinstance(response, str) else judged_text(reward, response)
     if reward in _AT_ONCE:
         return _verdict(reward, text, answer)
@@ -79,16 +79,16 @@ async def verdict(reward: RewardFunction, response: Response | str, answer: str)
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1 if the response equals the answer, surrounding whitespace aside, else 0."""
+    """1 if the response equals the answer, ignoring surrounding whitespace, else 0."""
     return float(response.strip() == answer.strip())
 
 
 def last_number(response: str, answer: str) -> float:
-    """1 if the last number in the response is the last in the answer, else 0.
+    """1 if the last number in the response equals the last number in the answer, else 0.
 
-    Compared as decimals: 18, 18.0 and $18 are the same, and so are 1,000, 1000 and 1e3. The answer
-    may be a whole solution that ends in `#### 18`. A response or an answer without a number earns
-    0.
+    Numbers are compared as decimals: 18, 18.0 and $18 are equal, and so are 1,000, 1000 and 1e3.
+    The answer may be a whole solution that ends in `#### 18`. If the response or the answer has no
+    number, the reward is 0.
     """
     given = _last_number(response)
     return float(given is not None and given == _last_number(answer))
@@ -103,11 +103,11 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def contains(response: str, answer: str) -> float:
-    """1 if the answer, surrounding whitespace aside, occurs in the response, else 0."""
+    """1 if the answer, without surrounding whitespace, occurs in the response, else 0."""
     return float(answer.strip() in response)
 
 
-# The way to the thread and back takes longer than these do.
+# Rewards that take less time than the way to the thread and back.
 _AT_ONCE = (exact_match, last_number, contains)
 
 DEFAULT_REWARD = "exact_match"
@@ -120,7 +120,7 @@ _BUILT_IN: dict[str, RewardFunction] = {
     "matches": matches,
     "json_schema": json_schema,
 }
-# Module, setting, and what pip installs it by.
+# Module, feature, and argument of `pip install`; see `require_library`.
 _LIBRARIES = {
     "math_equal": ("math_verify", "reward=math_equal", "math-verify"),
     "json_schema": ("jsonschema", "reward=json_schema", "jsonschema"),
@@ -130,14 +130,14 @@ _LIBRARIES = {
 def judged_text(reward: RewardFunction, response: Response) -> str:
     """The text of a response that a reward judges.
 
-    Built-in rewards judge the answer alone: a number in a thought is no answer, and a response that
-    was cut off within its thinking has none. A user's function may look at the thinking too, and is
-    given all of the response, with the marks around the thinking.
+    Built-in rewards judge only the answer: a number in the thinking is not an answer, and a
+    response that was cut off within its thinking has no answer. A custom function may read the
+    thinking, and receives the whole response, with the marks around the thinking.
     """
     return response.answer if reward in _BUILT_IN.values() else response.text
 
 
-# What a response answers, where a reward knows: responses that answer the same vote together.
+# Extracts a response's answer, for rewards that can: responses with equal answers vote together.
 _ANSWERS: dict[RewardFunction, Callable[[str], Hashable | None]] = {
     exact_match: str.strip,
     last_number: _last_number,
@@ -146,11 +146,11 @@ _ANSWERS: dict[RewardFunction, Callable[[str], Hashable | None]] = {
 
 
 def answer_of(reward: Reward) -> Callable[[str], Hashable | None] | None:
-    """Finds the answer in a response (None: there is none); None for a reward that cannot."""
+    """Function that extracts a response's answer (None: no answer); None if the reward cannot."""
     return None if isinstance(reward, CheckedReward | ModelReward) else _ANSWERS.get(reward)
 
 
-# What a wrong response should have been, by its reward.
+# Feedback on a wrong response, by reward.
 _EXPECTED: dict[RewardFunction, str] = {
     exact_match: "The right answer is: {}",
     last_number: "The right answer is: {}",
@@ -185,7 +185,7 @@ class _RewardThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
-        # By event loop: with local=True each actor of this process has its own.
+        # By event loop: with local=True, each actor in this process has its own loop.
         self._batches: WeakKeyDictionary[asyncio.AbstractEventLoop, list[_RewardCall]] = (
             WeakKeyDictionary()
         )
@@ -240,7 +240,7 @@ def _require_number(answer: str) -> None:
         )
 
 
-# Reads an answer without a response, for rewards to which not every text is an answer.
+# Checks an answer without a response, for rewards that do not accept every text as an answer.
 _READS: dict[RewardFunction, Callable[[str], object]] = {
     last_number: _require_number,
     math_equal: partial(math_equal, ""),
@@ -251,10 +251,10 @@ _READS: dict[RewardFunction, Callable[[str], object]] = {
 
 
 def check_answer(reward: Reward, answer: str | None) -> None:
-    """Read an answer as the reward would, without a response.
+    """Check that the reward can read an answer.
 
-    A user's reward takes part if it has an attribute `check_answer`, a function of the answer that
-    raises an error for one that cannot be read.
+    A custom reward function is checked if it has an attribute `check_answer`: a function of the
+    answer that raises an error if the answer cannot be read.
 
     Raises:
         DataError: the reward cannot read the answer.
@@ -268,12 +268,12 @@ def check_answer(reward: Reward, answer: str | None) -> None:
 
 
 def check_answers(reward: Reward, answers: Iterable[tuple[str, str | None]]) -> None:
-    """Read the answers of (row, answer) pairs as the reward would; equal answers once.
+    """Check that the reward can read the answers of (row, answer) pairs; equal answers once.
 
-    Reading stops after `ANSWERS_TIME_S`: of thousands of long formulas it reads a part.
+    The check stops after `ANSWERS_TIME_S`, so it may cover only a part of thousands of formulas.
 
     Raises:
-        DataError: names the first row whose answer cannot be read, and how many there are.
+        DataError: an answer cannot be read; the message has the first such row and their number.
     """
     ends = time.monotonic() + ANSWERS_TIME_S
     rows_of: dict[str, list[str]] = defaultdict(list)
@@ -297,14 +297,14 @@ def check_answers(reward: Reward, answers: Iterable[tuple[str, str | None]]) -> 
 
 
 def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
-    """A built-in reward by its name, a reward model, or the function at `package.module:function`.
+    """Load a built-in reward, a reward model, or the function at `package.module:function`.
 
     Args:
-        timeout_s: of a call of a user's function.
+        timeout_s: time limit of a call of a custom function.
 
     Raises:
-        ConfigError: an unknown name, something that cannot be imported or called, a sandbox that
-            is needed and cannot be made, or a library that is not installed.
+        ConfigError: the name is unknown, the object cannot be imported or called, the reward needs
+            the sandbox and it cannot be created, or a library is not installed.
     """
     if name in _BUILT_IN:
         if name == "unit_tests":
@@ -321,16 +321,17 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedReward:
-    """A user's reward function, held to finite numbers and to a time. It pickles by its name.
+    """A custom reward function that must return finite numbers in time. Pickles by its name.
 
-    It may return (number, words): what is to be said of the response, for `teacher.feedback=`.
+    The function may return (number, text): the text is feedback on the response for
+    `teacher.feedback=`.
 
-    It runs in a thread of this process; when it is late nothing can end that thread, which is given
-    up. The next call has a new one, until four still run.
+    The function runs in a thread of this process. If it is late, the thread cannot be ended and is
+    abandoned. The next call uses a new thread, unless four abandoned threads still run.
 
     Raises:
-        DataError: the function returned something else, raised, or was late; with its name and
-            the answer.
+        DataError: the function returned something else, raised, or was late; the message has its
+            name and the answer.
     """
 
     name: str
@@ -350,7 +351,7 @@ class CheckedReward:
                 answer,
             ) from None
         except BdbQuit:
-            raise  # the user left the debugger
+            raise  # the user quit the debugger
         except BaseException as error:  # the user's may raise anything, an exit too
             # As text: the error may be of a class that other processes do not have.
             raise self._error(f"raised {described(error)}", answer) from error
@@ -368,7 +369,7 @@ class CheckedReward:
         return Verdict(reward=float(reward), feedback=words[:LONGEST_WORDS])
 
     def check_answer(self, answer: str) -> None:
-        """Call the function's own `check_answer`, if it has one."""
+        """Call the function's `check_answer`, if it has one."""
         check = getattr(self.function, "check_answer", None)
         if check is None:
             return

@@ -1,4 +1,4 @@
-"""Rewards of single tokens: phrases that pay wherever the model writes them."""
+"""Rewards of single tokens: each occurrence of a phrase earns a bonus."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 def phrase_bonuses(
     tokens_T: TokenArray, tokenizer: PreTrainedTokenizerBase, bonuses: Mapping[str, float]
 ) -> FloatArray:
-    """float32 (len(tokens_T),): each occurrence of a phrase pays its value to its tokens.
+    """Compute token rewards, float32 (len(tokens_T),): each occurrence of a phrase earns its value.
 
-    The value is spread evenly over the tokens that spell the occurrence, those whose text overlaps
-    it, so the row adds up to the values of all occurrences. Occurrences of one phrase are counted
-    from left to right and do not overlap one another; different phrases may overlap. Special tokens
-    are text like any other. A character that several tokens spell byte by byte is the text of each
-    of them.
+    The value is spread evenly over the tokens whose text overlaps the occurrence, so the rewards
+    sum to the values of all occurrences. Occurrences of one phrase are counted from left to right
+    and do not overlap each other; different phrases may overlap. Special tokens are text like any
+    other. A character that several tokens encode byte by byte belongs to the text of each of them.
     """
     rewards_T = np.zeros(len(tokens_T), np.float64)
     ids = tokens_T.tolist()

@@ -1,4 +1,4 @@
-"""Reward of programs by unit tests. Both run in the sandbox, apart from each other."""
+"""Reward of programs by unit tests. Both run in the sandbox, in separate processes."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ _RUNNER = Path(__file__).with_name("unit_tests_runner.py")
 def unit_tests(response: str, answer: str) -> float:
     """1 if the program in the response passes the tests in the answer, else 0.
 
-    The program is the response's last fenced block, or all of it. The answer is Python that raises
-    where a test fails: statements, pytest functions and classes, unittest, `check(candidate)`; or
-    JSON (`distill.rewards.program_tests`): asserts, calls and their results, or standard input and
-    output of the program as a script. Python tests see the program's names, as their own and in a
-    module `solution`, and need not import them.
+    The program is the response's last fenced block, or the whole response. The answer is Python
+    that raises if a test fails: statements, pytest functions and classes, unittest,
+    `check(candidate)`; or JSON (`distill.rewards.program_tests`): asserts, calls and their results,
+    or standard input and output of the program as a script. Python tests can use the program's
+    names as globals and from a module `solution`, without importing them.
 
-    A program can neither read the tests nor run among them: it is in another process of the
-    sandbox, and what its functions return comes as plain data (numbers, text, lists, tuples, dicts,
-    sets). So no exit, no `__eq__` and no patched built-in makes a test pass. Objects of its own
-    classes stay there. They may be compared, added, subtracted and multiplied with each other; with
-    plain data they equal nothing, and all else is a TypeError, which `Vector(1, 2) * 3` is too: no
-    `__sub__` can make 0 of a difference to the right number. Whether one contains a value is found
-    by going through its items.
+    A program can neither read the tests nor run code in their process: it runs in another process
+    of the sandbox, and its functions return plain data (numbers, text, lists, tuples, dicts, sets).
+    Therefore no exit, no `__eq__` and no patched built-in makes a test pass. Objects of its own
+    classes stay in its process. Tests may compare, add, subtract and multiply them with each other.
+    Such an object never equals plain data, and any other operation with plain data, such as
+    `Vector(1, 2) * 3`, is a TypeError: otherwise a `__sub__` could return 0 as the difference to
+    the right number. Python tests whether an object contains a value by iterating over its items.
 
-    What remains is its word about objects of its own classes (compared with each other, asked if
-    they are true, what their methods answer), and about functions such as `isclose` that tests use
-    without importing them. What is true in plain Python is so here: `f(xs) == sorted(xs)` of an `f`
-    that empties `xs` and returns it, and `numpy.allclose(f(x), 1.4)` of one that returns []. Give
-    such tests a copy, and a length. Functions may be passed to a program; objects of the tests' own
-    classes, and exceptions of its own to catch, may not, and a name that Python itself has (`sum`)
-    means Python's.
+    Tests do rely on the program for its own objects (comparisons with each other, their truth
+    values, results of their methods), and for functions such as `isclose` that they use without
+    importing them. They also accept whatever plain Python accepts: `f(xs) == sorted(xs)` if `f`
+    empties `xs` and returns it, and `numpy.allclose(f(x), 1.4)` if `f` returns []. Such tests
+    should pass a copy, and check the length. Tests may pass functions to a program, and objects of
+    their own classes, whose public attributes and items the program can use. An exception of the
+    program's own class arrives as the nearest built-in exception. A name of a Python built-in
+    (`sum`) means the built-in.
 
     Raises:
         DataError: the answer has no tests that could fail (`read_tests`).
-        ConfigError: the sandbox cannot be made on this machine;
-            `distill.sandbox.sandbox.require_sandbox` says so beforehand.
+        ConfigError: the sandbox cannot be created on this machine;
+            `distill.sandbox.sandbox.require_sandbox` checks this before a run.
     """
     return tested(response, answer).reward
 
 
 def tested(response: str, answer: str) -> Verdict:
-    """`unit_tests`, and of a program that fails the end of what the tests printed and raised."""
+    """`unit_tests` with feedback: if the program fails, the end of the tests' output and errors."""
     given = {
         "solution": _program(response),
         "tests": asdict(read_tests(answer)),
@@ -64,7 +65,7 @@ def tested(response: str, answer: str) -> Verdict:
 
 
 def _told(result: SandboxResult) -> str:
-    """The end of the output, the error last, or the limit that ended the program."""
+    """Feedback: the end of the output and of the errors, or the limit that ended the program."""
     if result.outcome == "ok":
         return "The tests passed."
     said = f"{result.stdout}\n{result.stderr}".strip()[-LONGEST_WORDS:]

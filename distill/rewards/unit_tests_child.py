@@ -1,16 +1,18 @@
 """Child of `unit_tests.py`, in the sandbox: runs the tests, and the solution in its own process.
 
-    tests ── call solve(3), here are its arguments ──> solution
-          <──── 4, and the arguments afterwards ──────
+    tests ── call of solve, with its arguments: 3 ────> solution
+          <── result: 4, and the arguments afterwards ──
 
-A script of the standard library alone, run for either side. Where the tests are cases of standard
-input and output, the solution's process runs it as a script once for each. What crosses is JSON, a
-line at a time: numbers, text, lists, tuples, dicts, sets and the types of `_CONSTRUCTED` by value,
-as exactly those types; anything else stays where it is and is asked from afar (`Remote`). So
-nothing of the solution's runs among the tests: no `__eq__` that is always true, no exit, no look at
-the tests. An object that is asked from afar is never told a plain value to compare itself with, to
-add or to look for, so it cannot say what the tests would like to hear. The tests serve calls of
-functions that they passed, and the operations of `_served`.
+This script needs only the standard library, and runs in both processes. If the tests are cases of
+standard input and output, the solution's process runs the solution as a script once per case.
+
+Messages are lines of JSON. Numbers, text, lists, tuples, dicts, sets and the types of
+`_CONSTRUCTED` are sent by value, as exactly those types. Any other object stays in its process, and
+the other side uses it through requests (`Remote`). No code of the solution therefore runs in the
+tests' process: no `__eq__` that is always true, no exit, no access to the tests. A remote object
+never receives a plain value to compare itself with, to add or to search for, so it cannot return
+the result that the tests expect. The tests serve calls of functions that they passed, and the
+operations of `_served`.
 """
 
 from __future__ import annotations
@@ -50,23 +52,23 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
 }
-# Those that the tests do for the solution.
+# Operations that the tests' process executes for the solution.
 _SERVED = ("getattr", "setattr", "len", "iter", "next", "bool", "getitem", "setitem", "eq", "lt")
-# The name that tracebacks have for the tests.
+# File name of the tests in tracebacks.
 _TESTS = "tests.py"
-# Characters of what a script that failed said at its end.
+# Number of characters kept from the end of a script's errors.
 _LAST_WORDS = 1000
-# What the solution may have imported for the tests. Importing others may do anything, and
+# Modules that the solution may pass to the tests. Importing other modules may have any effect:
 # `unittest.__main__` ends the process.
 _MODULES = (
     *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools"),
     *("heapq", "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics"),
     *("string", "typing"),
 )
-# Attributes with such names have a meaning to the interpreter and to libraries, numpy's
-# `__array_interface__` for one; of an object that is asked from afar, these are there.
+# Special attributes that a remote object has. It lacks all others, because the interpreter and
+# libraries use them, such as `__array_interface__` of numpy.
 _SPECIAL = ("__name__", "__qualname__")
-# What `unittest.main` looks for in the module of the tests, and obeys.
+# Names in the module of the tests that `unittest.main` calls.
 _UNITTEST_HOOKS = ("load_tests", "setUpModule", "tearDownModule")
 _STOPS = ("StopIteration", "StopAsyncIteration")
 _SEQUENCES: dict[str, type] = {
@@ -75,7 +77,7 @@ _SEQUENCES: dict[str, type] = {
     "set": set,
     "frozenset": frozenset,
 }
-# Types that cross as the arguments of a function that makes an equal object.
+# Types that are sent as the arguments of a function that creates an equal object.
 _CONSTRUCTED: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     "builtins.complex": ("builtins:complex", lambda v: (v.real, v.imag)),
     "builtins.range": ("builtins:range", lambda v: (v.start, v.stop, v.step)),
@@ -93,21 +95,24 @@ _CONSTRUCTED: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
 
 
 class Peer:
-    """One end. Both may ask, one inside of the other's request."""
+    """One end of the connection. Both ends may send requests, also while they serve a request."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO, operations: dict[str, Callable]) -> None:
         self._reader = reader
         self._writer = writer
         self._operations = operations
         self._ours: list[Any] = []
-        self._numbers: dict[int, int] = {}  # of `_ours`, by identity
+        self._numbers: dict[int, int] = {}  # index in `_ours`, by the object's identity
         self._theirs: dict[int, Remote] = {}
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """The other's answer; changes that it made to lists, dicts and sets are made here too.
+        """Request an operation of the other side, and return the result.
+
+        Changes that the other side made to lists, dicts and sets in the arguments are repeated
+        here.
 
         Raises:
-            Exception: what it raised, as the nearest built-in exception.
+            Exception: the other side raised an exception; the nearest built-in one is raised.
         """
         self._send([operation, self.encoded(arguments), self.encoded(named)])
         while True:
@@ -128,7 +133,7 @@ class Peer:
             given, names = self.decoded(arguments), self.decoded(named)
             result = self.encoded(self._operations[operation](*given, **names))
             reply = ["value", result, self.encoded([*given, *names.values()])]
-        except BaseException as error:  # the other side asked for it, whatever it is
+        except BaseException as error:  # of any kind: it is raised in the other process
             kinds = [kind.__name__ for kind in type(error).__mro__]
             reply = ["raised", kinds, str(error)]
         self._send(reply)
@@ -149,7 +154,7 @@ class Peer:
         kind = f"{type(value).__module__}.{type(value).__name__}"
         if kind in _CONSTRUCTED:
             return [kind, [self.encoded(part) for part in _CONSTRUCTED[kind][1](value)]]
-        # Subclasses, such as named tuples, go as what they are at heart.
+        # Instances of subclasses, such as named tuples, are sent as their base type.
         if value is None or isinstance(value, int | float | str):
             return value
         if isinstance(value, dict):
@@ -189,11 +194,11 @@ class Peer:
 
 
 class Remote:
-    """An object of the other side's. It equals no plain value, whatever it says itself.
+    """An object of the other process. It equals no plain value, whatever its `__eq__` returns.
 
-    With another such object it may be compared, added, subtracted and multiplied; with plain values
-    it may not, in either order, and is none itself (`abs`, `round`, `float`, an index). Whether it
-    contains one is found by going through its items.
+    It may be compared, added, subtracted and multiplied with another remote object, but not with
+    plain values, in either order, and cannot be converted to one (`abs`, `round`, `float`, an
+    index). Python tests whether it contains a value by iterating over its items.
     """
 
     def __init__(self, peer: Peer, number: int) -> None:
@@ -256,7 +261,7 @@ class Remote:
     def __setitem__(self, key: Any, value: Any) -> None:
         _far(self, "setitem", key, value)
 
-    # No `__contains__`: Python goes through the items, and compares them here.
+    # No `__contains__`: Python iterates over the items, and compares them in this process.
 
 
 def _far(remote: Remote, operation: str, *arguments: Any, **named: Any) -> Any:
@@ -265,7 +270,7 @@ def _far(remote: Remote, operation: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _far_with(remote: Remote, operation: str, other: Any) -> Any:
-    """An operation on two objects of the other side's; with anything else there is none."""
+    """Operation on two objects of the other process; NotImplemented for any other operand."""
     return _far(remote, operation, other) if isinstance(other, Remote) else NotImplemented
 
 
@@ -274,10 +279,11 @@ def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def _served(name: str) -> Callable[..., Any]:
-    """An operation that the tests do for the solution, on what they passed to it.
+    """An operation that the tests execute for the solution, on an object that they passed.
 
-    On an instance of a class of the tests, and on its public attributes; an iterator may be
-    advanced. Nothing else: a generator's frame would lead to the tests themselves.
+    The object must be an instance of a class of the tests, and attributes must be public; an
+    iterator may be advanced. Other objects are refused: the frame of a generator would give access
+    to the tests.
     """
 
     def serve(value: Any, *arguments: Any) -> Any:
@@ -303,10 +309,10 @@ def _refresh(before: list[Any], after: list[Any]) -> None:
 
 
 def _built_in_error(kinds: list[str], text: str, *, stops: bool) -> Exception:
-    """The built-in error of that kind. Never an exit, which would end the tests with success.
+    """The nearest built-in exception. Never a SystemExit, which would end the tests with success.
 
-    Nor a StopIteration, except as the end of an iterator: raised by a function it would end `map`
-    and `zip` of the tests before they compare anything.
+    StopIteration is allowed only as the end of an iterator: raised by a function, it would end
+    `map` and `zip` in the tests before they compare anything.
     """
     for name in kinds:
         kind = getattr(builtins, name, None)
@@ -315,14 +321,14 @@ def _built_in_error(kinds: list[str], text: str, *, stops: bool) -> Exception:
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(text)
-            except TypeError:  # it wants more than a text
+            except TypeError:  # its constructor needs more than a text
                 continue
     return RuntimeError(f"{kinds[0]}: {text}")
 
 
 def run_tests() -> None:
-    """Ends with exit code 0 if, and only if, the tests end well."""
-    # Who is of the same user could else write into our memory.
+    """Run the tests; the process ends with exit code 0 if and only if they pass."""
+    # Otherwise the solution's process, of the same user, could write into this one's memory.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     sys.excepthook = _show
     given = json.loads(sys.stdin.buffer.read())
@@ -346,21 +352,24 @@ def run_tests() -> None:
 
 
 def _entry(peer: Peer, tests: types.ModuleType, name: str | None) -> Any:
-    """The function under test: by its name or an expression, or the program's main function."""
+    """The function under test, by its name or an expression; by default the main function."""
     if name is None or name.isidentifier():
         return peer.ask("entry", name)
     return eval(name, tests.__dict__)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Prints the test that failed, without this script's own frames."""
+    """Print the traceback of a failed test, without this script's own frames."""
     frames = [frame for frame in traceback.extract_tb(trace) if frame.filename == _TESTS]
     lines = traceback.format_list(frames) + traceback.format_exception_only(kind, error)
     sys.stderr.write("".join(lines))
 
 
 def _safe(names: dict[str, Any]) -> dict[str, Any]:
-    """The names, without those that Python has, or obeys: tests mean `all` as it is."""
+    """Remove names of built-ins, of special attributes and of unittest's hooks.
+
+    In tests, `all` must mean the built-in.
+    """
     return {
         name: value
         for name, value in names.items()
@@ -369,7 +378,7 @@ def _safe(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _script(source: str) -> Callable[[str], Any]:
-    """Runs the solution with a standard input: its output, exit code and errors."""
+    """Function that runs the solution on a standard input; returns output, exit code, errors."""
     reader, writer = _start("scripts")
 
     def ask(text: str) -> Any:
@@ -382,7 +391,7 @@ def _script(source: str) -> Callable[[str], Any]:
 
 
 def _start(kind: str) -> tuple[BinaryIO, BinaryIO]:
-    """Starts the solution's process; where to read from it, and to write to it."""
+    """Start the solution's process; return files to read from it and to write to it."""
     their_reader, our_writer = os.pipe()
     our_reader, their_writer = os.pipe()
     ends = (their_reader, their_writer)
@@ -404,9 +413,9 @@ def run_solution(reader: int, writer: int) -> None:
 
 
 def run_scripts(reader: int, writer: int) -> str:
-    """Forks for every input that comes, and answers with what the fork printed.
+    """For each input, fork a process, and answer with what it printed.
 
-    Returns in the fork, with the source that it is to run: it ends as any script does.
+    Returns only in the forked process, with the source to run, so that it ends as any script does.
     """
     requests, replies = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
     source, reply = json.loads(requests.readline()), None
@@ -434,7 +443,7 @@ def run_scripts(reader: int, writer: int) -> str:
 
 
 def _names(source: str) -> dict[str, Any]:
-    """Names that the solution defines."""
+    """Execute the solution; return the names that it defines."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(source, "solution.py", "exec"), module.__dict__)
@@ -444,7 +453,7 @@ def _names(source: str) -> dict[str, Any]:
 def _main_function(name: str | None) -> Callable[..., Any]:
     """The solution's function of that name, or a method of its class `Solution`.
 
-    Without a name, it is the last function that no other one of the solution uses.
+    Without a name, it is the last function that no other function of the solution uses.
     """
     names = vars(sys.modules["solution"])
     if name in names:

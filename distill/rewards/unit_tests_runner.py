@@ -1,7 +1,7 @@
-"""Runs collected tests and cases, as `program_tests.py` reads them, beside `unit_tests_child.py`.
+"""Runner of the tests and cases that `program_tests.py` parsed.
 
-That script executes this file as a module of its own, in the process of the tests: it has the
-standard library alone. Every function here raises where a test fails.
+`unit_tests_child.py` executes this file as a module in the process of the tests, so it needs only
+the standard library. Functions raise an exception if a test fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-# What is printed may differ in its last digits where a number with a decimal part is expected.
+# If a number with a decimal part is expected, the printed number may differ in its last digits.
 _DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 _TOLERANCE = 1e-6
 _TINY = 1e-9
@@ -28,13 +28,13 @@ def run(
     entry: Callable[[], Any],
     script: Callable[[str], tuple[str, int, str]],
 ) -> None:
-    """Runs what the tests' module has defined, and the cases.
+    """Run the tests that the tests' module has defined, and the cases.
 
     Args:
         given: fields of `ProgramTests`.
-        names: names of that module, and what they are.
-        entry: finds the function under test.
-        script: runs the program with a standard input; its output, exit code and errors.
+        names: names that the module defines, with their values.
+        entry: returns the function under test.
+        script: runs the program on a standard input; returns output, exit code and errors.
     """
     for name in given["functions"]:
         _call(names[name])
@@ -76,13 +76,13 @@ def _run_class(kind: Any) -> None:
 
 
 def _hook(owner: Any, name: str, argument: Any) -> None:
-    """Calls a hook of pytest's, which may take an argument or none."""
+    """Call a hook of pytest if it is defined; hooks take one argument or none."""
     if (hook := getattr(owner, name, None)) is not None:
         hook(*[argument][: len(inspect.signature(hook).parameters)])
 
 
 def _call(function: Callable[..., Any], *marks: Any) -> None:
-    """Calls a test once, or with each set of its parameters (`pytest.mark.parametrize`)."""
+    """Call a test once, or once per set of parameters (`pytest.mark.parametrize`)."""
     rows: list[dict[str, Any]] = [{}]
     for mark in (*marks, *getattr(function, "pytestmark", ())):
         if mark.name == "parametrize":
@@ -104,7 +104,7 @@ def _parameters(argnames: Any, argvalues: Any, **_: Any) -> Iterator[dict[str, A
 
 
 def _same(result: Any, expected: Any) -> bool:
-    """True of equal values, as far as JSON has them: tuples are lists, keys are text."""
+    """True if values are equal as JSON: tuples equal lists, and keys are compared as text."""
     if isinstance(expected, list | tuple):
         return (
             isinstance(result, list | tuple)
@@ -122,7 +122,7 @@ def _same(result: Any, expected: Any) -> bool:
 
 
 def _same_text(output: str, expected: str) -> bool:
-    """True of equal lines, spaces at their ends and between words aside."""
+    """True if all lines have equal words, whatever spaces separate or surround them."""
     texts = (output, expected)
     ours, theirs = ([line.split() for line in text.strip().split("\n")] for text in texts)
     return [len(line) for line in ours] == [len(line) for line in theirs] and all(
@@ -137,5 +137,5 @@ def _same_word(word: str, expected: str) -> bool:
         return _DECIMAL.fullmatch(expected) is not None and math.isclose(
             float(word), float(expected), rel_tol=_TOLERANCE, abs_tol=_TINY
         )
-    except ValueError:  # the word is no number
+    except ValueError:  # the word is not a number
         return False
