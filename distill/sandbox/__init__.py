@@ -1,1 +1,1 @@
-"""Untrusted programs in a sandbox, and calls that may not end in a child process."""
+"""A sandbox for untrusted programs, and calls with a time limit in a child process or thread."""

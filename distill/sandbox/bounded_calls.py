@@ -1,13 +1,14 @@
 """Bounded calls of untrusted code, or of code that may not end.
 
-    in_child     in a child process: ended at its limit of time or memory; it can open no socket
-    in_thread    in a thread of this process: nothing can end it, so it is abandoned at its limit
+    in_child     in a child process, which is ended at its limit of time or memory, and can open no
+                 socket
+    in_thread    in a thread of this process, which cannot be ended, so it is abandoned at its limit
 
-A child and a thread are kept for the next call, and replaced after a call that was too late.
+A child and a thread are kept for the next call, and replaced after a call that exceeded its time.
 
-A child is an interpreter of its own (`child_command`) that imports modules by name. It is not
-started by `multiprocessing`, whose "spawn" runs the user's script again in every child, and whose
-queues leave named semaphores in /dev/shm when Ray kills the process group.
+A child is a new interpreter (`child_command`) that imports modules by name. It is not started by
+`multiprocessing`, whose "spawn" runs the user's script again in every child, and whose queues leave
+named semaphores in /dev/shm if Ray kills the process group.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from distill.sandbox.guard import guarded, lifeline
 from distill.sandbox.seccomp import filter_program, install
 
 _MEMORY_BYTES = 4 << 30
-# Importing what calls need: sympy on a machine whose cores are all busy.
+# Time for the imports that calls need, such as sympy, on a machine whose cores are all busy.
 _START_S = 300.0
-# Threads that were given up and still run: each may hold a core.
+# Maximum number of abandoned threads that still run: each may occupy a core.
 _MAX_GIVEN_UP = 4
 
 
 class OverLimit(Exception):
-    """A call took longer, or more memory, than it may."""
+    """A call exceeded its limit of time or memory."""
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
     """Command of an interpreter that calls `main(*arguments)` of a module.
 
-    It has the `sys.path` of this process and runs no script of the user's: a script without
-    `if __name__ == "__main__"` is not run twice.
+    The interpreter has the `sys.path` of this process. It does not run the user's script, which may
+    lack `if __name__ == "__main__"`.
     """
     code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; "
     code += "main(*sys.argv[2:])"
@@ -55,13 +56,14 @@ def child_command(module: str, *arguments: str) -> list[str]:
 def in_child(
     prepare: Callable[[], None], function: Callable[..., Any], *arguments: Any, timeout_s: float
 ) -> Any:
-    """`function(*arguments)` in a child process, which dies with this one.
+    """Call `function(*arguments)` in a child process, which dies with this process.
 
-    Arguments and results are pickled. There is one child for each `prepare`, which imports what
-    calls need: the time of a call is measured after it.
+    Arguments and results are pickled. There is one child per `prepare`, a function that the child
+    calls first, to import the modules that calls need. A call's time does not include it.
 
     Raises:
-        OverLimit: the child was ended; the next call has a fresh one.
+        OverLimit: the call exceeded a limit and the child was ended; the next call starts a new
+            one.
     """
     return _child(prepare).call(function, arguments, timeout_s)
 
@@ -71,12 +73,12 @@ def _child(prepare: Callable[[], None]) -> _Child:
     return _Child(prepare)
 
 
-# A forked process shares pipes with its parent's children, so it starts its own.
+# A forked process would share the pipes to its parent's children, so it starts its own children.
 os.register_at_fork(after_in_child=_child.cache_clear)
 
 
 class _Child:
-    """A process that makes one call at a time; started for the first call, and after its end."""
+    """A process that executes one call at a time. A call starts it if it is not running."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
@@ -91,7 +93,7 @@ class _Child:
                 if self._process is None or self._process.poll() is not None:
                     self._start()
                 result, error = self._asked(asked, timeout_s)
-            except BaseException:  # an interrupt too: the answer would be taken for the next call's
+            except BaseException:  # also an interrupt: else the next call would read this answer
                 self._end()
                 raise
         if isinstance(error, MemoryError):
@@ -104,7 +106,7 @@ class _Child:
         self._end()
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
-            # In a session of its own: Ctrl-C is for this process, which ends the child.
+            # In a new session, so that Ctrl-C reaches only this process, which ends the child.
             self._process = subprocess.Popen(
                 guarded(child_command(__name__, str(theirs.fileno()))),
                 pass_fds=(theirs.fileno(), lifeline()),
@@ -113,7 +115,7 @@ class _Child:
             )
         try:
             _, error = self._asked(pickle.dumps((_confine, (self._prepare,))), _START_S)
-        except OverLimit as late:  # of no call: nothing may be judged by it
+        except OverLimit as late:  # not of a call, so no response may be judged by it
             code = self._process.poll()
             raise RuntimeError(
                 f"the child process for bounded calls did not start within {_START_S:g} s"
@@ -123,10 +125,10 @@ class _Child:
             raise error
 
     def _asked(self, asked: bytes, timeout_s: float) -> tuple[Any, BaseException | None]:
-        """The result or the error of a call.
+        """Return the result or the error of a call.
 
         Raises:
-            OverLimit: it is late, or the child has ended.
+            OverLimit: the call is late, or the child has ended.
         """
         assert self._connection is not None
         try:
@@ -151,7 +153,7 @@ def _over_limit(timeout_s: float, why: str) -> OverLimit:
 
 
 def main(descriptor: str) -> None:
-    """The child: calls until the other end of its pipe is closed. What it prints goes to stderr."""
+    """Run the child: execute calls until the pipe is closed. Its standard output goes to stderr."""
     os.dup2(2, 1)
     connection = Connection(int(descriptor))
     while True:
@@ -166,10 +168,10 @@ def _answer(asked: bytes) -> bytes:
     try:
         function, arguments = pickle.loads(asked)
         return pickle.dumps((function(*arguments), None))
-    except BaseException as error:  # it belongs to who asked, exits too
+    except BaseException as error:  # also SystemExit: it is raised in the caller
         try:
             answer = pickle.dumps((None, error))
-            pickle.loads(answer)  # some errors cannot be made again from their arguments
+            pickle.loads(answer)  # some errors cannot be created from their arguments
             return answer
         except Exception:  # of several types; pickling runs the error's own code
             return pickle.dumps((None, RuntimeError(described(error))))
@@ -182,20 +184,21 @@ def _confine(prepare: Callable[[], None]) -> None:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """`function(*arguments)`, in the one thread that this process has for such calls.
+    """Call `function(*arguments)` in this process's single thread for such calls.
 
-    For code that may keep state in this process. What holds the interpreter (Python's `re` does)
-    is not seen to be late before it lets go.
+    For code that may keep state in this process. If the function holds the GIL (as Python's `re`
+    does), its lateness is detected only when it releases it.
 
     Raises:
-        OverLimit: it goes on and will not be heard of; or too many such calls go on already.
-        BaseException: what it raised, exits too.
+        OverLimit: the function is late: it continues, and its result is discarded. Or too many
+            late calls still run.
+        BaseException: raised by the function; also SystemExit.
     """
     return _caller.call(function, arguments, timeout_s)
 
 
 class _Caller:
-    """Calls in a thread, and in another one once that is late."""
+    """Executes calls in one thread, which it replaces if a call is late."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -222,7 +225,7 @@ class _Caller:
 
 
 class _Hand:
-    """A thread that keeps no process from its end."""
+    """A daemon thread that executes calls."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue = queue.SimpleQueue()
@@ -235,7 +238,7 @@ class _Hand:
             function, arguments = asked
             try:
                 answer = function(*arguments), None
-            except BaseException as error:  # it belongs to who asked, exits too
+            except BaseException as error:  # also SystemExit: it is raised in the caller
                 answer = None, error
             self.answered.put(answer)
 

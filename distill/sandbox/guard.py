@@ -1,15 +1,15 @@
-"""Guard of a program: a process that ends everything that the program has started.
+"""Guard of a program: a process that ends all processes that the program has started.
 
-    starter ── front ── guard ── the program ── whatever it starts
-    (holds one end of the lifeline, a pipe; the guard waits at the other)
+    starter ── front ── guard ── the program ── its descendants
+    (the lifeline is a pipe: the starter holds one end, the guard waits at the other)
 
-The guard ends all of them when the program has ended, on SIGTERM, and when the starter or the front
-has died, however it died. Then it removes the program's scratch folder, and ends as the program
-did, or with exit code 1; so does the front. On Linux those that left the program's process group
-are ended too: orphans become children of the guard.
+The guard ends the program and its descendants when the program has ended, on SIGTERM, and when the
+starter or the front has died for any reason. Then it removes the program's scratch folder, and ends
+as the program did, or with exit code 1; so does the front. On Linux, descendants that left the
+program's process group are also ended: orphans become children of the guard.
 
-The front is all that the starter sees. A worker of Ray kills its children as it ends, which would
-leave to themselves what a guard among them has to end.
+The front is the starter's only child. A Ray worker kills its children as it ends; if the guard were
+one of them, nothing would end the program's processes.
 
 Run as a script it needs only the standard library:
 `python -I -S guard.py LIFELINE SCRATCH PROGRAM ...`.
@@ -34,16 +34,18 @@ _ON_LINUX = sys.platform == "linux"
 
 
 def guarded(command: Sequence[str], *, scratch: str = "") -> list[str]:
-    """The command under a guard. Start it in a new session, with `pass_fds=(lifeline(),)`.
+    """Command that runs `command` under a guard.
+
+    Start it in a new session, with `pass_fds=(lifeline(),)`.
 
     Args:
-        scratch: folder that is removed when all has ended; empty: none.
+        scratch: folder that is removed after all processes have ended; empty: none.
     """
     return [sys.executable, "-I", "-S", "-B", __file__, str(lifeline()), scratch, *command]
 
 
 def lifeline() -> int:
-    """The guards' end of this process's lifeline, a file descriptor."""
+    """File descriptor of the guards' end of this process's lifeline."""
     return _lifeline()[0]
 
 
@@ -53,10 +55,10 @@ def _lifeline() -> tuple[int, int]:
 
 
 def _forget() -> None:
-    """Close a forked process's copy of the end that is held: it would keep the guards waiting.
+    """Close a forked process's copy of the starter's end, which would keep the guards waiting.
 
-    uvloop, which Ray's actors have where it is installed, calls this in every process that it
-    starts, before the program replaces it; a guard's own end must be left to it.
+    uvloop, which Ray's actors use if it is installed, calls this in every process that it starts,
+    before the program replaces the process. The guards' end therefore stays open.
     """
     if _lifeline.cache_info().currsize:
         os.close(_lifeline()[1])
@@ -67,7 +69,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def main() -> None:
-    """The guard."""
+    """Run the front and, in a forked process, the guard."""
     starter, scratch = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(starter, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -76,7 +78,7 @@ def main() -> None:
         _be_front(guard)
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != front:  # it died before
+    if os.getppid() != front:  # the front died before
         os.kill(os.getpid(), signal.SIGTERM)
     noted, note = os.pipe()
     os.set_blocking(note, False)
@@ -99,7 +101,7 @@ def main() -> None:
 
 
 def _be_front(guard: int) -> NoReturn:
-    """Hand SIGTERM on to the guard, and end as it does."""
+    """Forward SIGTERM to the guard, and end as the guard does."""
     _close_standard()
     while True:
         if signal.sigwait(_AWAITED) == signal.SIGTERM:
@@ -109,14 +111,14 @@ def _be_front(guard: int) -> NoReturn:
 
 
 def _close_standard() -> None:
-    """Leave stdin and stdout to the program: else nobody would see that it closes them."""
+    """Close stdin and stdout here, so that the starter detects when the program closes them."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
         os.dup2(null, standard)
 
 
 def _noted(signum: int, frame: object) -> None:
-    """The signal is in the pipe."""
+    """Do nothing: the wakeup descriptor has received the signal."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -137,7 +139,7 @@ def _become(command: Sequence[str]) -> None:
 
 
 def _until_the_end(program: int, starter: int, noted: int) -> int | None:
-    """The program's wait status; None if it is to be ended."""
+    """Wait for the program; return its wait status, or None if it must be ended."""
     while True:
         ready = select.select([starter, noted], [], [])[0]
         if starter in ready or signal.SIGTERM in os.read(noted, 4096):
@@ -148,9 +150,9 @@ def _until_the_end(program: int, starter: int, noted: int) -> int | None:
 
 
 def _end_all(program: int) -> None:
-    """Kill what is left. A process whose parent has ended becomes a child of the guard."""
+    """Kill the remaining processes; those whose parent has ended are children of the guard."""
     if not _ON_LINUX:
-        with suppress(ProcessLookupError, PermissionError):  # all of it has ended
+        with suppress(ProcessLookupError, PermissionError):  # the whole group has ended
             os.killpg(program, signal.SIGKILL)
         return
     while _has_children():
@@ -186,7 +188,7 @@ def _end_as(status: int | None) -> NoReturn:
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with suppress(OSError):  # of signals that cannot be handled
+        with suppress(OSError):  # signals that cannot be handled
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.kill(os.getpid(), -code)

@@ -1,4 +1,4 @@
-"""Sandbox for untrusted Python, such as a model's output: a process that can do little harm.
+"""Sandbox for untrusted Python, such as a model's output: an isolated process with limits.
 
     result = await run_python("print(6 * 7)", limits=SandboxLimits(wall_s=5))
 
@@ -6,25 +6,25 @@ With `isolation="namespaces"` (Linux), the program has
 
 - no network, not even 127.0.0.1, and no sockets of other programs;
 - a root directory of its own: the system's /usr and /lib, this interpreter and its packages, all
-  read-only, and a /tmp of its own, gone afterwards. Homes, the run's files, /proc, /sys, most of
-  /etc and the rest of /dev are not there;
-- none of the caller's environment variables and open files; it sees no process but its own, has no
+  read-only, and its own /tmp, which is removed afterwards. Homes, the run's files, /proc, /sys,
+  most of /etc and the rest of /dev do not exist;
+- none of the caller's environment variables and open files; it sees only its own processes, has no
   root privileges, and runs as another user (nobody) if the caller is root;
 - on x86_64 and aarch64, no system calls that computing does not need (`distill.sandbox.seccomp`):
-  no memory that escapes the limits (memfd, System V), no kernel keys, only local and internet
-  sockets (without a network), no io_uring, tracing, mounts or new namespaces;
-- limits: of time, and of CPU time, memory, files and processes by the kernel.
-  CPU time and memory are counted per process, so that all of its `processes` together can use that
-  many times as much: 16 GiB by default, plus `files_mb`. All of them have ended when `run_python`
-  returns, is cancelled, or dies.
+  no memory outside the limits (memfd, System V), no kernel keys, only local and internet sockets
+  (without a network), no io_uring, tracing, mounts or new namespaces;
+- limits: of time, and, enforced by the kernel, of CPU time, memory, files and processes. CPU time
+  and memory are limited per process, so all `processes` together can use that many times as much:
+  16 GiB by default, plus `files_mb`. All of them have ended when `run_python` returns, is
+  cancelled, or dies.
 
 The sandbox protects neither from kernel vulnerabilities behind the remaining calls nor from side
-channels of the machine. The interpreter's own directories can be read: keep no secrets there. It
-needs Linux 5.14 and user namespaces; without them,
-`isolation="process"` keeps the empty environment, the filter and the limits, and nothing else: the
-program can use the network, read and write whatever the caller can, and end any process of the
-caller's user (as root: any). There, processes are counted together with all others of that user,
-and not at all for root; a program can deliberately outlive its termination.
+channels of the machine. The program can read the interpreter's own directories: keep no secrets
+there. The sandbox needs Linux 5.14 and user namespaces. Without them, `isolation="process"`
+provides only the empty environment, the filter and the limits: the program can use the network,
+read and write the caller's files, and end any process of the caller's user (for root: any process).
+Its processes are counted together with all others of that user, and not at all for root; a program
+can deliberately outlive its termination.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from distill.sandbox.guard import guarded, lifeline
 from distill.sandbox.seccomp import filter_program
 
 Isolation = Literal["namespaces", "process"]
-# error: the program ended with an exit code other than 0
+# error: the program ended with another exit code than 0
 Outcome = Literal["ok", "error", "time", "memory", "output"]
 
 _ISOLATIONS = ("namespaces", "process")
 _LAUNCHER = str(Path(__file__).with_name("sandbox_child.py"))
 _CHUNK = 1 << 16
-# A process that is signalled to end ends immediately; this limit only prevents an endless wait.
+# A killed process ends immediately; this limit only prevents an endless wait.
 _END_S = 10.0
 
 
@@ -98,7 +98,7 @@ class SandboxLimits:
             )
 
     def said_of(self, outcome: Literal["time", "memory", "output"]) -> str:
-        """Message for the program's author: the limit for which it was ended."""
+        """Message for the program's author: the limit that the program exceeded."""
         if outcome == "time":
             return f"the program took too long: {self.wall_s:g} s, {self.cpu_s} s of computing"
         if outcome == "memory":
@@ -123,12 +123,12 @@ class SandboxResult:
 async def run_python(
     source: str, *, stdin: str = "", limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Run the program in a new interpreter, and return its output up to its end or to a limit.
+    """Run a program in a new interpreter until it ends or exceeds a limit; return its output.
 
     Cancellation ends the program. `wall_s` includes the start, some hundredths of a second.
 
     Raises:
-        ConfigError: the sandbox cannot be made on this machine.
+        ConfigError: the sandbox cannot be created on this machine.
     """
     limits = limits or SandboxLimits()
     with _prepared(source, limits) as (spec, report, report_end):
@@ -150,10 +150,10 @@ async def run_python(
 
 
 def require_sandbox(isolation: Isolation = "namespaces") -> None:
-    """Make the sandbox once per process, to check that this is possible: a tenth of a second.
+    """Check, once per process, that the sandbox can be created; takes a tenth of a second.
 
     Raises:
-        ConfigError: the sandbox cannot be made; the message has the remedy.
+        ConfigError: the sandbox cannot be created; the message has the remedy.
     """
     failure = _failure(isolation)
     if failure is not None:
@@ -183,7 +183,7 @@ def _failure(isolation: Isolation) -> str | None:
 
 @contextmanager
 def _prepared(source: str, limits: SandboxLimits) -> Iterator[tuple[bytes, int, int]]:
-    """The launcher's input, and both ends of the pipe through which it reports."""
+    """Yield the launcher's input, and both ends of the pipe for its report."""
     if sys.platform != "linux":
         raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}")
     spec: dict[str, Any] = {**asdict(limits), "source": source, "python": sys.executable}
@@ -226,10 +226,10 @@ def _surroundings(report_end: int, limits: SandboxLimits) -> dict[str, Any]:
 
 
 def _told(report: int) -> dict[str, Any]:
-    """First line of the launcher's report; empty if it was ended before.
+    """First line of the launcher's report; empty if the launcher was ended before.
 
     Raises:
-        ConfigError: the sandbox could not be made.
+        ConfigError: the sandbox could not be created.
     """
     try:
         line = os.read(report, _CHUNK).partition(b"\n")[0]
@@ -302,7 +302,7 @@ class _SandboxedProgram:
                 os.kill(self._process.pid, signal.SIGTERM)
 
     async def end(self) -> None:
-        """End the program, and wait until no process holds the other ends of its pipes."""
+        """End the program, and wait until no process has the other ends of its pipes open."""
         if self._process.returncode is None:
             self._signal()
         try:
@@ -331,7 +331,7 @@ class _SandboxedProgram:
         if exit_code == -signal.SIGXCPU or (killed and told["cpu_s"] >= self._limits.cpu_s):
             return "time"
         lines = stderr.rstrip().rsplit("\n", 1)
-        # No exit code, or a signal that the sandbox did not send: the kernel had no memory left.
+        # No exit code, or a signal that the sandbox did not send: the kernel was out of memory.
         if exit_code is None or killed or lines[-1].startswith("MemoryError"):
             return "memory"
         return "error"

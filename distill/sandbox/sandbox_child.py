@@ -1,16 +1,16 @@
-"""Launcher started by `sandbox.py`: makes the sandbox around itself, and runs the program in it.
+"""Launcher started by `sandbox.py`: creates the sandbox around itself, and runs the program in it.
 
     launcher ── first process of the namespaces ── the program
     (waits)     (builds the root, waits, reports)   (an interpreter of its own)
 
-This script needs only the standard library: `python -I -S sandbox_child.py LENGTH
-REPORT`. Standard input holds LENGTH bytes of JSON (see `sandbox.py`) and then the program's
-own input. One JSON object goes to the file descriptor REPORT: `{"error": ...}`, or the program's
-`exit_code` (minus the signal that ended it) and `cpu_s`.
+This script needs only the standard library: `python -I -S sandbox_child.py LENGTH REPORT`. Standard
+input has LENGTH bytes of JSON (see `sandbox.py`), followed by the program's own input. The script
+writes one JSON object to the file descriptor REPORT: `{"error": ...}`, or the program's `exit_code`
+(minus the signal that ended it) and `cpu_s`.
 
-The kernel kills all processes of a process namespace with its first one, and that one dies with the
-launcher. A separate process outside writes the user and group ids of the new namespace: the kernel
-does not permit a process inside to map two users.
+If the first process of a process namespace dies, the kernel kills all its other processes, and the
+first process dies with the launcher. A separate process outside writes the user and group ids of
+the new namespace, because the kernel does not permit a process inside to map two users.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
-# The same number on every architecture.
+# The system call has the same number on every architecture.
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# Empty files use kernel memory too.
+# Limited, because empty files also use kernel memory.
 _MAX_FILES = 10_000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _read(length: int) -> bytes:
-    """Exactly `length` bytes of stdin; the rest is the program's input."""
+    """Read exactly `length` bytes of stdin; the rest is the program's input."""
     data = b""
     while len(data) < length and (chunk := os.read(0, length - len(data))):
         data += chunk
@@ -109,8 +109,8 @@ def _unshare() -> None:
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
     except OSError:
-        # Read-only in many containers. Without a filter of system calls the program could then
-        # make nested namespaces: more kernel code to attack, but no additional rights.
+        # The file is read-only in many containers. Without the filter of system calls, the program
+        # could then create nested namespaces: more kernel code to attack, but no further rights.
         pass
 
 
@@ -142,7 +142,7 @@ def _write(path: str, text: str) -> None:
 def _first_process(spec: dict[str, Any], report: int) -> None:
     _die_with_parent()
     _build_root(spec)
-    # This process and the launcher have the program's user too, unless that is root.
+    # This process and the launcher count for the program's user, unless this user is root.
     others = 0 if os.geteuid() == 0 else 2
     program = os.fork()
     if program == 0:
@@ -162,7 +162,7 @@ def _tell(report: int, status: int, usage: resource.struct_rusage) -> None:
 
 
 def _build_root(spec: dict[str, Any]) -> None:
-    """Build a root of the system's and the interpreter's files, read-only, with a new /tmp."""
+    """Build a read-only root from the system's and the interpreter's files, with a new /tmp."""
     real = {path: os.path.realpath(path) for path in (*_SYSTEM, *spec["visible"])}
     source = spec["source"].encode("utf-8", "replace")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -171,7 +171,7 @@ def _build_root(spec: dict[str, Any]) -> None:
     os.mkdir(OLD[1:])
     _call("pivot_root", b".", OLD[1:].encode())
     os.chdir("/")
-    os.mkdir("/tmp")  # first, because an interpreter may be in it
+    os.mkdir("/tmp")  # first, because the interpreter may be below /tmp
     size = f"mode=1777,size={spec['files_mb']}m,nr_inodes={_MAX_FILES}"
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, size)
     shown: list[str] = []
@@ -189,9 +189,9 @@ def _build_root(spec: dict[str, Any]) -> None:
 
 
 def _show(path: str, real: str) -> list[str]:
-    """Show `path` as it is outside, read-only: a link, a directory, or nothing.
+    """Make `path` visible inside, read-only: a link or a directory, if it exists outside.
 
-    Returns the mounted path, if any.
+    Returns the mounted paths: one or none.
     """
     if os.path.islink(OLD + path) and path in _SYSTEM:
         os.symlink(os.readlink(OLD + path), path)
@@ -228,7 +228,7 @@ def _read_only(path: str) -> None:
 
 
 def _as_a_process(spec: dict[str, Any], report: int) -> None:
-    """Run the program with limits alone; `sandbox.py` lists what is missing."""
+    """Run the program with the filter and limits only; see `sandbox.py` for the differences."""
     path, work = spec["directory"] + PROGRAM, spec["directory"] + "/work"
     with open(path, "wb") as file:
         file.write(spec["source"].encode("utf-8", "replace"))
@@ -268,7 +268,7 @@ def _become_program(spec: dict[str, Any], path: str, directory: str, others: int
 
 
 def _filter(steps: bytes) -> None:
-    """Refuse system calls; see `seccomp.py`, which cannot be imported here."""
+    """Install the filter of system calls of `seccomp.py`, which cannot be imported here."""
     if steps:
         program = _Filter(len(steps) // 8, steps)
         _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)

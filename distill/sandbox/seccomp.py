@@ -1,10 +1,10 @@
-"""Seccomp filter for untrusted programs, as the kernel takes it.
+"""Seccomp filter for untrusted programs, in the kernel's format.
 
-What it refuses has no use in a computation: memory that no limit counts (memfd, System V, pages
-that vmsplice pins, larger buffers of sockets), keys, sockets of rare families, io_uring, tracing,
-mounting, new namespaces, BPF, modules. Refused calls fail as they would on a kernel without
-them, and the program goes on; so do all calls of other architectures than the machine's own (32
-bits, x32), whose numbers would mean other calls.
+The filter refuses system calls that have no use in a computation: memory that no limit counts
+(memfd, System V, pages that vmsplice pins, larger buffers of sockets), keys, sockets of rare
+families, io_uring, tracing, mounting, new namespaces, BPF, modules. Refused calls fail with an
+error code, and the program continues. All calls of other architectures than the machine's own (32
+bits, x32) also fail, because their numbers would mean other calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import os
 import struct
 import sys
 
-# By name: the numbers on x86_64 and aarch64. (Linux: arch/x86/entry/syscalls/syscall_64.tbl,
-# include/uapi/asm-generic/unistd.h; from 424 on they are the same everywhere.)
+# Numbers of the refused calls on x86_64 and aarch64, by name (Linux:
+# arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h; from 424 on, numbers
+# are the same on all architectures).
 _REFUSED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -69,12 +70,12 @@ _REFUSED = {
     "kexec_file_load": (320, 294),
 }
 _CLONE, _SOCKET, _SOCKETPAIR = (56, 220), (41, 198), (53, 199)
-# Its flags are in memory, out of a filter's sight; the C library falls back on `clone`.
+# The flags of clone3 are in memory, which a filter cannot read. The C library falls back on clone.
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000  # CLONE_NEW*
-# Sizes of buffers, which are the kernel's memory: SO_SNDBUF, SO_RCVBUF, and the same by force.
+# Options for sizes of buffers in kernel memory: SO_SNDBUF, SO_RCVBUF, and both with FORCE.
 _SETSOCKOPT, _SOL_SOCKET, _BUFFERS = (54, 208), 1, (7, 8, 32, 33)
-_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: what namespaces confine
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: families that namespaces confine
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 
@@ -87,10 +88,10 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
 
 
 def filter_program(*, sockets: bool = True) -> bytes:
-    """The filter for this machine, of `struct sock_filter`; empty where there is none for it.
+    """Filter for this machine, as `struct sock_filter`s; empty if the machine is not supported.
 
     Args:
-        sockets: whether those of the machine and of the internet may be made.
+        sockets: if True, local and internet sockets may be created.
     """
     if sys.platform != "linux" or os.uname().machine not in _MACHINES:
         return b""
@@ -132,7 +133,7 @@ def filter_program(*, sockets: bool = True) -> bytes:
 
 
 def _step(code: int, operand: int, *, then: int = 0, other: int = 0) -> bytes:
-    """One instruction; a comparison skips so many after it."""
+    """One instruction. A comparison skips `then` instructions if it holds, else `other`."""
     return struct.pack("=HBBI", code, then, other, operand)
 
 
@@ -145,10 +146,10 @@ class _Program(ctypes.Structure):
 
 
 def install(steps: bytes) -> None:
-    """Holds this thread, and all that it starts, to a filter, for good; nothing where it is empty.
+    """Apply a filter to this thread and its children, irrevocably; an empty filter does nothing.
 
     Raises:
-        OSError: the kernel has no filters.
+        OSError: the kernel does not support filters.
     """
     if not steps:
         return
