@@ -1,1 +1,1 @@
-"""Commands on finished runs: audit, report, pictures, rollouts as data."""
+"""Commands on runs and machines: audit, report, forecast, doctor, rollouts as training data."""

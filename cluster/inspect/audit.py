@@ -1,11 +1,13 @@
 """`python -m cluster.audit out=DIR`: was each prompt group trained exactly once, and scored well?
 
-Reads the ledger's journal of a whole run, with all its jobs and rewinds, in three ways. A replayed
-ledger has to record the same events again (cluster/queue/journal.py). Without a ledger, whose
-faults a replay would repeat, leases, arrivals and steps are compared with one another: each group
-is leased, arrives and is trained once. The other files in `out/` have to agree
-(cluster/inspect/witnesses.py). A journal that begins after group 0 proves nothing about earlier
-groups.
+The audit checks the ledger's journal of a whole run, with all its jobs and rewinds, in three ways:
+
+- A ledger replays the journal and must record the same events again (cluster/queue/journal.py).
+- Leases, arrivals and steps are compared without a ledger, because a replay would repeat its
+  faults: each group must be leased, arrive and be trained once.
+- The other files in `out/` must agree with the journal (cluster/inspect/witnesses.py).
+
+A journal that begins after group 0 proves nothing about earlier groups.
 """
 
 from __future__ import annotations
@@ -30,29 +32,31 @@ from distill.errors import ConfigError, DataError, IsothermError
 from distill.records import CONSTANT_REWARD, TrainedGroups
 from distill.rules import at_least, needs, setting
 
-# Problems that are printed; further ones are only counted.
+# Number of problems that are printed; further problems are only counted.
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Result of an audit: what a journal proves of the weights that the run ended with.
+    """Result of an audit: what the journal proves about the run's final weights.
 
     Attributes:
-        problems: all contradictions; if there are none, exactly-once training is proved.
-        trained: groups in the final weights, as far as the journal goes back.
+        problems: all contradictions; if empty, exactly-once training is proved.
+        trained: number of groups in the final weights, as far as the journal goes back.
         watermark: every id below it is accounted for.
         set_aside: ids below the watermark that were not trained, with the reason.
         steps: number of steps in the final weights.
         committed: watermark of the newest checkpoint.
-        again: groups trained again after the learner, and the weights with them, were lost.
-        jobs, rewinds, recoveries: starts, returns to a checkpoint, deaths of the queue.
-        re_leases: groups leased again, by cause.
-        duplicates: groups that were dropped because they arrived again or too late.
-        ended: the last job ended normally.
+        again: number of groups trained again after the learner and its weights were lost.
+        jobs, rewinds, recoveries: numbers of starts, of returns to a checkpoint, and of deaths of
+            the queue.
+        re_leases: number of groups leased again, by cause.
+        duplicates: number of groups that were dropped because they arrived again or too late.
+        ended: True if the last job ended normally.
         first: first id of the journal, which has no events of lower ids.
         adopted: number of groups of earlier jobs that were taken back from disk.
-        scoring: record of teachers and reference (cluster/queue/scoring.py); None if there is none.
+        scoring: record of teachers and reference (cluster/queue/scoring.py); None if there are
+            none.
     """
 
     problems: list[str]
@@ -106,7 +110,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A step in published weights.
+    """A step that published weights contain.
 
     Attributes:
         ids: groups of the step.
@@ -121,7 +125,7 @@ class _Published:
     start_max: int | None
 
 
-# Why groups are leased again, by the event that says so.
+# Causes of leasing groups again, by event.
 _CAUSES = {
     "fail": "after a failure",
     "forfeit": "when a worker died",
@@ -134,9 +138,9 @@ _CAUSES = {
 
 
 class _Lineage:
-    """Checks the events of a journal in order, without a ledger.
+    """Check of a journal's events in order, without a ledger.
 
-    `steps` is the lineage of the newest weights.
+    `steps` are the steps that the newest weights contain.
     """
 
     def __init__(self) -> None:
@@ -146,7 +150,7 @@ class _Lineage:
         self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
         self.epoch = self.committed = self.again = self.adopted = 0
-        self._kept: set[int] = set()  # on disk, and of weights that exist
+        self._kept: set[int] = set()  # on disk, and sampled by weights that still exist
         self.per_step: int | None = None
         self._most_stale: int | None = None
         self.undone: set[int] = set()
@@ -177,7 +181,7 @@ class _Lineage:
         self.ended = kind == "end" or (self.ended and kind != "start")
         if kind in _CAUSES:
             self.causes[_CAUSES[kind]] += len(event["ids"]) if "ids" in event else 1
-        # The replay alone judges scorers, and events that no ledger records.
+        # Only the replay checks scorers, and events that no ledger records.
         if (read := getattr(self, f"_read_{kind}", None)) is not None:
             read(event)
 
@@ -202,7 +206,7 @@ class _Lineage:
         self._adopt(adopted_of(event))
 
     def _adopt(self, adopted: Mapping[int, Kept]) -> None:
-        """Check the groups of earlier jobs that a new job takes back, which have their old ages."""
+        """Check the groups of earlier jobs that a new job takes back; they keep their ages."""
         for group_id, kept in adopted.items():
             if group_id not in self._kept:
                 self._complain(f"group {group_id} was taken back, and was not on disk")
@@ -334,7 +338,7 @@ class _Lineage:
     def _account_for(
         self, version: int, ids: list[int], skipped: Mapping[int, str], watermark: int
     ) -> TrainedGroups:
-        """Groups that weights account for after a step. Reports groups trained twice or never."""
+        """Groups that weights account for after a step; reports groups trained twice or never."""
         before = self.trained
         new = [i for i in ids if i not in before and i >= before.watermark and i not in skipped]
         for group_id in sorted(set(ids) - set(new)):
@@ -352,8 +356,10 @@ class _Lineage:
         return after
 
     def _oldest(self, ids: list[int]) -> int | None:
-        """Largest age of a step's groups, in versions. Reports groups that are older than
-        max_staleness. None if a group has no lease."""
+        """Largest age of a step's groups, in versions; None if a group has no lease.
+
+        Reports groups that are older than max_staleness.
+        """
         ages = {i: self._published - self._started[i] for i in ids if i in self._started}
         for group_id, age in ages.items():
             if self._most_stale is not None and age > self._most_stale:
@@ -384,7 +390,7 @@ def audit(
     Raises:
         DataError: the journal is missing, empty or unreadable.
     """
-    witnesses = Witnesses.beside(Path(path))  # first: what a live run adds later is no error
+    witnesses = Witnesses.beside(Path(path))  # first, because a live run may add events later
     lineage, record, played = _Lineage(), ScoringRecord(), Replay()
     lineage.problems += broken_links(path)
     for event in read_journal(path):
@@ -475,7 +481,7 @@ def print_audit(config: AuditConfig, console: Console) -> None:
 
 
 def _check_queued(out: str) -> None:
-    """Raises ConfigError for a run without a queue, and so without a ledger."""
+    """Raise ConfigError if the run had no queue, and therefore no ledger."""
     record = RunRecord.of_run(Path(out))
     if record is None:
         return

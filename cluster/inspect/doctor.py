@@ -1,8 +1,8 @@
 """`isotherm doctor`: checks of this machine's requirements for a run, with remedies.
 
-Each line is fine, a note, or a problem. A note means that speed or a feature is lost. A problem
-means that a run could not start, and makes the exit code 1. Only the machine that the command runs
-on is checked: run it on each kind of machine.
+The state of each line is fine, note or problem. A note means that speed or a feature is lost. A
+problem means that a run cannot start here, and makes the exit code 1. The command checks only the
+machine that it runs on: run it on each kind of machine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from distill.gpu import GIB, readable
 from distill.libraries import LINEAR_ATTENTION_INSTALL
 from distill.sandbox.sandbox import require_sandbox
 
-# Ray's object store takes 30 % of memory, and moves to a disk where /dev/shm is smaller.
+# Ray's object store takes 30 % of memory, and moves to a disk if /dev/shm is smaller.
 _STORE_SHARE = 0.3
 # Ray refuses to write objects to a disk that is fuller than this share.
 _FULL = 0.95
-# Ray's own advice (docs.ray.io, "Best practices for deploying large clusters"). A raylet fails soon
-# with fewer than the lower number.
+# Limits of open files: the number that Ray advises (docs.ray.io, "Best practices for deploying
+# large clusters"), and the number below which a raylet soon fails.
 _FILES_ADVISED, _FILES_NEEDED = 65536, 1024
-# Threads of a user: Ray has dozens in each worker, and an idle cluster hundreds.
+# Limits of a user's threads: Ray has dozens in each worker, and an idle cluster hundreds.
 _THREADS_ADVISED, _THREADS_NEEDED = 16384, 1024
 # Adapters that NCCL registers memory with; the directory is missing if there are none.
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -87,7 +87,7 @@ class DoctorConfig:
 
 
 def examine(*, sglang: bool, env_python: str | None = None) -> Iterator[CheckResult]:
-    """All checks, in the order in which a run needs the items."""
+    """Run all checks, in the order in which a run needs the items."""
     yield CheckResult("isotherm", _version("isotherm") or "not installed")
     yield python(sys.version_info[:3], platform.platform())
     import torch  # takes seconds to import; --help does not need it
@@ -138,7 +138,7 @@ def torch_build(version: str, tools: CudaTools) -> CheckResult:
 
 
 def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[CheckResult]:
-    """Checks of the driver, each GPU, and NCCL. `nccl`: None if torch was built without."""
+    """Check the driver, each GPU, and NCCL. `nccl` is None if torch was built without it."""
     if tools.driver is None:
         yield CheckResult("GPU", "none: models run on the CPU")
         return
@@ -159,7 +159,7 @@ def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[C
 
 
 def linear_attention(version: str | None) -> CheckResult:
-    """Check of the kernels for models such as Qwen3-Next. `version`: None if not installed."""
+    """Check the kernels for models such as Qwen3-Next. `version` is None if not installed."""
     if version is not None:
         return CheckResult("linear attention", f"flash-linear-attention {version}")
     remedy = f"for a learner of Qwen3-Next or Qwen3.5: {LINEAR_ATTENTION_INSTALL}"
@@ -192,7 +192,7 @@ def ray(version: str | None) -> CheckResult:
 
 
 def ray_cluster() -> Iterator[CheckResult]:
-    """Check of the GPUs of the cluster that a run would join; none if it would start Ray."""
+    """Check the GPUs of the cluster that a run would join; no check if it would start Ray."""
     if starts_here():
         return
     from cluster.placement.connect import autoscales, cluster_gpus  # Ray: not for --help
@@ -211,10 +211,10 @@ def ray_cluster() -> Iterator[CheckResult]:
 
 
 def sglang_checks(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[CheckResult]:
-    """Checks of SGLang, the plugin, and SGLang's requirements on CUDA.
+    """Check SGLang, the plugin, and SGLang's requirements on CUDA.
 
     Args:
-        plugin: checks the installed SGLang; returns its problem, or None.
+        plugin: function that checks the installed SGLang; returns its problem, or None.
     """
     if version is None:
         yield CheckResult(
@@ -246,7 +246,7 @@ def sglang_checks(version: str | None, tools: CudaTools, plugin: Any) -> Iterato
 
 
 def _plugin() -> str | None:
-    """Problem of the installed SGLang with the plugin, or None. Checked in a subprocess."""
+    """Problem of the plugin with the installed SGLang, or None. Runs in a subprocess."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", _PLUGIN_CHILD],
@@ -275,7 +275,7 @@ def cpp(compiler: str | None) -> CheckResult:
 
 
 def shared_memory(free: int, memory: int) -> CheckResult:
-    """Check of /dev/shm: Ray's object store, and weights pushed to engines of this machine.
+    """Check /dev/shm: Ray's object store, and weights pushed to engines on this machine.
 
     Args:
         free, memory: bytes.
@@ -304,7 +304,7 @@ def open_files(soft: int, hard: int) -> CheckResult:
 
 
 def threads(soft: int, hard: int) -> CheckResult:
-    """Check of the limits of this user's processes and threads."""
+    """Check the limits on this user's processes and threads."""
     shown = f"{_limit(soft)}, at most {_limit(hard)}"
     if _at_least(soft, _THREADS_ADVISED):
         return CheckResult("processes", shown)
@@ -318,7 +318,7 @@ def threads(soft: int, hard: int) -> CheckResult:
 
 
 def locked_memory(soft: int, adapters: Sequence[str]) -> CheckResult:
-    """Check of the memory that NCCL may register with InfiniBand adapters, if there are any.
+    """Check the memory that NCCL may register with InfiniBand adapters, if there are any.
 
     Args:
         soft: limit in bytes.
@@ -341,11 +341,11 @@ def _limit(limit: int) -> str:
 
 
 def disk(directory: str, used: float, free: int) -> CheckResult:
-    """Check of the disk that holds Ray's logs and the objects that do not fit in memory.
+    """Check the disk for Ray's logs and for objects that do not fit in memory.
 
     Args:
-        used: share of the disk, 0 to 1.
-        free: bytes.
+        used: used share of the disk, 0 to 1.
+        free: free bytes.
     """
     shown = f"{readable(free)} free at {directory}, {used:.0%} used"
     if used < _FULL:
@@ -363,7 +363,7 @@ def sandbox() -> CheckResult:
 
 
 def verifiers(python: str) -> CheckResult:
-    """Check of an interpreter for environments of the `verifiers` library."""
+    """Check an interpreter for environments of the `verifiers` library."""
     from actors.envs.verifiers_env import verifiers_version  # environments: not for --help
 
     try:
@@ -385,7 +385,7 @@ _STYLES = {CheckState.FINE: "green", CheckState.NOTE: "yellow", CheckState.PROBL
 
 
 def print_checks(config: DoctorConfig, console: Console) -> None:
-    """Prints every check; raises MachineError with the number of problems, if there are any."""
+    """Print every check; raise MachineError with the number of problems, if there are any."""
     table = Table(show_header=False, box=None)
     problems = 0
     for check in examine(sglang=config.sglang, env_python=config.env_python):

@@ -1,4 +1,4 @@
-"""Analyses of a replayed step: another learning rate, and attribution of its gradient."""
+"""Analyses of a replayed step: another learning rate, and attribution of the gradient."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ if TYPE_CHECKING:
 
 # Decodes tokens to text.
 Decode = Callable[[TokenArray], str]
-# Responses, by largest share, that are attributed to single tokens: a backward pass per token.
+# Number of responses with the largest shares whose gradient is attributed to single tokens, which
+# takes a backward pass per token.
 _TAKEN_APART = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blamed:
-    """Share of the step's gradient that is due to a group, one of its members, or one token.
+    """Share of the step's gradient that is due to a group, a member of it, or a token.
 
-    `member` and `token` are zero-based; `token` counts the tokens that the member sampled.
+    Attributes:
+        text: text of the prompt, the response, or the token.
+        member: index of the member in its group; None for a whole group.
+        token: index among the tokens that the member sampled; None for a whole response.
     """
 
     share: float
@@ -52,7 +56,7 @@ class Blamed:
         return f"group {self.group}{member}{token}"
 
     def link(self, step: int) -> str:
-        """URL fragment of the place on cluster.report's page (cluster/inspect/report/links.js)."""
+        """URL fragment of the place in the report's page (cluster/inspect/report/links.js)."""
         place = {"step": step, "group": self.group, "member": self.member, "token": self.token}
         return urlencode({name: at for name, at in place.items() if at is not None})
 
@@ -74,9 +78,13 @@ def blame(
 ) -> dict[str, list[Blamed]]:
     """Rank the prompts, responses and tokens with the largest shares of the step's gradient G.
 
-    The share of a part g of G is g . G / |G|^2. Shares add up to 1; a negative share opposes the
-    step. Tokens are ranked if each has its own term of the loss. `loop` is in the state before the
-    step. Several substeps are treated as one.
+    The share of a part g of G is g . G / |G|^2. Shares sum to 1; a negative share opposes the step.
+    Tokens are ranked only if the loss has a separate term for each. Several substeps are treated as
+    one.
+
+    Args:
+        loop: policy loop in the state before the step.
+        number: number of prompts, responses and tokens that are returned.
     """
     trained = _trained(loop, groups_P)
     if not trained.groups_P:
@@ -129,7 +137,7 @@ def _worst(blamed: Sequence[Blamed], number: int) -> list[Blamed]:
 
 
 class _SampledRows(NamedTuple):
-    """Rows of the policy's samples, or of the teacher's."""
+    """Rows of samples that all come from the policy, or all from the teacher."""
 
     by_teacher: bool
     rows_D: Sequence[TrainingRow]
@@ -176,7 +184,7 @@ class _GradientShares:
         ]
 
     def _gradient(self, *parts: _SampledRows) -> dict[str, Tensor]:
-        """Gradient of these rows' part of the step's loss, by parameter name."""
+        """Gradient, by parameter name, of the part of the step's loss that is due to these rows."""
         learner = self._loop.learner
         for kind, rows_D in parts:
             loss = TeacherSamplesLoss(normalisation=self._normalisation)
@@ -193,7 +201,7 @@ class _GradientShares:
         return made
 
     def _count(self, rows_D: Sequence[TrainingRow]) -> int:
-        """Number of items that the loss is a mean over: tokens or sequences."""
+        """Number of items over which the loss is averaged: tokens or sequences."""
         if self._normalisation == "token":
             return sum(row.num_trained for row in rows_D)
         return sum(row.ends_sequence for row in rows_D)
@@ -204,7 +212,7 @@ def _product(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def _of_one_token(row: TrainingRow, t: int) -> TrainingRow:
-    """Copy of the row that trains only token `t`, with the length of its sequence unchanged."""
+    """Copy of a row that trains only token `t`; the length of its sequence is unchanged."""
     only_T = np.zeros(len(row), bool)
     only_T[t] = True
     top = row.teacher_top

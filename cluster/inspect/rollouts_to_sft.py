@@ -1,15 +1,15 @@
 """`python -m cluster.rollouts_to_sft out=RUN data=FILE.jsonl`: kept rollouts for recipe=sft.
 
-Rejection sampling: of the rollouts that the run kept (keep=all), the trajectories that
-earned `min_reward` are written down, to be learnt by imitation. Each of their segments is a row,
+Rejection sampling: of the rollouts that the run kept (keep=all), the trajectories with a reward of
+at least `min_reward` are written, for supervised training. Each of their segments is a row,
 
     {"tokens": [...], "loss_mask": [[12, 40]], "tokenizer": "6b1f...", "text": "...",
      "reward": 1.0, "step": 11, "group": 320}
 
-with the very ids that the policy saw and sampled: nothing is encoded again, and every sampled token
-is trained behind the context that it was sampled in. `only=condensed` takes the trajectories of
-several segments, such as readings of a long document whose every turn stands in a context of its
-own. `text`, `reward`, `step` and `group` are for people; recipe=sft does not read them.
+with the same ids that the policy saw and sampled: nothing is encoded again, and every sampled token
+is trained in the context in which it was sampled. `only=condensed` selects trajectories of several
+segments, such as readings of a long document, in which every turn has a new context. `text`,
+`reward`, `step` and `group` are for people; recipe=sft does not read them.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class RolloutsToSftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A trajectory that qualifies, and the group that it was kept with."""
+    """A trajectory that qualifies, and its group."""
 
     group: KeptGroup
     member: KeptTrajectory
 
 
 def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
-    """Reads the run and writes the file.
+    """Read the run and write the file.
 
     Raises:
-        ConfigError: no such run, or the file cannot be written.
-        DataError: the run kept no rollouts, none of them qualifies, or they cannot be read.
-        CheckpointError: the run's tokenizer is gone.
+        ConfigError: there is no such run, or the file cannot be written.
+        DataError: the run kept no rollouts, no trajectory qualifies, or they cannot be read.
+        CheckpointError: the run's tokenizer cannot be read.
     """
     run, data = read_run(Path(config.out)), Path(config.data)
     if data.resolve() == (run.out / "rollouts.jsonl").resolve():
@@ -124,7 +124,7 @@ def _tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
 
 
 def _rows(taken: Sequence[_Taken], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """One row per segment. What was sampled twice in the same way is one row, the first."""
+    """One row per segment. Of segments with equal tokens and masks, only the first is a row."""
     vocab_hash = fingerprint(tokenizer).vocab_hash
     written: set[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = set()
     for each in taken:

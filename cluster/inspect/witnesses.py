@@ -1,7 +1,7 @@
-"""Evidence beside the journal: config.json, metrics.jsonl, certificate.json and the checkpoints.
+"""Evidence in other files: config.json, metrics.jsonl, certificate.json and the checkpoints.
 
-Each is written by another process than the ledger's, so a ledger that is another run's, lacks its
-end, or was edited is contradicted by them. What is missing contradicts nothing.
+The ledger's process does not write these files. They contradict a ledger that belongs to another
+run, lacks its end, or was edited. A missing file contradicts nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Witnesses:
     """Evidence of a run's steps from its other files.
 
     Attributes:
-        run_id: config.json's; "" where there is none.
-        ends: the watermark after each step, by metrics.jsonl.
-        starts: versions since the first lease of the oldest group of each step, by metrics.jsonl.
-        saved: what the weights of each checkpoint account for, by step.
-        certified: what certificate.json says of the scores; empty where there is none.
+        run_id: id of the run in config.json; "" if missing.
+        ends: watermark after each step, from metrics.jsonl.
+        starts: versions since the first lease of each step's oldest group, from metrics.jsonl.
+        saved: groups that the weights of each checkpoint account for, by step.
+        certified: contents of certificate.json; empty if missing.
     """
 
     run_id: str
@@ -40,10 +40,10 @@ class Witnesses:
 
     @classmethod
     def beside(cls, journal: Path) -> Witnesses:
-        """Reads the files beside the journal.
+        """Read the files in the journal's directory.
 
         Raises:
-            DataError, CheckpointError: one of them is unreadable.
+            DataError, CheckpointError: a file is unreadable.
         """
         out = journal.parent
         path = out / "metrics.jsonl"
@@ -62,7 +62,7 @@ class Witnesses:
             run_id="" if (record := RunRecord.of_run(out)) is None else record.run_id,
             ends=ends,
             starts=starts,
-            # that of step 0 is where a run began that was forked: it has no group in it
+            # The checkpoint of step 0 is the start of a forked run, and contains no group.
             saved={c.step: TrainedGroups.from_json(c.delivery) for c in checkpoints if c.step},
             certified=read_object(out / "certificate.json") or {},
         )
@@ -77,10 +77,10 @@ class Witnesses:
         """Contradictions between these files and a ledger.
 
         Args:
-            run_id: the ledger's; "" if it does not say.
-            accounts: what weights account for after each step, by the ledger.
-            starts: versions since the first lease of each step's oldest group, by the ledger.
-            scoring: what it says of the scores; None if it names no scorer.
+            run_id: id of the run in the ledger; "" if missing.
+            accounts: groups that the weights account for after each step, from the ledger.
+            starts: versions since the first lease of each step's oldest group, from the ledger.
+            scoring: record of the scores in the ledger; None if it has no scorer.
         """
         if run_id and self.run_id and run_id != self.run_id:
             yield f"the ledger is of run {run_id}, and config.json of run {self.run_id}"

@@ -1,1 +1,1 @@
-"""A forecast of a distillation: what a pair of models answers, and what that predicts."""
+"""Forecast of a distillation from the answers of a student and a teacher to some prompts."""

@@ -1,8 +1,9 @@
 """`python -m cluster.forecast student=DIR teacher=DIR prompts=FILE temperature=T`: will it work?
 
-Both models answer some prompts, and both score all answers at T. This takes a minute where a run
-takes hours, and predicts most causes of a failed run: a teacher that is no better than the student,
-that equals the student, or whose tokens the student never samples, and responses that do not fit.
+Both models answer some prompts, and both score all answers at T. This takes a minute instead of the
+hours of a run, and predicts most causes of a failed run: a teacher that is no better than the
+student, is the same as the student, or prefers tokens that the student never samples; and responses
+that do not fit.
 """
 
 from __future__ import annotations

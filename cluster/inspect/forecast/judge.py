@@ -1,8 +1,8 @@
-"""Judgement of a pair by its numbers: a verdict, warnings, and settings to begin with.
+"""Judgement of a pair of models by its measurements: a verdict, warnings, and first settings.
 
-Li et al. 2026 (arXiv 2604.13016) name two conditions of on-policy distillation: the two models have
-their likeliest tokens in common, and the teacher has something to add. The first is measured by
-`teacher_holds` and `student_holds`, the second by the reward on these prompts.
+Li et al. 2026 (arXiv 2604.13016) name two conditions for on-policy distillation: the models share
+their likeliest tokens, and the teacher knows something that the student does not. `teacher_holds`
+and `student_holds` measure the first condition, the reward on these prompts measures the second.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from cluster.inspect.forecast.measure import TOP, PairMeasurements
 
 Verdict = Literal["good", "same", "another style", "no better"]
 
-# Two models are the same below this KL, in nats per token. Their styles differ below this share of
-# positions at which the likeliest tokens are in common.
+# Models whose KL is below the first number, in nats per token, are the same. Models that share
+# their likeliest tokens at fewer than the second share of positions differ in style.
 _SAME_KL, _COMMON = 2e-3, 0.5
-# A difference of more standard errors than this is significant.
+# Number of standard errors above which a difference is significant.
 _ERRORS = 2.0
 # Warn if the KL in the last quarter of responses exceeds that in the first by this factor and by
 # this many nats.
@@ -32,7 +32,7 @@ _SMALL_GROUP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Facts about the two checkpoints that are known without running them."""
+    """Comparison of the two checkpoints that needs no run of the models."""
 
     same_ends: bool
     same_template: bool
@@ -40,7 +40,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The verdict, each warning with what to do, and the settings of a first run."""
+    """Verdict, warnings with remedies, and settings of a first run.
+
+    Attributes:
+        teacher_tokens, teacher_s: tokens that the teacher scores per step, and seconds for that.
+    """
 
     verdict: Verdict
     warnings: list[str]
@@ -52,7 +56,7 @@ class Forecast:
 
 
 def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
-    """Forecast of a distillation. `lr`: the suggested learning rate."""
+    """Forecast a distillation. `lr` is the suggested learning rate."""
     verdict, warnings = _verdict(measured)
     warnings += _beside(measured, pair)
     noise = measured.noise

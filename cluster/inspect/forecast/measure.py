@@ -1,4 +1,4 @@
-"""Measurements of a pair of models on some prompts: both answer, and both score all answers."""
+"""Measurements of a pair of models: both answer some prompts, and both score all answers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
 
 _SEED = 30_000
-# Number of each model's likeliest tokens that are compared, and the share of their mass that must
-# be in common.
+# Number of each model's likeliest tokens that are compared, and the share of their probability that
+# common tokens must have.
 TOP, _HOLDS = 16, 0.9
 # Share of a response that counts as its beginning, and as its end.
 _QUARTER = 0.25
@@ -37,7 +37,13 @@ _QUARTER = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStats:
-    """Statistics of one model's answers. `reward` is None where no problem can be judged."""
+    """Statistics of one model's answers.
+
+    Attributes:
+        tokens: mean number of tokens of an answer.
+        eos_share, cut_share: shares of answers that end by themselves, and at max_new_tokens.
+        reward: mean reward; None if no problem can be judged.
+    """
 
     tokens: float
     eos_share: float
@@ -51,12 +57,12 @@ class PairMeasurements:
 
     Attributes:
         reward_gain, reward_gain_error: mean over prompts of the teacher's reward minus the
-            student's, and its standard error. None where no problem can be judged.
-        reverse_kl, forward_kl: nats a token, on the student's and on the teacher's samples.
-        kl_early, kl_late: the reverse KL in the first and in the last quarter of each response.
-        teacher_holds: share of the student's positions at which the student's `TOP` likeliest
-            tokens have 90 % of their mass on the teacher's.
-        student_holds: the same for the teacher's positions, with the models exchanged.
+            student's, and its standard error. None if no problem can be judged.
+        reverse_kl, forward_kl: nats per token, on the student's and on the teacher's samples.
+        kl_early, kl_late: reverse KL in the first and in the last quarter of the responses.
+        teacher_holds: share of the student's positions at which at least 90 % of the probability of
+            the student's `TOP` likeliest tokens is on tokens that are also the teacher's likeliest.
+        student_holds: share of these positions at which the same holds with the models exchanged.
         prompt_tokens: mean length of a prompt.
         noise: noise scale of the distillation's gradient; a sample is a response.
         noise_of: estimator of that gradient: the run's if it is `full`, else `sampled`, whose noise
@@ -96,7 +102,7 @@ async def measure(
 ) -> PairMeasurements:
     """Answer the chosen problems with both models, score the answers, and measure the pair.
 
-    The engines run at the same time as little as possible, since their seconds are measured.
+    The engines run one after the other where possible, because their times are measured.
 
     Args:
         loss: loss whose gradient noise is measured, with estimator=full or sampled.
@@ -152,7 +158,7 @@ async def measure(
 
 
 def _without_hints(group: TrajectoryGroup) -> TrajectoryGroup:
-    """Copy of the group without teacher contexts, as the student saw it."""
+    """Copy of a group without teacher contexts, so that it is scored as the student saw it."""
     return replace(
         group,
         trajectories_G=tuple(
@@ -184,7 +190,7 @@ def _answers(groups_P: Sequence[TrajectoryGroup], judged_P: Sequence[bool]) -> A
 
 
 def _gaps(group: TrajectoryGroup) -> list[FloatArray]:
-    """Log-prob by the sampler minus log-prob by the scorer, of each trajectory's tokens."""
+    """Sampler's minus scorer's log-prob of the sampled tokens, one array per trajectory."""
     return [
         np.concatenate(
             [
@@ -220,7 +226,7 @@ def _held(
 
 
 def mass_in_common(first: TopLogprobs, second: TopLogprobs) -> np.ndarray:
-    """Share of each model's mass on its likeliest tokens that is on common ones: (N, 2)."""
+    """Share of each model's probability of its likeliest tokens that common tokens have: (N, 2)."""
     same_NKK = first.ids_NK[:, :, None] == second.ids_NK[:, None, :]
     shares = []
     for top, common_NK in ((first, same_NKK.any(2)), (second, same_NKK.any(1))):
@@ -232,9 +238,9 @@ def mass_in_common(first: TopLogprobs, second: TopLogprobs) -> np.ndarray:
 def gradient_noise(
     learner: Learner, groups_P: Sequence[TrajectoryGroup], loss: PolicyObjectiveLoss
 ) -> NoiseScale:
-    """Noise scale of a loss's gradient, from a backward pass per response.
+    """Estimate the noise scale of a loss's gradient by one backward pass per response.
 
-    A response's gradient is weighted by its number of tokens, as in a step. Nothing is trained.
+    A response's gradient is weighted by its number of tokens, as in a step. No weights change.
     """
     rows_D = policy_rows(groups_P, loss.objective, None, loss.stop_event)
     parts_PG = _rows_of_responses(groups_P, rows_D)
@@ -268,7 +274,7 @@ def gradient_noise(
 def _rows_of_responses(
     groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
 ) -> list[list[list[TrainingRow]]]:
-    """Rows of each response of each group."""
+    """Split rows by group and by response."""
     made = []
     for group, rows in rows_by_group(groups_P, rows_D):
         rest = iter(rows)

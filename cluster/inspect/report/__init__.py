@@ -1,1 +1,1 @@
-"""The report of a run: its curves, and its rollouts token by token, on one HTML page."""
+"""Report of a run: its curves, and its rollouts token by token, on one HTML page."""

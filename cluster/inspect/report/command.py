@@ -1,17 +1,15 @@
 """`python -m cluster.report out=DIR`: a run's curves, its events and its rollouts, on one page.
 
-The page, out/report.html, is a file to open, keep or send: nothing else belongs to it. With
-serve=8080 it is served instead, to this machine alone, and follows a running run. It shows
+The page, out/report.html, is a single file to open, keep or send. With serve=8080 the page is
+served on this machine's loopback address instead, and follows a running run. It shows
 
-    the run         what was run, how it ended, what it found wrong with itself, its evaluations,
-                    and what was answered in them
+    the run         settings, status, findings, evaluations, and the responses in them
     the curves      of metrics.jsonl, each with a read-out
     the timeline    of events.jsonl: deaths, restarts, pool sizes, waits, pushes, evaluations
-    the comparison  against=DIR: another run's curves and evaluations beside this one's, and the
+    the comparison  against=DIR: another run's curves and evaluations next to this run's, and the
                     settings in which the two differ
-    the rollouts    that the run kept (keep): what was observed and what was
-                    sampled, each token coloured by how far student and teacher are apart on it, or
-                    by its advantage, log-prob, bonus or weight version
+    the rollouts    that the run kept (keep=): observed and sampled tokens, coloured by the gap of
+                    student and teacher, or by advantage, log-prob, bonus or weight version
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class ReportConfig:
 
 
 def report(config: ReportConfig, console: Console) -> None:
-    """Reads the run and writes the page, or serves it."""
+    """Read the run, and write or serve the page."""
     out = Path(config.out)
     if config.serve is not None:
         _serve(config, config.serve, console)
@@ -103,7 +101,7 @@ def _data(config: ReportConfig) -> dict[str, Any]:
 
 
 def _serve(config: ReportConfig, port: int, console: Console) -> None:
-    """Until Ctrl-C, which is how it ends."""
+    """Serve the page until Ctrl-C."""
     from cluster.inspect.report.serve import HOST, LiveReport  # aiohttp: not for --help
 
     def started(port: int) -> None:

@@ -1,4 +1,4 @@
-"""Two runs side by side: each chart with the lines of both, and the settings in which they differ.
+"""Comparison of two runs: each chart has the lines of both, and differing settings are listed.
 
 Facts, timeline and rollouts of the page are those of the first run.
 """
@@ -38,7 +38,7 @@ def run_names(one: Path, other: Path) -> tuple[str, str]:
 
 
 def differing(run: RunFiles, other: RunFiles) -> list[tuple[str, str | None, str | None]]:
-    """Settings and versions that differ between the runs; None for one that is not set."""
+    """Settings and versions that differ between the runs, with both values; None: not set."""
     ours, theirs = ({"recipe": each.record.recipe} | dict(settings(each)) for each in (run, other))
     return [
         (name, ours.get(name), theirs.get(name))
@@ -48,7 +48,7 @@ def differing(run: RunFiles, other: RunFiles) -> list[tuple[str, str | None, str
 
 
 def _charts(names: Sequence[str], runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Charts of both runs by title. Each line has the name and the number (0, 1) of its run."""
+    """Combine the charts of both runs by title. Each line has its run's name and number (0, 1)."""
     by_title: dict[str, dict[str, Any]] = {}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         for chart in charts(run):
@@ -61,7 +61,7 @@ def _charts(names: Sequence[str], runs: Sequence[RunFiles]) -> list[dict[str, An
 
 
 def _evaluations(names: Sequence[str], runs: Sequence[RunFiles]) -> dict[str, Any] | None:
-    """Evaluation tables of both runs in one; column names begin with the run's name."""
+    """Combine the evaluation tables of both runs; column names begin with the run's name."""
     columns: list[str] = []
     cells: dict[str, dict[str, Any]] = {}
     for name, run in zip(names, runs, strict=True):

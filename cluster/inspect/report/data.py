@@ -1,4 +1,4 @@
-"""Data of a run's report: facts, evaluations, curves and kept rollouts, ready for JSON."""
+"""Data of a run's report, as JSON values: facts, evaluations, curves and kept rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-# Titles of charts, and what they show: metrics with their labels, or a family by its prefix.
+# Charts by title: metrics with their labels, or the prefix of a family of metrics.
 _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
     (
         "Reverse KL per token, nats",
@@ -101,20 +101,20 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
         },
     ),
 )
-# An environment's own metrics have a chart each, titled with the metric's name.
+# Prefix of an environment's own metrics: each has a chart, titled with the metric's name.
 _OWN = "env/"
-# Suffixes of interval ends, which are drawn where a run has them.
+# Suffixes of interval ends, which are drawn if a run has them.
 _LOW, _HIGH = "_low", "_high"
-# Points per line; longer runs are drawn as means over windows of steps.
+# Maximum number of points per line; longer runs are drawn as means over windows of steps.
 _MAX_POINTS = 1000
-# Problems of evaluations that are shown.
+# Maximum number of an evaluation's problems on the page.
 _MAX_PROBLEMS = 64
 
 
 def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
     """Data of the whole page.
 
-    Of the kept groups it has `groups` at most, spread evenly over the run, and all that findings
+    Kept groups are limited to `groups`, spread evenly over the run, plus all groups that findings
     name as evidence.
     """
     tokenizer, complaint = _tokenizer(run) if run.groups else (None, None)
@@ -146,7 +146,7 @@ def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
 
 
 def facts(run: RunFiles) -> list[tuple[str, str]]:
-    """Head of the page: the run's main settings, its status and its results."""
+    """Head of the page: main settings, status and results of the run, with labels."""
     settings, done = run.record.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
     given = settings.get("teachers")
     teachers = given if isinstance(given, dict) else {}
@@ -196,7 +196,8 @@ def _origin(fork: Mapping[str, Any]) -> str | None:
 def findings(run: RunFiles) -> list[dict[str, Any]]:
     """Findings of the run, each with the place of a kept trajectory as evidence, or None.
 
-    Evidence is None if the trajectory is no longer kept because the run went back before it.
+    Evidence is None if the trajectory is not kept any more, because the run returned to an earlier
+    step.
     """
     kept = set(run.groups.places)
     found = []
@@ -234,7 +235,7 @@ def _shown(value: Any) -> str:
 def evaluations(run: RunFiles) -> dict[str, Any] | None:
     """Table of the first, the last and the teachers' evaluations; None if there are none.
 
-    A cell is the value, followed by the ends of its interval where there is one.
+    A cell has the value, followed by the ends of its interval if it has one.
     """
     by_name = {
         name.removeprefix("eval "): values
@@ -259,7 +260,7 @@ def evaluations(run: RunFiles) -> dict[str, Any] | None:
 
 
 def responses(run: RunFiles) -> list[dict[str, Any]]:
-    """Held-out problems, with the response of each evaluation that kept one."""
+    """Held-out problems, with the kept response of each evaluation."""
     by_problem: dict[tuple[str, int], dict[str, Any]] = {}
     for row in run.evaluations:
         for each in row["responses"]:
@@ -320,7 +321,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _meanings(names: Iterable[str]) -> str:
-    """A line for each metric, or family of metrics, that the table of metrics has."""
+    """Meanings of the metrics or families that the table of metrics has, one line each."""
     known = dict.fromkeys(filter(None, map(described, names)))
     return "\n".join(f"{metric.name}: {metric.meaning}" for metric in known)
 
@@ -373,7 +374,7 @@ def _thinned(values: Sequence[float | None]) -> list[float]:
 
 
 def spread(groups: Sequence[Item], number: int) -> list[Item]:
-    """At most `number` of the groups, evenly spaced, with the first and the last."""
+    """At most `number` of the groups, evenly spaced, including the first and the last."""
     if len(groups) <= number:
         return list(groups)
     if number == 1:
@@ -385,7 +386,7 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
     """Data of a group, with the texts of its tokens.
 
     The tokens that all members share before their first turn are the group's `prompt`. They are
-    left out of the members' first segments, but positions in these segments still count them.
+    omitted from the members' first segments, but are counted in positions in these segments.
     """
     special = set() if tokenizer is None else _special_ids(tokenizer)
     prompt = _prompt_tokens(group)
@@ -435,8 +436,7 @@ def _prompt_tokens(group: KeptGroup) -> int:
 def _texts_of_alternatives(
     group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[int, str] | None:
-    """Text of each of the teacher's likeliest tokens, by token id; None without such tokens or
-    without a tokenizer."""
+    """Texts of the teacher's likeliest tokens, by id; None without such tokens or a tokenizer."""
     ids = {
         id_
         for member in group.trajectories_G
@@ -482,7 +482,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _tokenizer(run: RunFiles) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The run's tokenizer, or an explanation for readers who see token ids."""
+    """The run's tokenizer, or an explanation why the page shows token ids."""
     try:
         return run_tokenizer(run), None
     except CheckpointError as error:

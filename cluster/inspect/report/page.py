@@ -1,8 +1,8 @@
-"""The page of a report: one HTML file that asks nothing of the network.
+"""The page of a report: one HTML file that makes no network requests.
 
-What a model wrote is data here, never markup: it stands in a JSON block in which no tag can end or
-begin, and the page's script puts it on the page as text. A content security policy lets nothing but
-the page's own style and scripts take effect, whatever else comes to stand in it.
+Text of models is data, never markup: it is in a JSON block in which no tag can begin or end, and
+the page's script inserts it as text. A content security policy allows only the page's own style and
+scripts, whatever else the page contains.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# In this order they are one script.
+# Parts of the page's script, in order.
 _SCRIPTS = ("base", "curves", "timeline", "groups", "tokens", "reader", "links")
-# The only characters that mean something to an HTML parser within a script.
+# The only characters with a meaning to an HTML parser within a script.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 def report_page(data: Mapping[str, Any]) -> str:
-    """The page that shows `data`, which is what `report_data` returns.
+    """HTML of the page for `data`, the result of `report_data`.
 
-    With `live`, the version of what a server shows, the page asks that server for newer ones.
+    If `data` has `live`, the version of the data on a server, the page polls that server for newer
+    versions.
     """
     style = _part("page.css")
     live = "live" in data
@@ -34,7 +35,7 @@ def report_page(data: Mapping[str, Any]) -> str:
     )
     if live:
         policy += "; connect-src 'self'"
-    # The data comes last: it may hold whatever the others are marked by.
+    # The data comes last, because it may contain the marks of the other parts.
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": as_json(data)}
     page = _part("page.html")
     for name, part in parts.items():

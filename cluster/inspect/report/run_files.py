@@ -1,4 +1,4 @@
-"""Reader of a run's files: its settings, its metrics, its kept rollouts and its tokenizer."""
+"""Reader of a run's files: settings, metrics, events, kept rollouts, evaluations and tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The files of a run, read. What it has not written is empty."""
+    """Contents of a run's files. Contents of a missing file are empty."""
 
     out: Path
     record: RunRecord
@@ -50,11 +50,11 @@ def require_directory(out: Path, setting: str) -> None:
 
 
 def read_run(out: Path, setting: str = "out") -> RunFiles:
-    """The run in `out`, finished or not; `setting` is what names the directory.
+    """Read the run in `out`, finished or not. `setting` is the setting that names the directory.
 
     Raises:
         ConfigError: there is no such directory.
-        DataError: it has neither events nor metrics, or something in it cannot be read.
+        DataError: the directory has neither events nor metrics, or a file cannot be read.
     """
     require_directory(out, setting)
     metrics = _metrics(out / "metrics.jsonl")
@@ -76,16 +76,16 @@ def read_run(out: Path, setting: str = "out") -> RunFiles:
     )
 
 
-# Fields without which an event of a kind says nothing, and those that are numbers in any.
+# Required fields of events, by kind, and fields that are numbers in events of any kind.
 _OF_EVENT = {"size": {"pool", "ready", "starting"}, "step": {"step"}}
 _NUMBERS = {"t", "ready", "starting", "seconds", "alive", "push", "learner_wait", "credit_starved"}
 _GROUPS = {"sampling", "environment", "scoring", "queue_depth"}
-# Steps and seconds that a chart can have.
+# Largest step or time that a chart can show.
 _LARGEST = 1e15
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics, with numbers alone; raises DataError naming a line that is none."""
+    """Read lines of metrics. Raises DataError, naming the line, if a value is not a number."""
     rows = read_lines(path, {"step"})
     for number, row in enumerate(rows, 1):
         _require_numbers(f"{path}:{number}", row, row.keys())
@@ -93,7 +93,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Lines of events, with what a timeline needs; raises DataError naming a line without."""
+    """Read lines of events. Raises DataError, naming the line, if a field is missing or wrong."""
     rows = read_lines(path, {"t", "event"})
     for number, row in enumerate(rows, 1):
         kind = row["event"] if isinstance(row["event"], str) else ""
@@ -135,10 +135,10 @@ def _counts(response: Mapping[str, Any]) -> bool:
 
 
 def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
-    """The tokenizer that the run's token ids are of: beside its final weights, or the student's.
+    """Load the tokenizer of the run's token ids: from its final/, or else the student's.
 
     Raises:
-        CheckpointError: there is none, or none that can be read.
+        CheckpointError: neither can be read.
     """
     final, student = run.out / "final", at_path(run.record.settings, "model.path")
     tried = [str(final)] if final.is_dir() else []
@@ -156,7 +156,7 @@ def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
 
 
 def why_no_rollouts(run: RunFiles) -> str:
-    """Explanation for a reader why there are no rollouts."""
+    """Text that explains why the run has no rollouts."""
     if run.record.supervised:
         return f"recipe={run.record.recipe} samples nothing, so there are no rollouts to show."
     if run.record.settings.get("keep") == "none":

@@ -1,4 +1,4 @@
-"""The report of a run, live: made anew for whoever loads it, on the loopback address only."""
+"""Live report of a run: a server on the loopback address that renders the page on request."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FILES = (
     "summary.json",
 )  # fmt: skip
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-# Of a run that has nothing to show yet; the browser asks again by itself.
+# Page for a run that has no data yet; the browser reloads it.
 _NOT_YET = '<!DOCTYPE html><meta http-equiv="refresh" content="2"><title>isotherm</title><p>'
 
 
 class LiveReport:
-    """Serves the pages of one run.
+    """Server of the report of one run.
 
     Args:
-        directories: of the run, and of another it is compared with.
-        read: its data, as `report_page` takes them.
+        directories: directory of the run, and of another run with which it is compared.
+        read: reads the data for `report_page`.
     """
 
     def __init__(self, directories: Sequence[Path], read: Callable[[], Mapping[str, Any]]) -> None:
@@ -38,10 +38,14 @@ class LiveReport:
         self._reading = asyncio.Lock()
 
     async def serve(self, port: int, started: Callable[[int], None]) -> None:
-        """Serves until it is cancelled; `started` is told of the port, chosen where it was 0.
+        """Serve until cancelled.
+
+        Args:
+            port: port to listen on; 0: any free port.
+            started: receives the port when the server listens.
 
         Raises:
-            ConfigError: the port cannot be had.
+            ConfigError: the port is not available.
         """
         app = web.Application(middlewares=[_refuse_other_hosts])
         app.add_routes([web.get("/", self._page), web.get("/version", self._version)])
@@ -61,7 +65,7 @@ class LiveReport:
             await runner.cleanup()
 
     def version(self) -> str:
-        """Changes when the run has written something."""
+        """Digest of the files' sizes and times, which changes when the run writes to a file."""
         files = [directory / name for directory in self._directories for name in _FILES]
         stats = [file.stat() for file in files if file.exists()]
         seen = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
@@ -85,7 +89,7 @@ class LiveReport:
 
 @web.middleware
 async def _refuse_other_hosts(request: web.Request, handler: Any) -> web.StreamResponse:
-    """No page of elsewhere may read this one by a name that it has pointed at this machine."""
+    """Refuse requests for other host names: a foreign page could read this one by DNS rebinding."""
     if request.url.host not in (HOST, "localhost"):
         raise web.HTTPForbidden(text=f"ask for http://{HOST}")
     return await handler(request)

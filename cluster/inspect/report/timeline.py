@@ -1,12 +1,12 @@
-"""A run over time: what happened when, its pools, and where its time and its groups were.
+"""Timeline of a run: its events, its pools, and where its time and its groups were spent.
 
     lanes     marks: stops, deaths, restarts, rewinds, findings, changes of size, evaluations,
               weight pushes
-    charts    members of each pool and nodes alive; shares of time that the learner waited for
-              groups and that workers had no credit; groups by where they were; tokens a second
+    charts    members of each pool and nodes alive; shares of time in which the learner waited for
+              groups and in which workers had no credit; groups by state; tokens per second
 
-It is read from events.jsonl. A kind of event that the run did not write is left out. Without steps
-among the events, the steps of metrics.jsonl stand one after the other.
+The data comes from events.jsonl. Kinds of events that the run did not write are omitted. If there
+are no step events, the steps of metrics.jsonl are placed one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cluster.inspect.report.run_files import RunFiles
 
 Row = Mapping[str, Any]
 
-# Kinds of events that are marks, by lane, from the top.
+# Titles of lanes, from the top, by the kind of event that is marked in them.
 _LANES = {
     "begin": "not running",
     "death": "deaths",
@@ -32,7 +32,7 @@ _LANES = {
     "evaluation": "evaluations",
     "push": "weight pushes",
 }
-# What a window of some seconds measured: field and label.
+# Labels of fields that are measured in windows of some seconds.
 _SHARES = {
     "learner_wait": "learner waits for groups",
     "credit_starved": "workers lack credit",
@@ -46,7 +46,7 @@ _GROUPS = {
 
 
 def timeline(run: RunFiles) -> dict[str, Any] | None:
-    """Lanes and charts over the seconds since the run's first event; None without anything."""
+    """Lanes and charts over the seconds since the run's first event; None if both are empty."""
     events = list(_in_order(run.events))
     rows = sorted(_with_metrics(events, run.steps), key=lambda row: row["t"])
     if not rows:
@@ -67,9 +67,10 @@ def timeline(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _in_order(events: Sequence[Row]) -> Iterator[Row]:
-    """The events with times that never go back.
+    """Events with times that never decrease.
 
-    Where a clock was set back, or that of the next host is behind, they go on from the last one.
+    If a clock was set back, or the clock of the next host is behind, later times continue from the
+    last one.
     """
     shift, last = 0.0, -math.inf
     for event in events:
@@ -79,8 +80,10 @@ def _in_order(events: Sequence[Row]) -> Iterator[Row]:
 
 
 def _with_stops(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows, of which each beginning but the first says how long nothing ran, since when every
-    pool had no members."""
+    """Add stops to the rows: each beginning except the first has the seconds since the last event.
+
+    At the start of a stop, the size of every pool is set to 0.
+    """
     pools: dict[str, None] = {}
     last = None
     for row in rows:
@@ -100,7 +103,7 @@ def _with_stops(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _with_metrics(events: Sequence[Row], metrics: Sequence[Row]) -> list[Row]:
-    """The events and the pushes; steps with what their metrics say besides, or made of metrics."""
+    """Events, with metrics added to steps, and with pushes; steps are created if there are none."""
     if not any(event["event"] == "step" for event in events):
         now = events[0]["t"] if events else 0.0
         ends = itertools.accumulate((row.get("time/step", 1.0) for row in metrics), initial=now)
@@ -112,12 +115,12 @@ def _with_metrics(events: Sequence[Row], metrics: Sequence[Row]) -> list[Row]:
     else:
         by_step = {int(row["step"]): row for row in metrics}
         filled = []
-        # Of a step that was done again after a rewind, the metrics are the last one's.
+        # If a step was repeated after a rewind, its metrics belong to the last repetition.
         for event in reversed(events):
             row = by_step.pop(event.get("step", -1), {}) if event["event"] == "step" else {}
             filled.append({**_fields(row), **event})
         filled.reverse()
-    # The push is the last thing that a step does.
+    # A step ends with its push.
     pushes = [
         {"t": row["t"], "event": "push", "who": f"step {row['step']}", "seconds": row["push"]}
         for row in filled
@@ -127,11 +130,11 @@ def _with_metrics(events: Sequence[Row], metrics: Sequence[Row]) -> list[Row]:
 
 
 def _fields(row: Row) -> dict[str, Any]:
-    """A row of metrics in the words of a `step` event."""
+    """Convert a row of metrics to the fields of a `step` event."""
     found = {name: row[name] for name in ("step", "tokens_per_s") if name in row}
     if "time/wait" in row and row.get("time/step"):
         found["learner_wait"] = row["time/wait"] / row["time/step"]
-    if "push/overlapped" in row:  # else what the step waited for is the push
+    if "push/overlapped" in row:  # otherwise the step waited for the whole push
         found["push"] = row["time/push"]
     elif "push/seconds" in row:
         found["push"] = row["push/seconds"]
@@ -139,7 +142,7 @@ def _fields(row: Row) -> dict[str, Any]:
 
 
 def _mark(row: Row) -> dict[str, Any]:
-    """End, duration (0 if unknown) and text of a mark."""
+    """Convert an event to a mark: time of its end, duration (0 if unknown), text and reason."""
     seconds = row.get("seconds")
     match row["event"]:
         case "scale":
@@ -161,7 +164,7 @@ def _charts(rows: Sequence[Row], seconds: float) -> Iterator[dict[str, Any]]:
     windows = [row for row in rows if row["event"] == "window"]
     steps = [row for row in rows if row["event"] == "step"]
     groups = [{**row, "all": sum(row.get(name) or 0 for name in _GROUPS)} for row in windows]
-    # Without windows, each step's own metrics say how long the learner waited.
+    # Without windows, the learner's wait comes from the metrics of each step.
     for title, stairs, lines in (
         ("Members", "after", list(_members(rows, seconds))),
         ("Share of time", "before", _lines(windows or steps, _SHARES)),
@@ -178,7 +181,7 @@ def _lines(rows: Sequence[Row], labels: Mapping[str, str]) -> list[dict[str, Any
 
 
 def _members(rows: Sequence[Row], seconds: float) -> Iterator[dict[str, Any]]:
-    """Sizes of each pool, and with those that are starting; the last size holds to the end."""
+    """Lines of each pool's size, without and with starting members, up to the end."""
     sizes = [row for row in rows if row["event"] == "size"]
     for pool in dict.fromkeys(row["pool"] for row in sizes):
         found = [

@@ -1,4 +1,4 @@
-"""Tokens on which student and teacher differ: single ones with their places, and by the token."""
+"""Tokens on which student and teacher differ: single occurrences, and sums by token."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from distill.chat.token_text import decode
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Single tokens that are shown.
+# Number of single tokens that are shown.
 _MOST = 20
 
 
 def furthest_apart(
     groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[dict[str, Any]]:
-    """The sampled tokens on which student and teacher differ most, and where they are.
+    """The sampled tokens with the largest |log p - log q| of student and teacher.
 
-    By |log p - log q|; `place` counts the tokens that a trajectory sampled.
+    `place` is the index among the tokens that a trajectory sampled.
     """
     found: list[tuple[float, dict[str, Any]]] = []
     for group in groups:
@@ -45,7 +45,7 @@ def furthest_apart(
 def largest_shares(
     groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any] | None:
-    """The tokens that have most of the KL of the newest step of which they were kept."""
+    """The tokens with the largest shares of the KL, in the newest step that kept such a list."""
     newest = next((group for group in reversed(groups) if group.step_tokens), None)
     if newest is None:
         return None
