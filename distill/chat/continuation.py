@@ -1,8 +1,8 @@
-"""Text encoded as the continuation of given tokens: decoding gives exactly what was written.
+"""Encoding of text as the continuation of given tokens, such that decoding returns the same text.
 
-Text that is encoded on its own may get what nobody wrote: some tokenizers put a space before any
-text (Llama 2's normalizer, Metaspace). So it is encoded behind an anchor, a short text whose tokens
-are cut off again; the decoded tokens decide which anchor keeps the text.
+Some tokenizers put a space before any text (Llama 2's normalizer, Metaspace), so text that is
+encoded by itself may decode to a different text. Therefore the text is encoded after an anchor, a
+short text whose tokens are cut off again. Anchors are tried until the tokens decode to the text.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from distill.types import TokenArray
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Decoding looks at neighbours no further away than this many tokens.
+# The text of a token depends on neighbours at most this many tokens away.
 _NEIGHBOURS = 8
-# Anchors of several kinds of characters: a tokenizer merges some of them with what follows.
+# Anchors of several kinds of characters, since a tokenizer may merge an anchor with the text.
 _ANCHORS = ("\n", "0", ":", "e", ")")
 
 
@@ -33,7 +33,7 @@ def continuation(
 ) -> TokenArray | None:
     """Tokens that add exactly `text` to the text of `before_T`; None if no encoding does.
 
-    Exactly: up to Unicode's canonical composition (NFC), which many tokenizers apply.
+    Texts are compared in Unicode's normal form NFC, which many tokenizers apply.
     """
     tokens_T = _whole(tokenizer, before_T, text)
     return _in_parts(tokenizer, before_T, text) if tokens_T is None else tokens_T
@@ -61,13 +61,13 @@ def require_continuation(
 def closest_continuation(
     tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
 ) -> TokenArray:
-    """Like `continuation`; tokens of the text on its own if no encoding keeps it."""
+    """Like `continuation`; if no encoding keeps the text, its tokens when encoded by itself."""
     tokens_T = continuation(tokenizer, before_T, text)
     return encode_chat(tokenizer, text) if tokens_T is None else tokens_T
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Texts of the tokenizer's added tokens, by their ids."""
+    """Texts of the tokenizer's added tokens by id."""
     return {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
 
 
@@ -78,11 +78,10 @@ def served_continuation(
     *,
     added: Mapping[int, str],
 ) -> TokenArray | None:
-    """Tokens of `text` behind `before_T` as a server encodes a rendered chat; None if no encoding
-    keeps the text.
+    """Tokens of `text` after `before_T`, as in a server's encoding of the whole rendered chat.
 
-    An added token is no part of any other, and may take white space behind it with it: where
-    `before_T` ends with one, `text` is encoded behind that.
+    None if no encoding keeps the text. Added tokens never merge with their neighbours, but may
+    absorb the white space after them, so if `before_T` ends with one, `text` is encoded after it.
 
     Args:
         added: see `added_tokens`.
@@ -97,7 +96,7 @@ def served_continuation(
 def added_text(
     tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, tokens_T: TokenArray
 ) -> str | None:
-    """Text that the tokens add to that of those before; None if they change the latter."""
+    """Text that `tokens_T` add to the text of `before_T`; None if they change that text."""
     before = end_of_prompt(tokenizer, before_T, _NEIGHBOURS)
     both = decode(tokenizer, [*before_T[-_NEIGHBOURS:].tolist(), *tokens_T.tolist()])
     return both[len(before) :] if both.startswith(before) else None
@@ -118,7 +117,10 @@ def _whole(
 def _in_parts(
     tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
 ) -> TokenArray | None:
-    """Tokens of the text, cut at its added tokens: some tokenizers put a space behind each."""
+    """Tokens of the text, encoded in parts between its added tokens.
+
+    Some tokenizers put a space after each added token, which this avoids.
+    """
     ids = {token: id_ for id_, token in added_tokens(tokenizer).items()}
     longest_first = sorted(ids, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if ids else [text]
@@ -135,14 +137,14 @@ def _in_parts(
 
 
 def _anchors(tokenizer: PreTrainedTokenizerBase, before_T: TokenArray) -> Iterator[str]:
-    """Texts to encode behind: none, that of the last tokens, others."""
+    """Anchors to try: none, the text of the last tokens, others."""
     yield ""
     yield decode(tokenizer, before_T[-_NEIGHBOURS:].tolist())
     yield from _ANCHORS
 
 
 def _behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> TokenArray | None:
-    """Tokens of `text` behind those of `anchor`; None if a token joins the two."""
+    """Tokens of `text` when encoded after `anchor`; None if a token spans the boundary."""
     if not anchor:
         return encode_chat(tokenizer, text)
     anchor_T, both_T = encode_chat(tokenizer, anchor), encode_chat(tokenizer, anchor + text)

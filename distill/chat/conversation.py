@@ -1,9 +1,9 @@
-"""A conversation and its exact tokens: the model's next observation, turn by turn.
+"""Conversation with its exact tokens: the model's next observation after each turn.
 
-Sampled tokens are never encoded again. The next observation is the prompt that a server of this
-model would build with the chat template. Where the rendered text extends everything that the model
-saw and sampled, the tokens are extended too. Where the template renders any of it differently, the
-history is encoded anew, and `distill.chat.segments` opens a new segment with it.
+Sampled tokens are never re-encoded. The next observation is the prompt that a server of this model
+would build with the chat template. If the rendered text extends everything that the model saw and
+sampled, the tokens are extended too. If the template renders a part of it differently, the whole
+history is encoded again, and `distill.chat.segments` begins a new segment.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ _logged: set[tuple[int, str]] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBreak:
-    """A place where the re-rendered template does not extend the token prefix.
+    """Break of the token prefix: the re-rendered history does not extend the model's tokens.
 
     Attributes:
         turn: index of the assistant's turn after which the break happened, from 0.
-        seen, served: the model's text and the template's, from shortly before they differ.
+        seen, served: the text that the model saw and the rendered text, both from shortly before
+            they differ.
         reason: one of this module's `NO_TEXT`, `BEFORE`, `TURN`, `STOP`, `JOIN`.
     """
 
@@ -69,8 +70,8 @@ class PrefixBreak:
 class _Seen:
     """Text and tokens of everything that the model saw and sampled since the last prefix break.
 
-    `text[turn:]` is the last turn's text, `text[stop:]` that of its stop token. `spoiled` is True
-    if the tokens have no text of their own.
+    `text[turn:]` is the text of the last turn, `text[stop:]` that of its stop token. `spoiled` is
+    True if the turn's tokens do not decode to valid text.
     """
 
     text: str
@@ -90,7 +91,8 @@ class Conversation:
 
     Raises:
         DataError: the chat template refuses the messages.
-        ConfigError: there are tools, no `tool_format` is given, and the template implies none.
+        ConfigError: there are tools, no `tool_format` is given, and none is detected from the
+            template.
     """
 
     def __init__(
@@ -117,23 +119,22 @@ class Conversation:
 
     @property
     def observation_T(self) -> TokenArray:
-        """int32 ids of the model's current observation. Out of date after `said`."""
+        """Ids (int32) of the model's current observation. Outdated after `said`."""
         return self._observation_T
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages so far, the assistant's included."""
+        """Messages so far, including the assistant's."""
         return list(self._messages)
 
     @property
     def messages_apart(self) -> list[Message]:
-        """The messages so far in OpenAI's form, whatever form the template takes."""
+        """Messages so far in OpenAI's form, which may differ from the template's form."""
         return [self._marks.apart(message) for message in self._messages]
 
     @property
     def response(self) -> Response:
-        """The last turn in the form that rewards judge: without tool calls, and without an answer
-        if it was cut off within one."""
+        """Last turn without tool calls, for rewards; its answer is empty if a call was cut off."""
         assert self._response is not None, "response: said() comes first"
         return self._response
 
@@ -142,16 +143,16 @@ class Conversation:
         return tuple(self._prefix_breaks)
 
     def branch(self) -> Conversation:
-        """A copy that goes on independently of this conversation."""
+        """Copy of the conversation that continues independently."""
         other = copy(self)
         other._prefix_breaks = list(self._prefix_breaks)
         return other
 
     def said(self, sample: Sample) -> ParsedTurn:
-        """Add the assistant's turn: its tokens as sampled, and the message that they decode to.
+        """Add the assistant's turn: its sampled tokens, and the message that they decode to.
 
-        The message includes the thinking (with the part that the prompt opened) if the chat
-        template takes it: in a separate field, or within the content as it was sampled.
+        The message includes the thinking, including the part in the prompt, in the form that the
+        chat template renders: in a separate field, or within the content as sampled.
         """
         assert self._listening, "said() again: hear() or replace() must come between two turns"
         response = read_response(self._tokenizer, self._observation_T, sample)
@@ -175,13 +176,13 @@ class Conversation:
         """Add messages that follow a turn, such as tool results, and compute the next observation.
 
         Raises:
-            DataError: the template refuses the messages, or they cannot be encoded; nothing is
-                added.
+            DataError: the template refuses the messages, or they cannot be encoded. The
+                conversation is then unchanged.
         """
         self._observe([*self._messages, *map(dict, messages)])
 
     def replace(self, messages: Sequence[Message]) -> None:
-        """Replace the history with these messages, and render the observation anew.
+        """Replace the history with these messages, and compute the observation from them.
 
         Raises:
             DataError: see `hear`.
@@ -207,10 +208,10 @@ class Conversation:
         self._listening = True
 
     def _served(self, messages: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-        """The rendered text, and the messages that the template accepted.
+        """Render the messages; return the text and the messages that the template accepted.
 
-        Tool calls that the template refuses (several in one turn) become plain text. Results that
-        it refuses without their calls (gpt-oss) become user messages.
+        Tool calls that the template refuses (several in one turn) become plain text. Tool results
+        that it refuses without their calls (gpt-oss) become user messages.
         """
         try:
             return self._rendered(messages), messages
@@ -221,7 +222,7 @@ class Conversation:
             raise refused
 
     def _plainer(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """The messages with the last turn as plain text; then also with its results as user's."""
+        """Yield the messages with the last turn as plain text, then also with results as user's."""
         if self._spoken is None:
             return
         at, plain = self._spoken
@@ -237,7 +238,7 @@ class Conversation:
         )
 
     def _continued(self, served: str) -> tuple[str, TokenArray | None]:
-        """(reason for a prefix break, tokens that continue `_seen`; None if none can)."""
+        """Return the reason for a prefix break, and the tokens that continue `_seen` or None."""
         seen = self._seen
         if seen.spoiled:
             return NO_TEXT, None

@@ -1,9 +1,9 @@
-"""The normal form of chat messages, in which every chat template is given them.
+"""Normal form of chat messages, the input of every chat template.
 
-The forms in which rows are published differ: `content` is null or absent beside tool calls,
-`tool_calls` is null or empty, a call is nested or flat, arguments are an object or JSON text, and
-a column that Arrow cannot type is JSON text as a whole. Servers make one form of them before a
-template sees them, and so does `normal_message`.
+Published rows have different forms: next to tool calls, `content` is null or absent; `tool_calls`
+is null or empty; a call is nested or flat; arguments are an object or JSON text; and a column that
+Arrow cannot type is JSON text as a whole. Servers convert messages to one form before they render
+them, and so does `normal_message`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from distill.errors import DataError
 
 Message = Mapping[str, Any]
-# Fields in which families of templates, and servers, keep an assistant's reasoning.
+# Names of the field with an assistant's reasoning in different templates and servers.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def parsed_json(value: Any) -> Any:
-    """The value of a JSON text of an array or an object; any other value unchanged."""
+    """Parse a string that is a JSON array or object; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -30,14 +30,14 @@ def parsed_json(value: Any) -> Any:
 
 
 def normal_message(message: Message, field: str = "a message") -> dict[str, Any]:
-    """The message in the form that every chat template is given.
+    """Convert a message to the normal form.
 
-    A field that is None and an empty `tool_calls` are left out; `content` that is absent is empty;
-    a tool call is {"type": "function", "function": {"name": ..., "arguments": ...}}, whose
-    arguments are an object or the JSON text of one.
+    Fields that are None and empty `tool_calls` are removed; absent `content` becomes an empty
+    string; each tool call is {"type": "function", "function": {"name": ..., "arguments": ...}},
+    with arguments that are an object or the JSON text of an object.
 
     Raises:
-        DataError: a tool call without a name, or with arguments that are no object.
+        DataError: a tool call has no name, or arguments that are not an object.
     """
     made = {name: value for name, value in message.items() if value is not None}
     made.setdefault("content", "")
@@ -70,7 +70,7 @@ def _normal_call(call: Any, field: str) -> dict[str, Any]:
 
 
 def _normal_arguments(arguments: Any, field: str) -> Mapping[str, Any] | str:
-    """An object as it is; a text as it is if it is an object's, without JSON text around it."""
+    """Arguments as an object or as its JSON text; text that was encoded twice is unwrapped."""
     text, value = None, {} if arguments is None or arguments == "" else arguments
     while isinstance(value, str):
         text = value
@@ -90,12 +90,13 @@ def _normal_arguments(arguments: Any, field: str) -> Mapping[str, Any] | str:
 
 
 def is_trained(message: Message) -> bool:
-    """True if a loss on the conversation trains the message: the assistant's, unless marked.
+    """True if a loss on the conversation trains the message.
 
-    `weight: 0` (OpenAI's fine-tuning format) and `train: false` mark a message as context.
+    All assistant messages are trained, except those with `weight: 0` (OpenAI's fine-tuning format)
+    or `train: false`.
 
     Raises:
-        DataError: a mark of another value.
+        DataError: `weight` or `train` has an invalid value.
     """
     if message["role"] != "assistant":
         return False

@@ -1,7 +1,7 @@
-"""Sampled tokens as text: the one reader of responses.
+"""Conversion of sampled tokens to responses as text.
 
-Every part that judges, shows or writes a response reads it here. The text is what was sampled, all
-but the stop token that ended it: special tokens within it are kept, and spaces are not tidied.
+All parts that judge, show or write a response use this module. The text is that of all sampled
+tokens except the final stop token: special tokens are kept, and spaces are not cleaned up.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from distill.types import StopReason, TokenArray
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Tokens that the mark at a prompt's end may take, letter by letter.
+# Most tokens of a thinking mark at a prompt's end, even if each letter is a token.
 _LONGEST_MARK = 64
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample) -> str:
-    """The text that the sampled tokens add to the prompt, without the stop token that ended it."""
+    """Text that the sampled tokens add to the prompt, without the final stop token."""
     tokens_T = np.asarray(sample.tokens_T, np.int32)
     if sample.stop_reason is StopReason.EOS:
         tokens_T = tokens_T[:-1]
@@ -35,7 +35,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, samp
 def read_response(
     tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample
 ) -> Response:
-    """The response to a prompt, split at its thinking by the marks of the chat template."""
+    """Response to a prompt, split into thinking and answer by the marks of the chat template."""
     marks = thinking_marks(tokenizer)
     opening = marks.opening(end_of_prompt(tokenizer, prompt_T, _LONGEST_MARK))
     return marks.response(response_text(tokenizer, prompt_T, sample), opening)

@@ -1,4 +1,4 @@
-"""Segment builder: extends a token chain that is a prefix, and opens a new one where none is."""
+"""Segment builder: each turn extends the chain that is its prefix, or begins a new chain."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distill.types import FloatArray, Segment, TokenArray
 
 
 class _Chain:
-    """The tokens of one segment so far, and its turns, each with the place of its sample."""
+    """Tokens of one segment so far, and its trained turns with the positions of their samples."""
 
     def __init__(self) -> None:
         self.tokens: list[TokenArray] = []
         self.length = 0
         self.trained: list[tuple[int, Sample, FloatArray | None]] = []
-        self.experts: list[tuple[int, ExpertArray]] = []  # with the position of the first
+        self.experts: list[tuple[int, ExpertArray]] = []  # (position of the first entry, experts)
 
     def seen_T(self) -> TokenArray:
         return np.concatenate(self.tokens, dtype=np.int32)
@@ -40,7 +40,7 @@ class _Chain:
         )
 
     def begins_with(self, observation_T: TokenArray) -> bool:
-        """True if the first observation of the chain begins with all of this one."""
+        """True if `observation_T` is a prefix of the chain's first observation."""
         return np.array_equal(self.tokens[0][: len(observation_T)], observation_T)
 
     def segment(
@@ -82,14 +82,13 @@ class _Chain:
 
 
 class SegmentBuilder:
-    """Collects the turns of one episode. Sampled tokens are kept as sampled, never re-encoded.
+    """Builder of the segments of one episode. Sampled tokens are never re-encoded.
 
     Args:
-        temperature: the T that the turns were sampled at.
-        teacher_context_T: what the teacher sees in place of the episode's first observation. It
-            goes on every segment that begins with that observation. In one that does not, because
-            the history was condensed or written anew, there is nothing that it could replace: the
-            teacher sees there what the policy saw.
+        temperature: the T at which the turns were sampled.
+        teacher_context_T: tokens that the teacher sees in place of the episode's first observation,
+            in every segment that begins with that observation. In other segments, whose history was
+            condensed or rewritten, the teacher sees the policy's tokens.
     """
 
     def __init__(self, temperature: float, teacher_context_T: TokenArray | None = None) -> None:
@@ -106,16 +105,18 @@ class SegmentBuilder:
         *,
         trained: bool = True,
     ) -> None:
-        """Adds one turn: all the tokens the model saw (`observation_T`), then what it sampled.
+        """Add one turn. It extends the longest segment that is a prefix of the observation.
 
-        The turn extends the longest segment that its observation begins with.
-
-        `bonuses_T` are the rewards of the sampled tokens, one each. Once a turn has some, all
-        segments of the episode do, 0 elsewhere. A turn that is not trained is context alone.
+        Args:
+            observation_T: all tokens that the model saw.
+            sample: the tokens that it sampled.
+            bonuses_T: rewards of the sampled tokens; None: none. If one turn has bonuses, all
+                segments of the episode have them, 0 elsewhere.
+            trained: False for a turn that is only context.
 
         Raises:
-            DataError: log-probs, versions or bonuses for another number of tokens; an empty
-                observation.
+            DataError: the number of log-probs, versions or bonuses differs from that of the tokens,
+                or the observation is empty.
         """
         self._with_bonuses = self._with_bonuses or bonuses_T is not None
         sampled = len(sample.tokens_T)
@@ -143,10 +144,10 @@ class SegmentBuilder:
         chain.append(new_T, sample, bonuses_T, trained)
 
     def build(self) -> tuple[Segment, ...]:
-        """The episode's segments, in order, but for those of which nothing is trained.
+        """Segments of the episode, in order, except those without a trained turn.
 
         Raises:
-            DataError: no turn is trained; the teacher's context is empty.
+            DataError: no turn is trained, or the teacher's context is empty.
         """
         segments = tuple(self._segment(chain) for chain in self._chains if chain.trained)
         if not segments:

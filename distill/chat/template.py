@@ -1,4 +1,4 @@
-"""Chat templates: from a prompt or a conversation to the text and the tokens a model sees."""
+"""Chat templates: rendering of prompts and conversations to the text and tokens of a model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-# Attribute of a tokenizer, and variable of templates: the time that templates take to be now.
+# Attribute of a tokenizer, and variable of templates, with the time that templates use as now.
 _CHAT_TIME = "chat_time"
-# `strftime_now` for templates, which are given plain data and no functions (transformers 5.22 on):
-# replaces the codes of a format by their texts. What follows begins a line, as it did without this.
+# `strftime_now` as a macro, since transformers 5.22 and later passes templates plain data but no
+# functions. The macro replaces the codes of a format by their texts. It ends with a line break, so
+# the template after it still begins at the start of a line.
 _STRFTIME_NOW = (
     "{% macro strftime_now(format) %}{% for part in format.split('%%') %}"
     "{% set shown = namespace(text=part) %}{% for code, text in chat_time.items() %}"
@@ -34,11 +35,12 @@ _STRFTIME_NOW = (
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
     """Tokens of a plain string, with the special tokens that the tokenizer puts before any text.
 
-    They are left out where the text begins with them, as one that a chat template wrote does. What
-    the tokenizer puts behind a text (its EOS) is left out: a prompt is no text that has ended.
+    These special tokens are not repeated if the text itself begins with them, like the output of a
+    chat template. Special tokens that the tokenizer appends (EOS) are left out, because a prompt is
+    to be continued.
 
     Raises:
-        DataError: the tokenizer cannot encode it.
+        DataError: the tokenizer cannot encode the text.
     """
     plain = encode(tokenizer, text, add_special_tokens=False)
     whole = encode(tokenizer, text, add_special_tokens=True)
@@ -59,11 +61,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
     """Token ids of `text`.
 
     Raises:
-        DataError: a character that the tokenizer does not know, or that is no character.
+        DataError: the tokenizer does not support a character, or one is invalid (a surrogate).
     """
     try:
         return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    except Exception as error:  # tokenizers raises bare Exceptions; a lone surrogate, TypeError
+    except Exception as error:  # tokenizers raises bare Exceptions, or TypeError for surrogates
         raise DataError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
 
 
@@ -73,13 +75,13 @@ def render_messages(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> TokenArray:
-    """Chat messages through the model's own template, up to where the assistant speaks.
+    """Tokens of chat messages, rendered with the model's template and its generation prompt.
 
-    An answer that the assistant has begun, as the last message, is continued.
+    If the last message is the assistant's, the tokens end within it, so that it is continued.
 
     Raises:
-        DataError: the tokenizer has no chat template, or the template refuses the messages; the
-            last message is a tool call of the assistant, which has nothing to continue.
+        DataError: the tokenizer has no chat template, the template refuses the messages, or the
+            last message is a tool call of the assistant, which cannot be continued.
     """
     begun = is_begun(messages)
     text = chat_text(
@@ -93,10 +95,10 @@ def render_messages(
 
 
 def is_begun(messages: Sequence[Message]) -> bool:
-    """True if the last message is the assistant's: an answer that is to be continued.
+    """True if the last message is the assistant's, which means that it is to be continued.
 
     Raises:
-        DataError: it calls tools, and no message has the results.
+        DataError: the last message has tool calls, but no message has their results.
     """
     last = messages[-1]
     if last.get("role") != "assistant":
@@ -110,7 +112,7 @@ def is_begun(messages: Sequence[Message]) -> bool:
 
 
 def answered(messages: Sequence[Message], said: str | Message) -> list[Message]:
-    """The messages with the assistant's answer: a message of its own, or the end of one begun."""
+    """Messages with the assistant's answer, as a new message or as the end of the begun one."""
     message = {"role": "assistant", "content": said} if isinstance(said, str) else said
     if not is_begun(messages):
         return [*messages, message]
@@ -119,10 +121,10 @@ def answered(messages: Sequence[Message], said: str | Message) -> list[Message]:
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
-    """Tokens of what a chat template wrote, which has its special tokens in it already.
+    """Tokens of a rendered chat; no special tokens are added, because the text includes them.
 
     Raises:
-        DataError: the tokenizer cannot encode it.
+        DataError: the tokenizer cannot encode the text.
     """
     return np.asarray(encode(tokenizer, text, add_special_tokens=False), dtype=np.int32)
 
@@ -135,12 +137,13 @@ def chat_text(
     add_generation_prompt: bool,
     continue_final_message: bool = False,
 ) -> str:
-    """The messages, in normal form, as text by the tokenizer's chat template.
+    """Render messages, in normal form, with the tokenizer's chat template.
 
-    The role `developer` is `system` under a template that does not know it.
+    The role `developer` becomes `system` if the template does not support it.
 
     Args:
-        continue_final_message: the text ends where the last message does, without its end.
+        continue_final_message: True: the text ends after the content of the last message, without
+            the end of its turn.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the messages, or the
@@ -171,10 +174,11 @@ def _with_calls(
     arguments: Sequence[Mapping[str, Any] | str],
     settings: Mapping[str, Any],
 ) -> str:
-    """The text with the calls' `arguments` as objects, or as JSON text if the template needs it.
+    """Render with `arguments` of calls as objects, or as JSON text if the template requires text.
 
-    Most templates print an object as JSON. DeepSeek's concatenate a text, and refuse an object;
-    a template that interpolates a text prints an object as Python does.
+    Most templates print an object as JSON. DeepSeek's templates concatenate a text and refuse an
+    object. A template that interpolates a text prints an object as Python does, which is detected
+    here.
     """
     try:
         written = _written(tokenizer, _with_arguments(messages, _as_object), settings)
@@ -191,7 +195,7 @@ def _with_calls(
 
 
 def set_chat_time(tokenizer: PreTrainedTokenizerBase, time: datetime) -> None:
-    """Have chat templates that print the date print this one. The tokenizer pickles with it."""
+    """Set the date that chat templates print. The setting is kept when the tokenizer is pickled."""
     vars(tokenizer)[_CHAT_TIME] = time
 
 
@@ -202,7 +206,8 @@ def _written(
     template = tokenizer.get_chat_template(None, settings["tools"])
     dated = {}
     if "strftime_now" in template:
-        # Without a time of the run's own, that of the tokenizer's first chat: also after midnight.
+        # Without `set_chat_time`, the time of the tokenizer's first chat is kept, so that the date
+        # does not change at midnight.
         time: datetime = vars(tokenizer).setdefault(_CHAT_TIME, datetime.now())
         codes = set(re.findall("%[-_0^#]?[A-Za-z]", template))
         dated[_CHAT_TIME] = {code: time.strftime(code) for code in codes}
@@ -211,7 +216,7 @@ def _written(
         text = tokenizer.apply_chat_template(
             conversation, chat_template=template, tokenize=False, **dated, **settings
         )
-    except Exception as error:  # jinja2 raises whatever the template's author chose
+    except Exception as error:  # templates may raise any error
         raise DataError(
             f"the chat template refuses these messages: {error}", field="model.chat_template"
         ) from error
@@ -235,7 +240,7 @@ def _with_arguments(
 
 
 def request_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as a chat endpoint takes them: normal form, with arguments as JSON text."""
+    """Messages for a chat endpoint: normal form with arguments as JSON text, no training marks."""
     given = [normal_message(message) for message in messages]
     asked = [{name: m[name] for name in m if name not in ("weight", "train")} for m in given]
     return _with_arguments(asked, _as_text)
@@ -251,14 +256,14 @@ def _as_text(arguments: Mapping[str, Any] | str) -> str:
 
 @cache
 def _known(template: str) -> tuple[bool, tuple[str, ...]]:
-    """(True if the template names the role `developer`, fields of reasoning that it reads)."""
+    """Return whether the template has the role `developer`, and the reasoning fields it reads."""
     developer = re.search(r"['\"]developer['\"]", template) is not None
     named = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
     return developer, tuple(named)
 
 
 def _as_known(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """The message with the role and the field of reasoning by the names that the template knows.
+    """Message with the role and the reasoning field renamed to those that the template supports.
 
     `developer` is OpenAI's later name of `system`.
     """
@@ -271,18 +276,18 @@ def _as_known(message: dict[str, Any], template: str) -> dict[str, Any]:
     return message
 
 
-# Roles of other formats, by which a template would write another turn than is meant, or none.
+# Roles of other formats, for which a template would render a wrong turn or none.
 _OPENAI_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 
 
 def check_messages(value: object, field: str) -> list[Message]:
-    """`value` as chat messages of OpenAI's format, in normal form.
+    """Check that `value` is a list of messages in OpenAI's format, and return it in normal form.
 
-    Content that is a list of parts, {"type": "text", "text": ...}, is their text, joined. JSON
-    text in place of the list, a message or `tool_calls` is parsed.
+    Content that is a list of parts, {"type": "text", "text": ...}, becomes their concatenated text.
+    JSON text in place of the list, a message or `tool_calls` is parsed.
 
     Raises:
-        DataError: names the field and the message that is not one.
+        DataError: a message is invalid; `field` and the message's index are named.
     """
     value = parsed_json(value)
     if not isinstance(value, list) or not value:
@@ -334,12 +339,12 @@ def _joined(parts: Sequence[object], field: str) -> str:
 
 
 def check_tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The row's `tools`, JSON schemas that go to the chat template; None where it has none.
+    """Return the row's `tools`, JSON schemas for the chat template; None if the row has none.
 
     JSON text in place of the list or of a schema is parsed.
 
     Raises:
-        DataError: it is not a list of objects.
+        DataError: `tools` is not a list of objects.
     """
     tools = parsed_json(row.get("tools"))
     if isinstance(tools, list):
@@ -354,10 +359,10 @@ def check_tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def check_text(row: Mapping[str, Any], field: str) -> str:
-    """The row's `field`, a non-empty string.
+    """Return the row's `field`.
 
     Raises:
-        DataError: it is not.
+        DataError: the field is not a non-empty string.
     """
     value = row.get(field)
     if not isinstance(value, str) or not value:
@@ -366,11 +371,7 @@ def check_text(row: Mapping[str, Any], field: str) -> str:
 
 
 def check_vocabulary(tokens_T: TokenArray, vocab_size: int) -> None:
-    """Every id is one of the model's.
-
-    Raises:
-        DataError: the tokenizer knows an id that the model does not.
-    """
+    """Raise DataError if an id is outside the model's vocabulary."""
     if tokens_T.max() >= vocab_size:
         raise DataError(
             f"the tokenizer gives id {tokens_T.max()}, outside the model's vocabulary of "

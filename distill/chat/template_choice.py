@@ -1,8 +1,8 @@
-"""The run's chat template: the tokenizer's own or a file's, with arguments of the run's choice.
+"""Chat template of a run: the tokenizer's own or that of a file, with arguments from the settings.
 
-Arguments such as Qwen3's `enable_thinking` become defaults within the template itself. Thus every
-part that renders uses the same values, and so does a server of `final/`, whose requests can still
-override them.
+Arguments such as Qwen3's `enable_thinking` become defaults in the text of the template. Thus all
+parts of a run render with the same values, and so does a server of `final/`, whose requests can
+still override them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments of a chat template by name. Raises ValueError: they are none."""
+    """Parse the arguments of a chat template. Raises ValueError if the text is invalid."""
     given = read_object(text) if text else {}
     if wrong := [name for name in given if not name.isidentifier()]:
         raise ValueError(f"{wrong[0]!r} is no name")
@@ -65,14 +65,14 @@ class ChatTemplateSettings:
     )
 
     def chat_day(self) -> datetime:
-        """Time that chat templates receive: the start of `chat_date`, or else the present."""
+        """Time that chat templates receive: the start of `chat_date`, or the current time."""
         return datetime.now() if self.chat_date is None else datetime.fromisoformat(self.chat_date)
 
     def choose_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-        """The tokenizer, whose chat template is now the run's.
+        """Set the run's chat template in the tokenizer, and return the tokenizer.
 
         Raises:
-            ConfigError: the file cannot be read or is no template, or an argument changes nothing.
+            ConfigError: the file cannot be read or is not a template, or an argument has no effect.
         """
         template = tokenizer.chat_template
         if self.chat_template is not None:
@@ -98,11 +98,11 @@ class ChatTemplateSettings:
     def choose_teacher_template(
         self, teacher: PreTrainedTokenizerBase, own: object, run: PreTrainedTokenizerBase
     ) -> PreTrainedTokenizerBase:
-        """The teacher's tokenizer, with the template that `teacher_messages` go through.
+        """Tokenizer whose template renders `teacher_messages`.
 
-        This is the teacher's own template, with those of the arguments that it mentions. It is the
-        run's tokenizer and template if the teacher has no template, or one equal to the student's
-        original template (`own`), which the run's template replaced.
+        This is the teacher's tokenizer with its own template and those of the arguments that the
+        template mentions. If the teacher has no template, or the same template as the student's
+        checkpoint (`own`), which the run's template replaces, it is the run's tokenizer (`run`).
         """
         template = teacher.chat_template
         if not template or template == own:
@@ -118,7 +118,7 @@ class ChatTemplateSettings:
 
 
 def template_text(path: str) -> str:
-    """Text of a template's file. Raises ConfigError if it cannot be read or is empty."""
+    """Read a template's file. Raises ConfigError if it cannot be read or is empty."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +140,7 @@ def _read(path: str) -> str:
     text = template_text(path)
     try:
         _compile_jinja_template(text)
-    except Exception as error:  # an error of jinja2, which only transformers imports
+    except Exception as error:  # jinja2's errors, which are not imported here
         line = getattr(error, "lineno", "?")
         raise ConfigError(
             f"chat_template={path} is no chat template: line {line}: {error}; correct the file",
@@ -155,7 +155,7 @@ def _mentions(template: Any, name: str) -> bool:
 
 
 def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
-    """The template, or each of several, with default values for arguments that are not given."""
+    """Add default values for `arguments` to a template, or to each of several templates."""
     if isinstance(template, Mapping):
         return {name: _with_defaults(text, arguments) for name, text in template.items()}
     if not template:
@@ -168,7 +168,7 @@ def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+    """Jinja literal of a JSON value."""
     if isinstance(value, dict):
         pairs = (f"{_literal(name)}: {_literal(each)}" for name, each in value.items())
         return "{" + ", ".join(pairs) + "}"

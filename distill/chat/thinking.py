@@ -1,13 +1,14 @@
-"""Thinking in responses: the marks that a model family writes around it, told by its template.
+"""Thinking in responses: the marks that a model writes around it, detected from its chat template.
 
-The chat template is probed with an assistant's message whose thinking is a field of its own. What
-it writes around the thinking and the answer is what the model was taught to write:
+The template is probed with an assistant message that has its thinking in a separate field. The text
+that the template writes around thinking and answer is the text that the model was trained to write:
 
     <think>...</think>answer                                                        Qwen3, GLM
     [THINK]...[/THINK]answer                                                        Ministral 3
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>answer
                                                                                     gpt-oss
-A template that writes no thinking into a history may still name its marks; else they are <think>.
+A template that drops thinking from a history may still contain known marks (`_NAMED`); otherwise
+the marks are <think> and </think>.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A sampled response as text, split at its thinking.
+    """Sampled response as text, split into thinking and answer.
 
     Attributes:
-        opening: the start of the thinking that the prompt has written; empty if it has not.
-        sampled: the text of the sampled tokens, marks included, without the closing stop token.
-        thinking: the thoughts, without their marks.
-        answer: the text behind the thinking; empty if the response ends within a thought.
+        opening: start of the thinking at the prompt's end; empty if the prompt does not begin it.
+        sampled: text of the sampled tokens, including marks, without the final stop token.
+        thinking: the thinking, without marks.
+        answer: text after the thinking; empty if the response ends within the thinking.
     """
 
     opening: str = ""
@@ -42,18 +43,18 @@ class Response:
 
     @property
     def text(self) -> str:
-        """The whole response: the thinking with its marks, and the answer."""
+        """Whole response: the thinking with its marks, and the answer."""
         return self.opening + self.sampled
 
     @property
     def message(self) -> dict[str, Any]:
-        """The response as environments see it: OpenAI's message, and the whole `text` beside it."""
+        """Response for environments: a message in OpenAI's form with an additional field `text`."""
         thinking = {"reasoning_content": self.thinking} if self.thinking else {}
         return {"role": "assistant", "content": self.answer, **thinking, "text": self.text}
 
     @classmethod
     def of(cls, message: Message) -> Response:
-        """The response that an environment sees as `message`."""
+        """Inverse of `message`: the response of a message that an environment receives."""
         answer = str(message.get("content") or "")
         thinking = str(message.get("reasoning_content") or "")
         return cls(sampled=str(message.get("text", answer)), thinking=thinking, answer=answer)
@@ -64,10 +65,10 @@ class ThinkingMarks:
     """Marks around a model's thinking and its answer.
 
     Attributes:
-        opens, closes: the marks around the thinking.
-        answer, ends: the marks around the answer; empty where the family writes none.
-        field: the field of a message from which the chat template writes the thinking; None: the
-            template takes a response as it was sampled, in `content`.
+        opens, closes: marks around the thinking.
+        answer, ends: marks around the answer; empty if the model writes none.
+        field: field of a message from which the chat template renders the thinking; None: the
+            template renders the thinking within `content`, as it was sampled.
     """
 
     opens: str = "<think>"
@@ -77,24 +78,24 @@ class ThinkingMarks:
     field: str | None = None
 
     def opening(self, prompt: str) -> str:
-        """The end of a prompt that begins the thinking, from the mark on; empty if it does not."""
+        """End of a prompt from the opening mark on; empty if the prompt does not end with it."""
         stripped = prompt.rstrip()
         return prompt[len(stripped) - len(self.opens) :] if stripped.endswith(self.opens) else ""
 
     def response(self, sampled: str, opening: str = "") -> Response:
-        """The response whose text, behind the prompt's `opening`, is `sampled`."""
+        """Response with the text `sampled` after the prompt's `opening`."""
         thinking, answer = self._split(opening + sampled)
         return Response(opening=opening, sampled=sampled, thinking=thinking, answer=answer)
 
     def message(self, response: Response) -> dict[str, Any]:
-        """The assistant's message that the chat template writes as the response."""
+        """Assistant message that the chat template renders as the response."""
         if self.field is None:
             return {"role": "assistant", "content": response.text}
         message = {"role": "assistant", "content": response.answer}
         return message | ({self.field: response.thinking} if response.thinking else {})
 
     def apart(self, message: Message) -> Message:
-        """A message of a history in OpenAI's form, with the thinking in `reasoning_content`."""
+        """Convert a history's message to OpenAI's form, with thinking in `reasoning_content`."""
         if message["role"] != "assistant":
             return message
         if self.field is None:
@@ -109,7 +110,8 @@ class ThinkingMarks:
         thoughts, said, position = [], [], 0
         close, first = text.find(self.closes), text.find(self.opens)
         if not self.answer and close >= 0 and not 0 <= first < close:
-            thoughts.append(text[:close])  # opened by the prompt, in words of the user's, or nobody
+            # Opened in the prompt, by text other than the mark, or not opened at all.
+            thoughts.append(text[:close])
             position = close + len(self.closes)
         while (start := text.find(self.opens, position)) >= 0:
             said.append(text[position:start])
@@ -123,14 +125,14 @@ class ThinkingMarks:
         return _joined(thoughts), self._unmarked(rest.lstrip("\n") if thoughts else rest)
 
     def _unmarked(self, rest: str) -> str:
-        """The answer without its marks."""
+        """Answer without its marks."""
         if self.answer:
             _, mark, after = rest.rpartition(self.answer)
             kind = _MARK.match(self.answer)
             if mark:
                 rest = after
             elif kind and kind[0] != self.answer and kind[0] in rest:
-                return ""  # a channel that is not the answer's
+                return ""  # the text is in another channel than the answer's
         closed = self.ends and rest.rstrip().endswith(self.ends)
         return rest.rstrip().removesuffix(self.ends) if closed else rest
 
@@ -142,7 +144,7 @@ def _joined(thoughts: list[str]) -> str:
     return "\n\n".join(filter(None, (thought.strip() for thought in thoughts)))
 
 
-# Marks of families whose templates name them and write no thinking from a field.
+# Marks of models whose templates contain the marks but render no thinking from a field.
 _NAMED = (
     ThinkingMarks(answer="<response>", ends="</response>"),
     ThinkingMarks(answer="<answer>", ends="</answer>"),
@@ -167,7 +169,7 @@ _found: dict[str, ThinkingMarks] = {}
 
 
 def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
-    """The marks of the tokenizer's chat template; `THINK` where it tells none."""
+    """Marks of the tokenizer's chat template; `THINK` if none are detected."""
     template = str(tokenizer.chat_template or "")
     if template not in _found:
         _found[template] = _detected(tokenizer, template) if template else THINK
@@ -184,7 +186,7 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str) -> ThinkingMark
             turn = _turn(_rendered(tokenizer, thought))
             if turn is None or (marks := _around(turn, prompt, plain)) is None:
                 continue
-            if called:  # which may stand before the content
+            if called:  # the template may write the call before the content
                 marks = _with_answer(replace(marks, answer=""), prompt, plain)
             elif _reads_inline(tokenizer, turn, thought, marks):
                 return marks
@@ -193,30 +195,32 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str) -> ThinkingMark
     marks = _with_answer(next(named, THINK), prompt, plain)
     inline = told | {"content": f"{marks.opens}{_THOUGHT}{marks.closes}{_ANSWER}"}
     if (_turn(_rendered(tokenizer, inline)) or "").count(marks.closes) > 1:
-        return replace(marks, field=_FIELDS[0])  # thinking within `content` would stand there twice
+        return replace(marks, field=_FIELDS[0])  # within `content`, marks would be written twice
     return marks
 
 
 def _with_answer(marks: ThinkingMarks, prompt: str, plain: str) -> ThinkingMarks:
-    """The marks, with those that the template writes around an answer without thinking."""
+    """Add the marks that the template writes around an answer without thinking."""
     before, answered, after = plain.partition(_ANSWER)
     if marks.answer or not answered:
         return marks
-    answer = _new(before, prompt) if prompt else ""  # else it is what begins every turn
+    answer = _new(before, prompt) if prompt else ""  # without a prompt: what begins every turn
     return replace(marks, answer="" if marks.closes in answer else answer, ends=_first_mark(after))
 
 
 def _around(turn: str, prompt: str, plain: str) -> ThinkingMarks | None:
-    """The marks that a rendered turn has around the probe's thought and answer; None: no thought.
+    """Marks around the probe's thought and answer in a rendered turn; None if there are none.
 
     Args:
-        prompt, plain: what the template writes before a turn, and for one without a thought.
+        turn: the rendered turn with a thought.
+        prompt: the rendered generation prompt.
+        plain: the rendered turn without a thought.
     """
     before, thought, after = turn.partition(_THOUGHT)
     opens = _new(before, prompt)
     last = _LAST_MARK.search(before.rstrip())
     if not opens and last and before != plain.partition(_ANSWER)[0]:
-        opens = last[0]  # the prompt has it already
+        opens = last[0]  # the generation prompt includes the mark
     between, answered, behind = after.partition(_ANSWER)
     closes = _first_mark(after) or between.strip()
     if not (thought and answered and opens and closes):
@@ -228,7 +232,7 @@ def _around(turn: str, prompt: str, plain: str) -> ThinkingMarks | None:
 def _reads_inline(
     tokenizer: PreTrainedTokenizerBase, turn: str, thought: Message, marks: ThinkingMarks
 ) -> bool:
-    """True if the template writes a thought within `content` just as one in a field."""
+    """True if the template renders a thought within `content` equal to one in a field."""
     start = turn.rindex(marks.opens, 0, turn.index(_THOUGHT))
     said = turn[start : turn.index(_ANSWER, start) + len(_ANSWER)]
     inline = {"role": "assistant", "content": said}
@@ -239,7 +243,7 @@ def _reads_inline(
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str | None:
-    """The probe's conversation as the chat template writes it; None where it refuses."""
+    """Render the probe's conversation with these messages; None if the template refuses them."""
     begun = not messages or messages[-1]["role"] == "user"
     try:
         return chat_text(tokenizer, [_QUESTION, *messages], tools=None, add_generation_prompt=begun)
@@ -248,12 +252,12 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str | N
 
 
 def _turn(text: str | None) -> str | None:
-    """The text behind the probe's question."""
+    """Rendered text after the probe's question."""
     return None if text is None else text.rpartition(_QUESTION["content"])[2]
 
 
 def _new(before: str, prompt: str) -> str:
-    """Text that `before` adds to the prompt for a turn, from the start of a mark on."""
+    """Text that `before` adds to the prompt; a mark that is only partly new is included whole."""
     agreed = before[: agreement(before, prompt)]
     half = max(agreed.rfind("<"), agreed.rfind("["))
     if half > max(agreed.rfind(">"), agreed.rfind("]")):
@@ -267,7 +271,7 @@ def _first_mark(text: str) -> str:
 
 
 def _behind(header: str, text: str) -> str:
-    """The text without the end of the header that it begins with."""
+    """Text without its beginning, as far as that repeats the end of the header."""
     header = header.rstrip()
     starts = range(len(header) + 1)
     return text.removeprefix(next(header[i:] for i in starts if text.startswith(header[i:])))

@@ -1,4 +1,4 @@
-"""Incremental decoding: the part of a text that each token spells, whatever the tokenizer."""
+"""Incremental decoding: the part of a text that each token spells, for any tokenizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distill.types import TokenArray
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# What a decoder writes for bytes that are not (yet) a character.
+# Decoders write this for bytes that are not (yet) a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) -> str:
-    """The text of the tokens, special tokens included, spaces as they are."""
+    """Text of the tokens, including special tokens, without clean-up of spaces."""
     return str(
         tokenizer.decode(
             np.asarray(ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -32,25 +32,25 @@ def _end(tokenizer: PreTrainedTokenizerBase, ids: bytes) -> str:
 
 
 def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, tokens: int) -> str:
-    """The text of a prompt's last tokens, remembered: the members of a group share their prompt."""
+    """Text of a prompt's last `tokens` tokens, cached because a group's members share a prompt."""
     return _end(tokenizer, prompt_T[-tokens:].astype(np.int32).tobytes())
 
 
 def token_spans(
     tokenizer: PreTrainedTokenizerBase, ids: list[int]
 ) -> tuple[str, np.ndarray, np.ndarray]:
-    """(text, start of each token's part of it, end of it).
+    """Return the text, and the start and end of each token's part of it, in characters.
 
-    Tokens that spell a character together, byte by byte, share its part. A token is decoded behind
-    the ones before it, since some decoders drop a leading space; only the last piece of them is
-    needed for that, so the work is linear in the length.
+    Tokens that together spell one character, byte by byte, share its part. A token is decoded after
+    the tokens before it, since some decoders drop a leading space. Only the last piece of these is
+    needed, so the work is linear in the length.
     """
     text, anchor, read = "", 0, 0
     starts_T, stops_T = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
     for t in range(len(ids)):
         before, now = decode(tokenizer, ids[anchor:read]), decode(tokenizer, ids[anchor : t + 1])
         if now.endswith(_INCOMPLETE) and t + 1 < len(ids):
-            continue  # the rest of the character is in the tokens that follow
+            continue  # the following tokens have the rest of the character
         piece = now[len(before) :]
         starts_T[read : t + 1] = len(text)
         text += piece
@@ -62,9 +62,9 @@ def token_spans(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str | None]:
-    """The text of each token; joined, they are the whole text.
+    """Text of each token; all texts joined are the whole text.
 
-    None: the token goes on spelling the text of the one before it, a character of several tokens.
+    None: the token shares the text of the token before it, a character of several tokens.
     """
     text, starts_T, stops_T = token_spans(tokenizer, list(ids))
     texts: list[str | None] = []

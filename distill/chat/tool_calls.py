@@ -1,8 +1,8 @@
-"""Tool calls as models write them: from the text of an assistant's turn to content and calls.
+"""Parsing of tool calls: from the text of an assistant's turn to content and calls.
 
-Each family has a format of its own, and the chat template tells which: what it writes for a call
-is what the model was taught to write. The reading never fails. What cannot be read is told to the
-model, and stays in the history as it was written.
+Model families write tool calls in different formats. The format is detected from the chat template,
+which writes calls as the model was trained to write them. Parsing never fails: for a call that
+cannot be read, the model receives an error message, and the call stays in the history as written.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """An assistant's turn, parsed into content and tool calls.
+    """Assistant's turn, parsed into content and tool calls.
 
     Attributes:
-        text: the turn as it was written, without its stop token.
-        content: what is no call, thinking included.
-        calls: in the order written. `arguments` that are text are no JSON object.
-        malformed: for each call without so much as a name, what to tell the model.
+        text: the turn as written, without its stop token.
+        content: the text outside calls, including thinking.
+        calls: the calls, in the order written. If the `arguments` of a call are not a JSON object,
+            they are the text as written.
+        malformed: error message for the model, for each call that has not even a readable name.
     """
 
     text: str
@@ -54,10 +55,14 @@ def parse_turn(
     opened: bool = False,
     first: int = 0,
 ) -> ParsedTurn:
-    """The content and the calls of a turn; whatever the text, nothing is raised.
+    """Parse a turn into content and calls. No text raises an error.
 
-    Calls within the thinking are thoughts. `opened`: the prompt has opened the thinking already.
-    A call without a usable id gets one, numbered from `first` on.
+    Calls within the thinking are ignored.
+
+    Args:
+        marks: marks of the model's thinking.
+        opened: True if the prompt has opened the thinking.
+        first: number of the first id that is given to calls without a usable id.
     """
     grammar = GRAMMARS[tool_format]
     pieces = _pieces(text, grammar, tools, marks, opened)
@@ -79,9 +84,9 @@ def parse_turn(
 
 
 def assistant_message(parsed: ParsedTurn) -> dict[str, Any]:
-    """The turn as a chat message of OpenAI's format.
+    """Turn as a chat message of OpenAI's format.
 
-    A turn with a call that cannot be read stays text: templates print arguments as JSON.
+    A turn with an unreadable call stays text, because templates print arguments as JSON.
     """
     well_formed = not any(isinstance(call.arguments, str) for call in parsed.calls)
     if not parsed.calls or parsed.malformed or not well_formed:
@@ -107,8 +112,8 @@ def _pieces(
         if mark["think"]:
             position = _after(thinking.closes, text, position)
         elif mark["spoken"]:
-            if not thinking.answer:  # else it closes other things as well
-                pieces.clear()  # all before it was thinking that the prompt opened, or nobody
+            if not thinking.answer:  # with such a mark, `closes` may end other parts too
+                pieces.clear()  # everything before was thinking, opened in the prompt or not at all
         elif piece := grammar.read(text, position, tools):
             pieces.append(replace(piece, start=mark.start()))
             position = piece.stop
@@ -142,7 +147,8 @@ _TOOL = {
 }
 _QUESTION, _WORDS = "a question to probe with", "words to probe with"
 _VALUES = ("a value", "another value")
-# As strict templates want them, and as those that write no name but in the id (Kimi K2).
+# Ids as strict templates require them, and for templates that write the name only in the id (Kimi
+# K2).
 _IDS = (("probe0000", "probe0001"), (f"functions.{_NAME}:0", f"functions.{_NAME}:1"))
 _REMEDY = "take a model or a template that is made for tools, or train without tools"
 _logged: set[str] = set()
@@ -150,15 +156,15 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """A turn of the assistant's with calls, and the chat template's text of it.
+    """Assistant turn with calls, and its text as rendered by the chat template.
 
     Attributes:
         what: description of the turn.
-        values: the argument of each call that the text shows.
-        texts: the turn with more and with less of what stands before it; the generation prompt may
-            not be how the template begins a turn that it has.
-        refusal: the template's reason for refusing the turn; empty if it has not.
-        left_out: the same for parts of the turn that the text does not show.
+        values: arguments of those calls that the text contains.
+        texts: two cuts of the rendered turn: after the generation prompt, and after the question.
+            The beginning of a rendered turn may differ from the generation prompt.
+        refusal: the template's reason for refusing the turn; empty if it accepts the turn.
+        left_out: description of parts of the turn that the text lacks; empty if there are none.
     """
 
     what: str
@@ -168,21 +174,23 @@ class _Probe:
     left_out: str = ""
 
     def reads(self, tool_format: ToolFormat) -> bool:
-        """True if the turn is read back as the calls that it shows."""
+        """True if parsing the text in this format returns the calls that the text contains."""
         expected = [(_NAME, {"key": value}) for value in self.values]
         read = (parse_turn(text, tool_format, [_TOOL]).calls for text in self.texts)
         return any([(call.name, call.arguments) for call in calls] == expected for calls in read)
 
 
 def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-    """Format of the tokenizer's own chat template: the one that reads what the template writes.
+    """Detect the tool format of the tokenizer's chat template.
 
-    A call, one beside words and two at once have to be read back. What the template refuses or
-    leaves out of the latter is logged: the model is then shown another turn than it wrote.
+    The template renders a turn with one call, one with words and a call, and one with two calls.
+    The first format that reads back the calls of all these turns is returned. If the template
+    refuses the second or third turn, or leaves a part out, a warning is logged, because the model
+    will then see a turn that differs from the turn that it wrote.
 
     Raises:
         ConfigError: the template does not show tools to the model, refuses a call, or writes calls
-            in no format that is known here.
+            in an unsupported format.
     """
     _require_tools(tokenizer)
     unread: list[_Probe] = []
@@ -233,7 +241,7 @@ def _probed(
     prompt, _ = _rendered(tokenizer, [_TOOL])
     text, refusal = _rendered(tokenizer, [_TOOL], turn)
     special = tuple(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
-    while (text := text.rstrip()).endswith(special):  # the stop token is no part of a turn
+    while (text := text.rstrip()).endswith(special):  # the stop token is not part of a turn
         text = text.removesuffix(next(token for token in special if text.endswith(token)))
     texts = text[agreement(prompt, text) :], text.rpartition(_QUESTION)[2]
     values = tuple(value for value in _VALUES[: len(ids)] if value in text)
@@ -253,7 +261,7 @@ def _log_what_is_not_shown(tokenizer: PreTrainedTokenizerBase, probes: Sequence[
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *said: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """The probe conversation as the chat template writes it, and its reason where it refuses."""
+    """Rendered probe conversation and "", or "" and the template's reason for refusing it."""
     messages = [{"role": "user", "content": _QUESTION}, *said]
     try:
         return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=not said), ""

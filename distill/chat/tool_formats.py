@@ -1,4 +1,4 @@
-"""The formats in which model families write tool calls: their marks, and how one is read."""
+"""Formats in which model families write tool calls: marks, and readers of calls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ ToolFormat: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """A format: where its calls open (a regular expression), and how one is read from there on.
+    """Format of tool calls.
 
-    `example` is shown to a model whose call cannot be read. `gap` and `before_words` are what
-    templates write between words and a call, and in front of words beside one.
+    Attributes:
+        opener: regular expression of the mark that opens a call.
+        read: reader of a call after its mark.
+        example: a call in this format, shown to a model whose call cannot be read.
+        gap: text that templates write between words and a call.
+        before_words: text that templates write before words that precede a call.
     """
 
     opener: str
@@ -38,7 +42,7 @@ class Grammar:
 
 
 def _invokes(tag: str, section: str, key: str, gap: str) -> Grammar:
-    """Calls as `<invoke name="...">` with a `<parameter name="...">` each, within a section."""
+    """Grammar of `<invoke name="...">` calls with `<parameter name="...">` tags, in a section."""
     name = r'\s*+name="(?P<name>[^"\n]+)"'
     return Grammar(
         opener=rf"<{section}>|<{tag}invoke(?=\s+name=)",
@@ -57,7 +61,7 @@ def _invokes(tag: str, section: str, key: str, gap: str) -> Grammar:
 
 
 def _bars(words: str) -> str:
-    """A special token of DeepSeek's."""
+    """Special token of DeepSeek models."""
     return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
 
 
@@ -66,9 +70,9 @@ _CALL, _CALL_END = _bars("tool call begin"), _bars("tool call end")
 _SEPARATOR = _bars("tool sep")
 _DSML = "\uff5cDSML\uff5c"
 
-# The header of gpt-oss's messages to a tool; the recipient may stand before the channel or behind.
+# Header of gpt-oss's messages to a tool; the recipient is before or after the channel.
 _CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))"
-# Possessive: what one part matched is not tried as another's, or a long word would take minutes.
+# Possessive quantifiers, since backtracking over a long word would take minutes.
 _RECIPIENT = r"(?:functions\.)?(?P<name>[\w.-]++)"
 _REST = rf"\s*+{_CHANNEL}?\s*+(?:<\|constrain\|>)?\s*+\w*+\s*+<\|message\|>"
 
@@ -94,7 +98,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
         "</tool_call>",
         gap="\n",
     ),
-    # Llama 3; Llama 4, with words between marks of their own; GigaChat 3.1, behind a mark.
+    # Llama 3; Llama 4, which puts marks around words; GigaChat 3.1, which puts a mark before calls.
     "llama": Grammar(
         opener=r"<\|python_tag\|>|<\|function_call\|>|<\|python_end\|>(?=\s*\{)|\A\s*(?=\{)|"
         r'(?=\{\s*"name"\s*:)',
@@ -114,7 +118,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
         ),
         example='[TOOL_CALLS][{"name": NAME, "arguments": {...}}]',
     ),
-    # V3 and R1 name the call behind the separator, above fenced arguments; V3.1 before it.
+    # V3 and R1 write the name after the separator, above fenced arguments; V3.1 before it.
     "deepseek": Grammar(
         opener=rf"{_CALLS}\s*(?:{_CALL})?|{_CALL}",
         read=named_call(
@@ -167,7 +171,7 @@ GRAMMARS: dict[ToolFormat, Grammar] = {
         read=gemma_call('<|"|>', "<tool_call|>"),
         example='<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:1}<tool_call|>',
     ),
-    # Llama 4 where its template asks for Python, LFM2.5
+    # Llama 4 if its template asks for Python calls, LFM2.5
     "pythonic": Grammar(
         opener=r"<\|tool_call_start\|>|<\|python_start\|>(?=\s*\[)|(?=\[\s*[\w.]+\()",
         read=python_calls("<|tool_call_end|>", "<|python_end|>"),

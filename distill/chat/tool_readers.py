@@ -1,15 +1,15 @@
-"""Readers of tool calls: from the text behind a format's opening mark to the calls.
+"""Readers of tool calls: from the text after a format's opening mark to the calls.
 
-A reader never fails: what cannot be read is told to the model. There is one reader for each way in
-which formats write a call; `distill.chat.tool_formats` has the formats' marks.
+A reader never raises: for text that it cannot read, it returns an error message for the model. Each
+reader handles one notation of calls; `distill.chat.tool_formats` has the marks of the formats.
 
 json_calls     an object with a name and arguments          {"name": "add", "arguments": {"a": 1}}
 listed_calls   a list of such objects, or named calls       [{"name": "add", "arguments": {"a": 1}}]
-whole_turn     nothing but such objects in the turn         {"name": "add", "parameters": {"a": 1}}
+whole_turn     only such objects in the whole turn          {"name": "add", "parameters": {"a": 1}}
 named_call     a name, then the arguments as an object      add ... {"a": 1}
 tagged_call    a name, then each argument between tags      add <parameter=a>1</parameter>
-gemma_call     a name, then a notation of its own           call:add{a:1,s:<|"|>text<|"|>}
-python_calls   calls as Python writes them                  [add(a=1)]
+gemma_call     a name, then Gemma's notation                call:add{a:1,s:<|"|>text<|"|>}
+python_calls   calls in Python syntax                       [add(a=1)]
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from distill.json_values import loads, read_json, require_plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call, as the model wrote it.
+    """One call of a tool.
 
-    `arguments` are an object by name; or the text that is none, as it stands. `id` ties the answer
-    to the call, where the model's format has such.
+    Attributes:
+        name: name of the tool.
+        arguments: values by name, or the text as written if it is not an object.
+        id: id that links the tool's result to the call; None if the format has no ids.
     """
 
     name: str
@@ -42,7 +44,7 @@ Schemas: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The part of a turn from a format's opening mark to `stop`: calls, or why there is none."""
+    """Part of a turn from a format's opening mark to `stop`, with its calls or an error."""
 
     start: int = 0
     stop: int
@@ -50,10 +52,10 @@ class Piece:
     error: str = ""
 
 
-# (text, position behind the opening mark, tools); None: the mark turns out to open no call.
+# (text, position after the opening mark, tools) -> piece; None: the mark does not open a call.
 Reader: TypeAlias = Callable[[str, int, Schemas], Piece | None]
 
-# What the strictest templates take for the id of a call (Mistral's).
+# Ids of calls that the strictest templates (Mistral's) accept.
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _LEADING_NAME = re.compile(r'[\s\[{]*"name"\s*:\s*"([^"\\]+)"')
 _NO_OBJECT = "it is no JSON object with a name and arguments"
@@ -61,7 +63,7 @@ _NO_NAME = "it has no name"
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int] | None:
-    """The JSON value at `start` and where it ends; None where none can be read and written."""
+    """JSON value at `start` and the position of its end; None if none can be read."""
     try:
         return read_json(text, start)
     except ValueError:
@@ -75,13 +77,13 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _body(text: str, start: int, end: str) -> tuple[str, int]:
-    """The text up to `end` or the turn's end, and where it is over."""
+    """Text up to the mark `end` or the turn's end, and the position after the mark."""
     found = text.find(end, start) if end else -1
     return (text[start:], len(text)) if found < 0 else (text[start:found], found + len(end))
 
 
 def _call_of(value: object) -> ToolCall | None:
-    """The call that an object with a name is; None for anything else."""
+    """Call of a JSON object with a name; None for any other value."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str) or not name:
         return None
@@ -96,20 +98,20 @@ def _call_of(value: object) -> ToolCall | None:
 
 
 def _unread(name: str | None, arguments: str, stop: int, error: str = _NO_NAME) -> Piece:
-    """A call whose arguments cannot be read, or one without a name."""
+    """Piece of a call whose arguments cannot be read, or with an error if it has no name."""
     if not name:
         return Piece(stop=stop, error=error)
     return Piece(stop=stop, calls=(ToolCall(name=name, arguments=arguments.strip()),))
 
 
 def _unread_object(body: str, stop: int) -> Piece:
-    """A call of the name that the text begins with, its arguments the text itself."""
+    """Piece of an unreadable object: a call with the name at its beginning and the text itself."""
     name = _LEADING_NAME.match(body)
     return _unread(name and name[1], body, stop, _NO_OBJECT)
 
 
 def json_calls(end: str) -> Reader:
-    """Reader of one object up to the mark `end`, which the turn's last call may leave out."""
+    """Reader of one object up to the mark `end`, which may be absent at the end of the turn."""
 
     def read(text: str, start: int, tools: Schemas) -> Piece:
         if found := _json_at(text, start):
@@ -123,7 +125,7 @@ def json_calls(end: str) -> Reader:
 
 
 def listed_calls(opener: str, named: Reader, is_named: str) -> Reader:
-    """Reader of a list of objects, or of a named call where `is_named` matches."""
+    """Reader of a list of objects, or of a named call if `is_named` matches."""
     begins_named = re.compile(is_named)
 
     def read(text: str, start: int, tools: Schemas) -> Piece | None:
@@ -141,19 +143,22 @@ def listed_calls(opener: str, named: Reader, is_named: str) -> Reader:
     return read
 
 
-# A turn that begins so is meant as a call; an answer may be a JSON object too, or speak of a call.
+# A turn that begins like this is meant as a call. Other answers may be JSON objects or quote calls.
 _MEANT = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]+"\s*,\s*"(?:parameters|arguments)"\s*:')
 
 
 def _alone(text: str, start: int) -> bool:
-    """True if no words stand before `start`, but nothing or a mark."""
+    """True if there is no text before `start`, or text that ends with a mark."""
     before = text[:start].rstrip()
     return not before or before.endswith((">", "]"))
 
 
 def whole_turn(*marks: str) -> Reader:
-    """Reader of a turn, or the rest of one, that is one object or several, with `;` or nothing
-    between. `marks` say that a call is meant; so does the look of one without words before it."""
+    """Reader of a turn, or the rest of a turn, that is a sequence of objects (`;` optional).
+
+    Unreadable text counts as a call if it follows one of the `marks`, or if it looks like a call
+    and has no words before it.
+    """
 
     def read(text: str, start: int, tools: Schemas) -> Piece | None:
         calls, position = [], start
@@ -174,9 +179,9 @@ def whole_turn(*marks: str) -> Reader:
 
 
 def named_call(head: str, end: str) -> Reader:
-    """Reader of a name, an object of arguments, and `end`; an empty `end` is the object's.
+    """Reader of a name, an object of arguments, and `end`; if `end` is empty, the object ends it.
 
-    `head` is a regular expression with a group `name`, and a group `id` where the format has ids.
+    `head` is a regular expression with a group `name`, and a group `id` if the format has ids.
     """
     begins, ends = re.compile(head), re.compile(end)
 
@@ -208,18 +213,18 @@ def tagged_call(
     section_end: str,
     own_line: bool = False,
 ) -> Reader:
-    """Reader of a name, arguments between tags, each of the type that its schema tells, and `end`.
+    """Reader of a name, arguments between tags, with types from the tool's schema, and `end`.
 
-    Attributes:
+    Args:
         head: regular expression of a call's beginning, with a group `name`.
-        opens, key: the text that begins an argument, and the regular expression of what stands
-            between it and the value, with a group `name`. A group `text` is "true" where the value
-            is text, and "false" where it is JSON.
-        closes: the text behind a value. A value may speak of it; the one that ends the value is
-            followed by another argument or the call's end.
+        opens: text that begins an argument.
+        key: regular expression of the text between `opens` and the value, with a group `name`. An
+            optional group `text` is "true" if the value is text and "false" if it is JSON.
+        closes: text that ends a value. It may also occur within a value; the one that ends the
+            value is followed by another argument or the end of the call.
         end: regular expression of the call's end.
-        section_end: a mark behind which nothing belongs to a call that cannot be read.
-        own_line: a value has a line break on each side.
+        section_end: mark that ends a call that cannot be read.
+        own_line: True if a value has a line break on each side.
     """
     begins, ends = re.compile(head), re.compile(end)
     argument = re.compile(rf"\s*{re.escape(opens)}{key}", re.DOTALL)
@@ -256,7 +261,7 @@ def _argument(opened: re.Match[str], value: str, schema: Mapping[str, Any]) -> d
 
 
 def _parameters(name: str, tools: Schemas) -> Mapping[str, Any]:
-    """JSON schema of a tool's arguments; an empty one where there is none."""
+    """JSON schema of a tool's arguments; empty if the tool is unknown or has no schema."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -265,12 +270,15 @@ def _parameters(name: str, tools: Schemas) -> Mapping[str, Any]:
     return {}
 
 
-# Templates print these as Python does.
+# Some templates print these values in Python syntax.
 _AS_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 def _value(name: str, written: str, schema: Mapping[str, Any], is_text: str | None) -> object:
-    """The value of an argument written without quotes; `is_text` as the model says, if it does."""
+    """Value of an argument that is written without quotes.
+
+    `is_text` is "true" or "false" if the model has written whether the value is text, else None.
+    """
     if is_text == "true":
         return written
     try:
@@ -279,7 +287,8 @@ def _value(name: str, written: str, schema: Mapping[str, Any], is_text: str | No
         return written
     if is_text:
         return parsed
-    from distill.json_schemas import value_of_text  # its library: only runs with tools need it
+    # Imported here: only runs with tools need its library.
+    from distill.json_schemas import value_of_text
 
     return value_of_text(written, parsed, name, schema)
 
@@ -290,7 +299,7 @@ _PYTHON_WORD = re.compile(r'(?<!")\b(?:True|False|None)\b(?!")')
 
 
 def gemma_call(quote: str, end: str) -> Reader:
-    """Reader of Gemma 4's notation: JSON with bare keys, and `quote` around text as it stands."""
+    """Reader of Gemma 4's notation: JSON with unquoted keys, and `quote` around unescaped texts."""
 
     def as_json(body: str) -> str:
         between, quoted = body.split(quote)[::2], body.split(quote)[1::2]
@@ -321,14 +330,14 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def python_calls(*ends: str) -> Reader:
-    """Reader of a list of Python calls with keywords; without an end mark, of the turn's rest."""
+    """Reader of a list of Python calls with keywords, up to an end mark or the turn's end."""
 
     def read(text: str, start: int, tools: Schemas) -> Piece | None:
         found = [(at, end) for end in ends if (at := text.find(end, start)) >= 0]
         body_stop, end = min(found, default=(len(text), ""))
         body, stop = text[start:body_stop], body_stop + len(end)
         if not (end or body.rstrip().endswith("]") or _alone(text, start)):
-            return None  # cheap: an answer may have many brackets
+            return None  # before parsing, since an answer may have many brackets
         try:
             listed = ast.parse(body.strip(), mode="eval").body
             parts = listed.elts if isinstance(listed, ast.List) else [listed]
@@ -355,7 +364,7 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 def _python_value(node: ast.expr) -> object:
     match node:
-        case ast.Name(id=name) if name in _CONSTANTS:  # as JSON writes them
+        case ast.Name(id=name) if name in _CONSTANTS:  # JSON's names
             return _CONSTANTS[name]
         case ast.List():
             return [_python_value(part) for part in node.elts]

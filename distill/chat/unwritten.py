@@ -1,8 +1,8 @@
-"""Parts of messages that a chat template does not write, found before a run.
+"""Check before a run that a chat template renders all parts of the messages.
 
-A template leaves out what it does not know without an error: the calls under a template without
-tools, a role, the reasoning. So the first messages of each shape are rendered once with a mark in
-place of each part; a mark that is not in the text is a part that the model would never see.
+Templates leave out unsupported parts without an error: tool calls, a role, the reasoning. So the
+first messages of each shape are rendered once with a mark in place of each part. If a mark is not
+in the text, the model would never see that part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REMEDY = "give chat_template=FILE, a template that writes it, or leave it out of the rows"
-# Shapes that were checked, with their template, by tokenizer.
+# Shapes (including the template) that were checked, by tokenizer.
 _checked: WeakKeyDictionary[PreTrainedTokenizerBase, set[tuple]] = WeakKeyDictionary()
 
 
@@ -34,17 +34,17 @@ def check_written(
     tools: Sequence[Mapping[str, Any]] | None = None,
     context: int | None = None,
 ) -> None:
-    """Checks that the chat template writes all of the messages, once for each shape of them.
+    """Check that the chat template renders all parts of the messages, once for each shape.
 
-    The reasoning of an assistant's message is held to this if it is trained; if it is not, it is
-    logged as a warning. Many templates leave out the reasoning of earlier turns, so a turn of the
-    assistant's may also be written where it is the last.
+    Missing reasoning of an assistant message is an error if the message is trained, else a warning.
+    Many templates leave out the reasoning of earlier turns, so it is enough that an assistant
+    message is rendered completely when it is the last message.
 
     Args:
-        context: number of leading messages that are not trained; None: none is trained.
+        context: number of leading messages that are not trained; None: no message is trained.
 
     Raises:
-        DataError: names the first part that is not written.
+        DataError: a part is not rendered; `field` is the first such part.
     """
     given = [normal_message(message) for message in messages]
     trained = [
@@ -58,7 +58,7 @@ def check_written(
     marked = _Marked.of(given, tools)
     whole = marked.text(tokenizer, len(given))
     if whole is None:
-        return  # if the template refuses the messages as well, their own rendering says so
+        return  # if the template also refuses the original messages, rendering them raises
     if any(name not in whole for name in marked.tools):
         raise DataError(f"the chat template does not write `tools`; {_REMEDY}", field="tools")
     for i, message in enumerate(given):
@@ -83,7 +83,13 @@ def _shape(message: Message) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Marked:
-    """Messages and tools with marks, and the marks by message, part and tool."""
+    """Messages and tools with marks in place of their parts.
+
+    Attributes:
+        messages: messages with marks.
+        parts: marks of each message by part.
+        tools: tools with a mark as their name, by mark.
+    """
 
     messages: list[Message] = field(default_factory=list)
     parts: list[dict[str, list[str]]] = field(default_factory=list)
@@ -113,8 +119,7 @@ class _Marked:
         return made
 
     def text(self, tokenizer: PreTrainedTokenizerBase, count: int) -> str | None:
-        """The first `count` messages as the template writes them, in small letters; None if it
-        refuses them."""
+        """Rendered first `count` messages in lower case; None if the template refuses them."""
         try:
             text = chat_text(
                 tokenizer,
@@ -127,7 +132,7 @@ class _Marked:
         return text.lower()
 
     def lost(self, i: int, text: str) -> list[str]:
-        """Parts of message `i` that are not in the text; one field of reasoning is enough."""
+        """Parts of message `i` that the text lacks; one of several reasoning fields is enough."""
         parts = self.parts[i]
         lost = [part for part, marks in parts.items() if any(mark not in text for mark in marks)]
         reasoning = [part for part in parts if part in REASONING]
