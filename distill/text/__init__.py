@@ -1,1 +1,1 @@
-"""Texts longer than the context: pieces of them, their words, fewer tokens."""
+"""Long and external texts: chunks, BM25 words, condensing, removal of control tokens."""

@@ -1,8 +1,8 @@
-"""Chunking of long texts: pieces end where a reader would pause, each within a budget of tokens.
+"""Chunking of long texts at good boundaries, with a token budget for each chunk.
 
-The splitting is `semantic-text-splitter`'s: Markdown's sections, blocks and lines, then Unicode's
-sentences (also of scripts without spaces), words and characters; the best boundary that fits wins.
-Budgets are counted with the model's own tokenizer.
+The library `semantic-text-splitter` splits at the highest-level boundary that fits: Markdown
+sections, blocks and lines, then Unicode sentences (also in scripts without spaces), words and
+characters. Budgets are counted with the model's own tokenizer.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
 
 ChunkKind = Literal["heading", "code", "paragraph", "sentence", "fragment"]
 
-# The splitter's work grows with the square of the number of chunks in what it is given. So it cuts
-# a long text into windows of so many characters a token first, and larger ones of these before.
+# The splitter's time is quadratic in the number of chunks of a text. So a long text is first cut
+# into windows of `_WINDOW` characters per token of the budget, and a longer one before that into
+# windows larger by the factor `_WINDOW_STEP`, and so on.
 _WINDOW, _WINDOW_STEP = 64, 16
-# Text longer than so many characters a token is judged by its beginning, where that is over budget
-# by more than how it happens to end may account for.
+# Of a text with more than this many characters per token of the budget, first only the beginning is
+# counted. It decides if it is over budget by more than its cut end can account for.
 _READ_AHEAD = 8
 
 _FENCED = re.compile(
     r"^[ \t]*(?P<fence>`{3,}|~{3,})(?:.*\n)*?(?:[ \t]*(?P=fence)[`~]*[ \t]*$|.*\Z)", re.MULTILINE
 )
 _HEADING = re.compile(r" {0,3}#{1,6}(?:[ \t]|$)|[^\n]+\n {0,3}(?:=+|-{2,})[ \t]*$", re.MULTILINE)
-# Headings, or the line before a code block, and nothing else: worth little without what follows.
+# Only headings or the first line of a code block: a chunk of little use without the text after it.
 _LEAD = re.compile(r"(?:[ \t]*(?:#{1,6}(?:[ \t]|$)|`{3,}|~{3,}).*\s*)+", re.MULTILINE)
-# Quotation marks and brackets that close; full stops that need no space behind them, and those that
-# do; and the end of a paragraph.
+# Closing quotation marks and brackets. A sentence ends with punctuation that needs no space after
+# it, with punctuation that does, or at the end of a paragraph.
 _CLOSING = "[\"'\u2019\u201d\u300d\u300f\uff09)\\]]*"
 _SENTENCE_END = re.compile(
     rf"[\u3002\uff01\uff1f\uff1b\u2026]+{_CLOSING}|[.!?]+{_CLOSING}(?=\s|\Z)|\n(?=[ \t]*\n)"
@@ -46,10 +47,14 @@ _SENTENCE_END = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """`text[start:stop]` of what was chunked, in characters, and how many tokens it is.
+    """Chunk of a text.
 
-    `kind` says what it begins with: a heading; a fenced code block, or a line of one; a paragraph,
-    or a line of one, such as an item of a list; a sentence; or a fragment of a sentence.
+    Attributes:
+        text: the chunk's text, `[start:stop]` of the whole text.
+        kind: kind of its beginning: a heading; a fenced code block or a line of one; a paragraph or
+            a line of one, such as a list item; a sentence; or a fragment of a sentence.
+        start, stop: positions in the whole text, in characters.
+        num_tokens: number of tokens of the chunk.
     """
 
     text: str
@@ -60,26 +65,26 @@ class Chunk:
 
 
 def require_splitter(feature: str) -> None:
-    """Raises ConfigError unless the library that splits texts is installed."""
+    """Raise ConfigError unless the library that splits texts is installed."""
     require_library("semantic_text_splitter", feature, "semantic-text-splitter")
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Number of tokens of the text on its own, without special tokens.
+    """Number of tokens of the text, without special tokens.
 
     Raises:
-        DataError: the tokenizer cannot encode it.
+        DataError: the tokenizer cannot encode the text.
     """
     return len(encode(tokenizer, text, add_special_tokens=False))
 
 
 def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Chunk]:
-    """The text in order, in chunks of at most `max_tokens`, as full as good boundaries allow.
+    """Split a text into chunks of at most `max_tokens`, as large as good boundaries allow.
 
-    A section, block or sentence that fits is not cut, and a heading stays with what follows, where
-    both fit. Nothing but whitespace lies between chunks or is lost. A fenced block of more than 64
-    characters a token of the budget may lose the splitter's notion of where its code ends; its
-    chunks are the worse, and no less exact.
+    A section, block or sentence that fits is not cut, and a heading stays with the text after it if
+    both fit. Only whitespace lies between chunks. In a fenced block of more than 64 characters per
+    token of the budget, the splitter may not recognise the end of the code; the boundaries of its
+    chunks are then worse, but no text is lost.
 
     Raises:
         DataError: `max_tokens` is less than a single character needs, or the tokenizer cannot
@@ -87,7 +92,7 @@ def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int
     """
     if max_tokens < 1:
         raise DataError(f"max_tokens={max_tokens} must be at least 1", field="max_tokens")
-    count_tokens(tokenizer, text)  # what cannot be encoded is an error of ours, not the splitter's
+    count_tokens(tokenizer, text)  # raises DataError, which the splitter would not
     splitter = _splitter_class().from_callback(_size(tokenizer, max_tokens), max_tokens)
     spans = _split(splitter, text, _windows(text, _WINDOW * max_tokens))
     kinds = _Kinds.of(text)
@@ -98,7 +103,7 @@ def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 
 
 def cut_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
-    """The text, or what of it fits: up to a sentence's end, or a character's where none fits."""
+    """Cut a text to `max_tokens`: at a sentence's end or, if no sentence fits, at a character."""
     if count_tokens(tokenizer, text) <= max_tokens:
         return text
     sentence_ends = [found.end() for found in _SENTENCE_END.finditer(text)]
@@ -112,26 +117,26 @@ def cut_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 def _longest(
     text: str, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> str:
-    """The text up to the last of `ends` that fits; empty where none does."""
+    """Text up to the last of `ends` that fits; empty if none fits."""
 
     def num_tokens(end: int) -> int:
         return count_tokens(tokenizer, text[:end].rstrip())
 
     fitting = bisect_right(ends, max_tokens, key=num_tokens)
-    # one more character may be fewer tokens, so what the bisection found need not fit
+    # A longer text may have fewer tokens, so the result of the bisection may not fit.
     while fitting and num_tokens(ends[fitting - 1]) > max_tokens:
         fitting -= 1
     return text[: ends[fitting - 1]].rstrip() if fitting else ""
 
 
 def _splitter_class() -> type[MarkdownSplitter]:
-    from semantic_text_splitter import MarkdownSplitter  # only runs that cut texts need it
+    from semantic_text_splitter import MarkdownSplitter  # only runs that split texts need it
 
     return MarkdownSplitter
 
 
 def _windows(text: str, size: int) -> list[tuple[int, int]]:
-    """The text in spans of at most `size` characters, cut at its best boundaries."""
+    """Spans of at most `size` characters that cover the text, cut at its best boundaries."""
     spans = [(0, len(text))]
     if len(text) > size * _WINDOW_STEP:
         spans = _windows(text, size * _WINDOW_STEP)
@@ -145,7 +150,7 @@ def _split(
         (start + offset, start + offset + len(piece))
         for start, stop in spans
         for offset, piece in splitter.chunk_indices(text[start:stop])
-        if not piece.isspace()  # of control characters, say, which the splitter would keep
+        if not piece.isspace()  # such as control characters, which the splitter keeps
     ]
 
 
@@ -155,7 +160,7 @@ def _led(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
 ) -> list[tuple[int, int]]:
-    """Joins lead-only pieces (headings, opening fences) to the next piece, within the budget."""
+    """Join pieces of only headings or opening fences to the next piece, within the budget."""
     led: list[tuple[int, int]] = []
     for start, stop in spans:
         if led and _LEAD.fullmatch(text, *led[-1]):
@@ -168,7 +173,7 @@ def _led(
 
 
 def _size(tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Callable[[str], int]:
-    """Counts tokens, exactly where the count is near the budget."""
+    """Return a function that counts tokens; counts are exact near or below the budget."""
     enough = _READ_AHEAD * max_tokens
 
     def size(piece: str) -> int:

@@ -1,7 +1,7 @@
-"""Condensing of a long history to a budget of tokens: by keywords, a model, or your function.
+"""Condensing of a long history to a token budget: by keywords, a model, or a custom function.
 
-What is condensed no longer begins as the model saw it before, so the turn after it opens a new
-segment, which the teacher scores behind the condensed history too.
+A condensed history does not extend the tokens that the model saw before, so the next turn begins a
+new segment. The teacher scores that segment after the condensed history too.
 """
 
 from __future__ import annotations
@@ -34,31 +34,34 @@ if TYPE_CHECKING:
     import bm25s
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Before the condensed history, in the user message that stands for it.
+# Beginning of the user message that replaces condensed messages.
 SUMMARY_PREFIX = "Summary of the conversation so far: "
-# Between the summary and the list of what can be read in full.
+# Text between the summary and the list of blocks that can be read in full.
 IN_FULL = "\n\nIn full, by the tool read_block:\n"
-# Between pieces that were not neighbours.
+# Text between pieces that were not neighbours.
 GAP = "\n[...]\n"
 INSTRUCTION = (
     "Summarise the text below. Keep names, numbers, decisions and open questions; add nothing that "
     "it does not say; answer with the summary alone."
 )
-# Least and most tokens of a piece that keywords keep or drop whole: a sentence or two.
+# Smallest and largest size, in tokens, of the pieces that `KeywordCondenser` keeps or drops whole:
+# a sentence or two.
 _PIECE_TOKENS = 16, 48
-# So many of a text's own terms stand in for a focus.
+# Number of a text's own terms that rank its pieces in addition to the focus.
 _SALIENT_TERMS = 32
-# One, as for rewards: condensing takes long, and a user's function need not be thread-safe.
+# A single thread, as for rewards: condensing takes long, and a user's function may not be
+# thread-safe.
 _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="condense")
 
 
 class Condenser(Protocol):
-    """Says a text in at most `max_tokens` tokens, counted without special tokens.
+    """Condenses a text to at most `max_tokens` tokens, counted without special tokens.
 
-    `focus` is what matters: the question, or the latest message. It may be empty.
+    `focus` is the text that decides what matters: the question, or the latest message. It may be
+    empty.
 
     Raises:
-        DataError: it cannot.
+        DataError: the text cannot be condensed to this length.
     """
 
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str: ...
@@ -72,7 +75,8 @@ def load_condenser(
     The function takes (text, focus, max_tokens) and returns a string; it may be async.
 
     Raises:
-        ConfigError: an unknown name, something that cannot be imported or called, or no bm25s.
+        ConfigError: the name is unknown, the function cannot be imported or is not callable, or the
+            library bm25s is missing.
     """
     if name == "keywords":
         require_library("bm25s", f"{setting}=keywords", "bm25s", setting)
@@ -83,10 +87,10 @@ def load_condenser(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCondenser:
-    """A user's function, held to its budget. It pickles by its name.
+    """Condenser that calls a user's function and checks its result. Pickled by name.
 
     Raises:
-        DataError: the function returned no string, or one over the budget.
+        DataError: the function returned something other than a string, or exceeded the budget.
     """
 
     name: str
@@ -118,10 +122,10 @@ class CheckedCondenser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeywordCondenser:
-    """Keeps the pieces that the focus is about, word for word and in order, with `[...]` between.
+    """Condenser that keeps the pieces closest to the focus, verbatim, in order, joined by `[...]`.
 
-    They are ranked by BM25 against the focus, and what that leaves equal by BM25 against the text's
-    own salient terms, those frequent in it and rare among its pieces.
+    Pieces are ranked by BM25 against the focus, and pieces with equal scores by BM25 against the
+    text's own salient terms, which are frequent in the text but occur in few of its pieces.
 
     Raises:
         DataError: `max_tokens` is less than a single character needs.
@@ -134,7 +138,7 @@ class KeywordCondenser:
         return await loop.run_in_executor(_THREAD, self.condense, text, focus, max_tokens)
 
     def condense(self, text: str, focus: str, max_tokens: int) -> str:
-        """The same, in the caller's thread."""
+        """Condense a text in the caller's thread."""
         if count_tokens(self.tokenizer, text) <= max_tokens:
             return text
         least, most = _PIECE_TOKENS
@@ -143,15 +147,15 @@ class KeywordCondenser:
         kept = self._affordable(pieces, _ranked(pieces, focus), max_tokens)
         condensed = _joined(text, pieces, kept)
         while count_tokens(self.tokenizer, condensed) > max_tokens:
-            kept.pop()  # tokens of a join may be more than the sum over its parts
+            kept.pop()  # joined text may have more tokens than the sum over its parts
             condensed = _joined(text, pieces, kept)
         return condensed
 
     def _affordable(self, pieces: Sequence[Chunk], ranked: Sequence[int], budget: int) -> list[int]:
-        """The best pieces that fit together, gaps included; the best first."""
+        """Indices of the best pieces that fit together, including gaps; the best first."""
         gap_tokens = count_tokens(self.tokenizer, GAP)
         kept: dict[int, None] = {}
-        used = -gap_tokens  # there is a gap less than there are runs of neighbours
+        used = -gap_tokens  # there is one gap fewer than there are runs of neighbours
         for i in ranked:
             runs = 1 - (i - 1 in kept) - (i + 1 in kept)
             cost = pieces[i].num_tokens + runs * gap_tokens
@@ -171,7 +175,7 @@ def _ranked(pieces: Sequence[Chunk], focus: str) -> list[int]:
     index.index(words_P, show_progress=False)
     focused_P = _scores(index, words(focus), len(pieces))
     salient_P = _scores(index, _salient(words_P), len(pieces))
-    return np.lexsort((-salient_P, -focused_P)).tolist()  # stable: what is equal keeps its order
+    return np.lexsort((-salient_P, -focused_P)).tolist()  # stable: equal pieces keep their order
 
 
 def _scores(index: bm25s.BM25, query: Sequence[str], num_pieces: int) -> np.ndarray:
@@ -190,7 +194,7 @@ def _salient(words_P: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
-    """The kept pieces in order; neighbours with what stood between them."""
+    """Kept pieces in order; neighbours are joined by the original text between them."""
     parts: list[str] = []
     for i in sorted(kept):
         if i - 1 in kept:
@@ -202,19 +206,23 @@ def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCondenser:
-    """Summarises chunk after chunk by a model, and the summaries again until they fit.
+    """Condenser that summarises chunks with a model, and then the summaries until they fit.
 
-    An answer over its share is cut at a sentence's end; the thinking is no part of an answer.
+    A summary that exceeds its share of the budget is cut at a sentence's end. Thinking is removed.
 
     Attributes:
-        sampling: max_new_tokens leaves room for the answer, and for thinking where the model does.
-        instruction: stands before the focus and the chunk.
-        chunk_tokens: of a chunk; with the instruction and the answer it fits the model's context.
-        seed: of every request.
+        sampler: the model that summarises.
+        tokenizer: the model's tokenizer.
+        sampling: sampling parameters; max_new_tokens must leave room for the summary, and for
+            thinking if the model thinks.
+        instruction: text before the focus and the chunk in each prompt.
+        chunk_tokens: size of a chunk, which must fit the model's context together with the
+            instruction and the summary.
+        seed: seed of every request.
 
     Raises:
-        ConfigError: chunks too small to be worth a summary.
-        DataError, EngineError: as of the sampler.
+        ConfigError: chunks are too small for summaries.
+        DataError, EngineError: raised by the sampler.
     """
 
     sampler: SamplingModel
@@ -235,7 +243,7 @@ class ModelCondenser:
         if num_tokens <= max_tokens:
             return text
         chunks = chunk_text(text, tokenizer=self.tokenizer, max_tokens=self.chunk_tokens)
-        # a quarter of a chunk at least: shorter summaries of many chunks say nothing of any
+        # At least a quarter of a chunk, because much shorter summaries would be meaningless.
         share = max(max_tokens // len(chunks), min(max_tokens, self.chunk_tokens // 4))
         summaries = await asyncio.gather(*(self._summary(c.text, focus, share) for c in chunks))
         joined = "\n\n".join(filter(None, summaries))
@@ -267,7 +275,7 @@ class ModelCondenser:
 
 
 class TooLongToCondense(DataError):
-    """Error of a history of which more must stay than the budget allows."""
+    """Error for a history whose fixed messages exceed the token budget."""
 
 
 async def condense_history(
@@ -280,17 +288,24 @@ async def condense_history(
     tools: Sequence[Mapping[str, Any]] | None = None,
     keep_blocks: Callable[[Sequence[Message], int], str] | None = None,
 ) -> list[Message]:
-    """The messages, of which the model sees at most `max_tokens` tokens, generation prompt and all.
+    """Condense messages to at most `max_tokens` rendered tokens, including the generation prompt.
 
-    As they are, if they fit. Otherwise the system message and the last `keep_last` stay, with the
-    calls that tool results among these answer. One user message stands for all between, with the
-    latest user message that stays as its focus: `SUMMARY_PREFIX` and what the condenser says. Where
-    a template wants user and assistant by turns, `keep_last` is even when the user spoke last.
-    `keep_blocks` keeps what was condensed, and lists it in so many tokens, at most half of those
-    that there are for the summary; the list stands behind it.
+    Messages that fit are returned unchanged. Otherwise the system message and the last `keep_last`
+    messages stay, together with the calls that belong to tool results among them. All messages
+    between are replaced by one user message: `SUMMARY_PREFIX` and the condenser's summary, with the
+    latest user message that stays as its focus.
+
+    Args:
+        keep_last: number of messages to keep. If the template requires user and assistant to
+            alternate, this must be even when the last message is the user's.
+        tools: schemas for the chat template.
+        keep_blocks: called with the condensed messages and a number of tokens, at most half of the
+            summary's budget; stores the messages and returns a list of them of at most that length,
+            which is put after the summary. None: no list.
 
     Raises:
-        TooLongToCondense: what must stay exceeds `max_tokens`, or leaves too little for a summary.
+        TooLongToCondense: the messages that must stay exceed `max_tokens`, or leave too few tokens
+            for a summary.
         DataError: the template refuses the messages.
     """
 
@@ -330,7 +345,7 @@ async def condense_history(
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
     condensed = [*head, _summary_message(summary + listed), *tail]
     while (excess := num_tokens(condensed) - max_tokens) > 0:
-        budget -= excess  # beside what the template writes, text may take more than on its own
+        budget -= excess  # text may have more tokens within the template than by itself
         if budget <= 0 and listed:
             budget += count_tokens(tokenizer, listed)
             listed = ""
@@ -342,7 +357,7 @@ async def condense_history(
 def _parted(
     messages: Sequence[Message], keep_last: int
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """(the system message, what may be condensed, what stays behind it)."""
+    """Split messages into the system message, those to condense, and the last ones that stay."""
     head = 1 if messages and messages[0]["role"] in ("system", "developer") else 0
     stays = max(head, len(messages) - keep_last)
     while head < stays < len(messages) and messages[stays]["role"] == "tool":
@@ -351,7 +366,7 @@ def _parted(
 
 
 def is_summary(message: Message) -> bool:
-    """True of the message that stands for what was condensed before."""
+    """True for a user message that replaces condensed messages."""
     content = str(message.get("content") or "")
     return message["role"] == "user" and content.startswith(SUMMARY_PREFIX)
 
@@ -361,7 +376,7 @@ def _summary_message(summary: str) -> Message:
 
 
 def transcript(message: Message) -> str:
-    """A message as text; of what was condensed before, the summary alone."""
+    """Message as text; for a message of condensed messages, only its summary."""
     content = str(message.get("content") or "")
     if is_summary(message):
         content = content.removeprefix(SUMMARY_PREFIX).partition(IN_FULL)[0]
@@ -373,7 +388,7 @@ def transcript(message: Message) -> str:
 
 
 def _focus(messages: Sequence[Message]) -> str:
-    """The user's last message; without one, the last message of all."""
+    """Content of the last user message or, if there is none, of the last message."""
     said = [m for m in messages if m["role"] == "user"] or messages
     return str(said[-1].get("content") or "")
 

@@ -1,4 +1,4 @@
-"""Sanitising of foreign text for a model's context: encodable, no control tokens, truncated."""
+"""Sanitising of external text for a model's context: encodable, no control tokens, truncated."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from distill.errors import DataError
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# Put inside a control token: invisible where the tokenizer knows it, else the least visible.
+# Characters to insert into a control token, in order of preference: the least visible that the
+# tokenizer supports is used.
 _BREAKS = ("\N{ZERO WIDTH SPACE}", " ", "_", ".", "-")
 _REPLACEMENTS = ("\N{REPLACEMENT CHARACTER}", "?", "_", " ")
-# A break may complete another token, in a vocabulary made for it; then tokens are taken out.
+# The inserted character may complete another token in a contrived vocabulary. After this many
+# rounds, tokens are removed instead.
 _ROUNDS = 8
 
 
 def neutralised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`text` in which no added token of the tokenizer is left, special or not.
+    """Return `text` without any added token of the tokenizer, special or not.
 
-    Tool results and web pages may hold `<|im_end|>` or `<tool_call>`; encoded as they stand they
-    would end the turn, or forge one. A zero-width space is put after the first character of each
-    (another sign, where the tokenizer does not know that one). Added tokens of white space alone
-    are left: no template speaks with them. The result is `encodable`.
+    Tool results and web pages may contain `<|im_end|>` or `<tool_call>`, which would end the turn
+    or forge one. A zero-width space (or another character, if the tokenizer does not support it) is
+    inserted after the first character of each. Added tokens of only white space stay, because no
+    template uses them as marks. The result is `encodable`.
     """
     text = encodable(text, tokenizer)
     gap = _first(_BREAKS, tokenizer)
@@ -38,13 +40,13 @@ def neutralised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
             token = text[start:end]
             broken = token[0] + gap + token[1:] if round_ < _ROUNDS and len(token) > 1 else ""
             text = text[:start] + broken + text[end:]
-        # The tokenizer may know its letters as parts of the token only.
+        # The tokenizer may support the token's letters only as parts of the token.
         text = encodable(text, tokenizer)
     raise AssertionError("text does not shrink for ever")
 
 
 def encodable(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`text` with what the tokenizer cannot encode replaced: half characters, unknown ones."""
+    """Return `text` with surrogates and characters that the tokenizer does not support replaced."""
     whole = text.encode("utf-8", "replace").decode()
     if _is_known(whole, tokenizer):
         return whole
@@ -54,7 +56,7 @@ def encodable(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def longest_prefix(text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The most of an `encodable` text, from its start, that is at most `max_tokens`."""
+    """Longest prefix of an `encodable` text with at most `max_tokens` tokens."""
     if count_tokens(text, tokenizer) <= max_tokens:
         return text
     fits, too_long = 0, len(text)
@@ -81,7 +83,7 @@ def _is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first that the tokenizer encodes as something; empty if it does none."""
+    """First candidate that the tokenizer encodes as known tokens; empty if there is none."""
     for text in candidates:
         if _is_known(text, tokenizer) and _ids(text, tokenizer):
             return text
@@ -89,7 +91,7 @@ def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> s
 
 
 def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
-    """Spans of added tokens in the text, as it is written or as the tokenizer reads it."""
+    """Spans of added tokens in the text, as written or after the tokenizer's normalisation."""
     added = {
         token.content: id_
         for id_, token in tokenizer.added_tokens_decoder.items()
@@ -98,7 +100,7 @@ def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[
     written = _pattern(frozenset(added)).finditer(text) if added else ()
     if spans := [match.span() for match in written]:
         return spans
-    # A normalizer may make a token of what is none as it is written: in capitals, in full width.
+    # A normalizer may turn other spellings into a token, such as capitals or full-width letters.
     ids = set(added.values())
     if ids.isdisjoint(_ids(text, tokenizer)):
         return []
@@ -109,7 +111,7 @@ def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[
 
 @lru_cache(maxsize=16)
 def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
-    """The longest first, where several begin at one place."""
+    """Pattern of the tokens; of several that begin at one position, the longest matches."""
     return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)))
 
 
