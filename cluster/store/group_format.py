@@ -1,14 +1,14 @@
-"""Format of kept groups: Arrow IPC streams, a row for each group.
+"""Format of kept groups: Arrow IPC streams with one row per group.
 
     group_id   int64
-    attempt    int32: number of the lease that delivered it; null in files of steps
-    group      JSON: fields of the group, its trajectories and their segments that are no arrays,
-               and the number of rows of each array field in each segment (-1: it has none)
-    tokens_T, action_mask_T, ...   a list for each array field: that of all segments, end to end
+    attempt    int32: attempt of the lease that delivered the group; null in files of steps
+    group      JSON: fields of the group, its trajectories and their segments, except arrays; and
+               the number of rows of each array field in each segment (-1: the field is None)
+    tokens_T, action_mask_T, ...   one list per array field: all segments, concatenated
 
-Any reader of Arrow opens the files (`.arrow` for `polars.read_ipc_stream`, `pyarrow.ipc`). Reading
-one executes no code, and every group comes back to the bit. `experts_TLK` is stored as its bytes,
-because its dtype differs between models.
+Any Arrow reader opens the files (`.arrow` for `polars.read_ipc_stream`, `pyarrow.ipc`). Reading
+executes no code, and restores every group exactly. `experts_TLK` is stored as bytes, because its
+dtype differs between models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {
     **{f"teacher_top.{name}": dtype for name, dtype in _TOP.items()},
 }
 _GROUP_FIELDS = [each.name for each in fields(TrajectoryGroup) if each.name != "trajectories_G"]
-# Errors of reading a file that is damaged, or of another version, Arrow's own among them.
+# Errors of reading a file that is damaged or of another version, Arrow's errors included.
 UNREADABLE = (
     *(DataError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError),
     *(NotImplementedError, MemoryError),
@@ -54,8 +54,9 @@ class GroupRow(NamedTuple):
     """A group to write.
 
     Attributes:
-        fields: the group, or its metadata: what has its fields besides the trajectories.
-        attempt: number of the lease that delivered it, if that is known.
+        fields: the group or its metadata, for all fields except the trajectories.
+        columns: the group's trajectories.
+        attempt: attempt of the lease that delivered the group; None if unknown.
     """
 
     fields: TrajectoryGroup | TrajectoryGroupMeta
@@ -64,7 +65,7 @@ class GroupRow(NamedTuple):
 
 
 def row_of(group: TrajectoryGroup) -> GroupRow:
-    """Row of a whole group.
+    """Create the row of a whole group.
 
     Raises:
         DataError: a field does not have the shape or dtype of its type.
@@ -73,7 +74,7 @@ def row_of(group: TrajectoryGroup) -> GroupRow:
 
 
 def write_groups(path: Path, groups: Sequence[TrajectoryGroup], note: Mapping[str, Any]) -> None:
-    """Write groups and a note, JSON, to a file that appears whole or not at all, synced to disk.
+    """Write groups and a JSON note to a file, atomically, and sync it to disk.
 
     Raises:
         OSError: for example, the disk is full.
@@ -91,7 +92,7 @@ def write_groups(path: Path, groups: Sequence[TrajectoryGroup], note: Mapping[st
 
 
 def read_groups(path: Path) -> tuple[list[TrajectoryGroup], dict[str, Any]]:
-    """Groups of a file, and its note.
+    """Read the groups and the note of a file.
 
     Raises:
         UNREADABLE: the file is damaged, or of another version.
@@ -107,7 +108,7 @@ def read_groups(path: Path) -> tuple[list[TrajectoryGroup], dict[str, Any]]:
 
 
 def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
-    """Schema of a file that is described by this JSON."""
+    """Schema of a file, with a JSON description as metadata."""
     import pyarrow
 
     columns: list[tuple[str, pyarrow.DataType]] = [
@@ -121,7 +122,7 @@ def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
 
 
 def batch_of(rows: Sequence[GroupRow]) -> pyarrow.RecordBatch:
-    """Record batch with these rows."""
+    """Create a record batch from rows."""
     import pyarrow
 
     flat = [_flat(row) for row in rows]
@@ -143,9 +144,9 @@ def batch_of(rows: Sequence[GroupRow]) -> pyarrow.RecordBatch:
 def groups_of(
     batch: pyarrow.RecordBatch, rows: Sequence[int] | None = None
 ) -> list[TrajectoryGroup]:
-    """Groups of a record batch, or of some of its rows.
+    """Groups of a record batch, or of the given rows.
 
-    Arrays are read-only views of the batch where Arrow allows it.
+    Arrays are read-only views of the batch if Arrow allows it.
 
     Raises:
         UNREADABLE: the batch is damaged, or of another version.
@@ -175,7 +176,7 @@ def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
     if (experts := arrays.get(_EXPERTS)) is not None:
         dtype, arrays[_EXPERTS] = str(experts.dtype), experts.view(np.uint8)
     values = dict(columns.values)
-    del values["teacher_states"]  # as large as they are, a teacher's engine gives them again
+    del values["teacher_states"]  # too large to store; the teacher's engine recomputes them
     tops: Sequence[TopLogprobs | None] = values.pop("teacher_top")
     if there := [top for top in tops if top is not None]:
         for name in _TOP:
@@ -195,7 +196,7 @@ def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def _plain(value: Any) -> Any:
-    """Metrics may be mappings of any class, with numpy's numbers."""
+    """Convert a value for JSON: metrics may be mappings of any class, with NumPy scalars."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.generic):

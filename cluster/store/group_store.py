@@ -1,9 +1,9 @@
 """Delivered groups on disk, until a checkpoint includes them: `out/groups/e0003-0001.arrow`.
 
-One process writes, the queue's, on the node of the journal. Each `append` is a record batch of the
-stream (`group_format`), synced to disk before the call returns; so a file that was cut by a crash
-gives all batches but the last. The name has the queue's epoch, and a queue that was restarted opens
-a new file. Which of these groups are valid is for the ledger to say: the files hold more.
+Only the queue's process writes, on the node of the journal. Each `append` writes one record batch
+of the stream (`group_format`) and syncs it to disk, so a file that was cut by a crash lacks only
+its last batch. The name contains the queue's epoch, and a restarted queue opens a new file. The
+files may contain obsolete groups; the ledger determines which groups are valid.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 # Folder of kept groups in a run's directory.
 GROUPS = "groups"
-# Size at which a file is closed, and the next one begun.
+# Bytes after which a file is closed and a new one is opened.
 _FILE_BYTES = 64 << 20
 _NAME = re.compile(r"e(\d{4,})-(\d{4,})\.arrow$")
 
 
 class GroupStore:
-    """The files of delivered groups in a folder. Not for several threads at once."""
+    """Files of delivered groups in a folder. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -47,10 +47,10 @@ class GroupStore:
                 self._files[path] = {lease for _, leases in batches for lease in leases}
 
     def append(self, epoch: int, rows: Sequence[GroupRow]) -> None:
-        """Write groups, and return once they are on disk.
+        """Write groups, and return when they are on disk.
 
         Raises:
-            OSError: none of them is kept; for example, the disk is full.
+            OSError: none of the groups is kept; for example, the disk is full.
         """
         batch = batch_of(rows)
         try:
@@ -72,7 +72,7 @@ class GroupStore:
         self._size += message.size
 
     def _begin(self, epoch: int) -> None:
-        """Open a new file. A file that could not be written to its end is not continued."""
+        """Open a new file. After a failed write, a file is not continued."""
         self._root.mkdir(exist_ok=True)
         numbers = [int(match[2]) for path in self._files if (match := _NAME.match(path.name))]
         path = self._root / f"e{epoch:04d}-{max(numbers, default=0) + 1:04d}.arrow"
@@ -90,16 +90,16 @@ class GroupStore:
             rest = rest[os.write(self._open, rest) :]
 
     def read(self, leases: Collection[Lease]) -> dict[int, TrajectoryGroup]:
-        """Groups of these deliveries, by id; without those that are not there, or unreadable."""
+        """Read the groups of these deliveries, by id; missing and unreadable ones are left out."""
         found: dict[int, TrajectoryGroup] = {}
         for path, held in self._files.items():
             if wanted := held.intersection(leases):
-                [epoch] = {lease.epoch for lease in wanted}  # of the file
+                [epoch] = {lease.epoch for lease in wanted}  # a file has one epoch
                 found |= _read(path, epoch, wanted)
         return found
 
     def retain(self, needed: Collection[int]) -> None:
-        """Delete the files that hold none of the needed groups, and continue in a new file.
+        """Delete the files without needed groups, and continue in a new file.
 
         Raises:
             OSError: a file cannot be deleted.
@@ -111,7 +111,7 @@ class GroupStore:
                 del self._files[path]
 
     def close(self) -> None:
-        """The next `append` begins a new file."""
+        """Close the current file; the next `append` opens a new one."""
         if self._open is not None:
             os.close(self._open)
             self._open = None
@@ -140,9 +140,9 @@ def _leases_of(batch: pyarrow.RecordBatch, epoch: int) -> list[Lease]:
 
 
 def _batches(path: Path, epoch: int) -> Iterator[tuple[pyarrow.RecordBatch, list[Lease]]]:
-    """Whole batches of a file of this epoch, and the lease of each row.
+    """Complete batches of a file of this epoch, with the lease of each row.
 
-    A writer that died may have cut the file within the next one, and a disk may have damaged it.
+    The iteration ends at the first batch that is incomplete or damaged.
     """
     import pyarrow
 
