@@ -1,4 +1,4 @@
-"""Kept groups: what a ledger knows of them, and which of them a new job takes back."""
+"""Kept groups: the ledger's record of each, and the choice of those that a new job takes back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ class Kept(NamedTuple):
     """A group whose delivery is on disk.
 
     Attributes:
-        started: weight version of its first lease, or of the lease at which it began again.
+        epoch, attempt: epoch and attempt of the lease that delivered the group.
+        started: weight version of the group's first lease, or of its first lease after it began
+            again.
     """
 
     epoch: int
@@ -21,17 +23,17 @@ class Kept(NamedTuple):
     started: int
 
     def lease(self, group_id: int) -> Lease:
-        """The lease that delivered it."""
+        """The lease that delivered the group."""
         return Lease(group_id=group_id, attempt=self.attempt, epoch=self.epoch)
 
 
 def adopted(
     kept: Mapping[int, Kept], trained: TrainedGroups, settings: LedgerSettings
 ) -> dict[int, Kept]:
-    """Kept groups that a job which starts from `trained` takes back, by id.
+    """Choose the kept groups that a job which starts from `trained` takes back, by id.
 
-    They fit into the window, are not in the weights, and can all be trained in time, the oldest
-    first, as every step rule takes them.
+    The groups fit into the window, are not in the weights, and can all be trained in time if the
+    oldest are trained first, as by every step rule.
     """
     version = len(trained) // settings.groups_per_step
     most = min(settings.window, settings.total_groups - len(trained))

@@ -1,14 +1,14 @@
 """Custody of scores: which groups were scored by which replica, and between which canaries.
 
-A replica is one process lifetime of one scoring engine, identified by a number. It has moved once
-one of its canaries is bad, and is then replaced. Its scores are proven once a canary that was sent
-afterwards is good; all earlier canaries were good, since a bad one is the last of a replica.
-"Afterwards" refers to the order of the ledger's events, not to a clock: a group arrived before the
-canaries were sent. The queue uses this class during the run, and the audit when it reads a journal.
+A replica is one process lifetime of one scoring engine, identified by a number. A replica has moved
+when one of its canaries is bad, and is then replaced. A score is proven when a canary that was sent
+after it is good. All earlier canaries were good, since a bad one is the last of a replica. "After"
+refers to the order of the ledger's events, not to a clock: the group arrived before the canaries
+were sent. The queue uses this class during the run, and the audit when it reads a journal.
 
-A frozen model inside the learner is a replica, too: it has scored every group that was trained
-while the learner held it. So is each lifetime of the reward model: any of those since a group was
-leased may have rewarded it.
+A frozen model inside the learner is a replica, too, which has scored every group that was trained
+while the learner held it. So is each lifetime of the reward model: any lifetime since a group was
+leased may have rewarded the group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Custody:
     """Tracks the groups whose scores are not proven yet, in the queue and in weights.
 
     Attributes:
-        versions: first version with each of those that are in weights, by group id.
+        versions: first weight version that contains each tracked group, by group id.
         in_learner: replicas in the current learner, which score all groups that it trains.
         rewarding: lifetimes of the reward model, the current one last.
         moved: replicas with a bad canary.

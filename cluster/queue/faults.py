@@ -25,10 +25,10 @@ class Death:
     """A worker's death.
 
     Attributes:
-        had_groups: True if it ran groups, be it only on leases that had ended.
-        inside: held groups that ran environment or reward code by its last report (all of them, if
-            it made none), with a description of each one's problem.
-        guilty: the group that it ran alone, which is therefore the cause; None otherwise.
+        had_groups: True if the worker ran groups, even if all their leases had ended.
+        inside: leased groups that ran environment or reward code by the worker's last report (all
+            of them, if there was no report), with a description of each problem.
+        guilty: the only group of the worker, which is therefore the cause; None if there were more.
     """
 
     had_groups: bool
@@ -45,8 +45,8 @@ class Faults:
         self._failures: Counter[int] = Counter()
         self._deaths: Counter[int] = Counter()
         self._suspicion: Counter[int] = Counter()
-        # By worker: leases that it has not returned, ended ones included; and the groups that run
-        # environment or reward code by its last report, with a description of each problem.
+        # By worker: leases that the worker has not returned, ended ones included; and groups that
+        # run environment or reward code by its last report, with a description of each problem.
         self._at: defaultdict[str, set[Lease]] = defaultdict(set)
         self._inside: dict[str, Mapping[int, str]] = {}
 

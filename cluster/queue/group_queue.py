@@ -1,18 +1,18 @@
-"""The queue between rollout workers and learner: credit, order and exactly once, in a Ray actor.
+"""Queue between rollout workers and learner, in a Ray actor: credit, order, and exactly once.
 
     worker   lease -> (rollout, score) -> put or fail     waits for credit; unblocked by `publish`
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
-    driver   poll, forfeit, renew, expire_now, ...        watches both; calls the actor itself
+    driver   poll, forfeit, renew, expire_now, ...        observes both; calls the actor directly
 
-It carries groups that the worker has packed once: the leader takes their metadata, and the
-learner's workers fetch the trajectories that they train. The actor has references to those
-(cluster/queue/payload.py). The run's step rule chooses the groups of a step, and does not prefer
-fast (short) groups over slow ones. A repeated `put` or `take` changes nothing.
+Workers pack each group once. The learner's leader takes the metadata of groups, and each of the
+learner's workers fetches the trajectories that it trains. The actor holds only references to the
+trajectories (cluster/queue/payload.py). The run's step rule chooses the groups of a step, and does
+not prefer fast (short) groups over slow ones. A repeated `put` or `take` has no effect.
 
-The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
-with its ledger, from the journal, and with the delivered groups that were on disk (cluster/store);
-the others are leased again. So are those which a learner finds to be lost with their node. Every
-wait is a row of short polls, so a call that Ray repeats hangs nobody.
+The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It restarts
+with its ledger, from the journal, and with the delivered groups that were on disk (cluster/store).
+All other groups are leased again, as are groups that a learner reports as lost with their node.
+Every wait is a series of short polls, so that a call which Ray repeats blocks nothing.
 """
 
 from __future__ import annotations
@@ -52,43 +52,43 @@ from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-# How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
+# Seconds added to the caller's deadline, because the actor may be restarting.
 _RESTART_S = 60.0
-# Most groups that are put in one call.
+# Maximum number of groups that are put in one call.
 _MOST_PUTS = 64
 
 
 class QueueClosed(RuntimeError):
-    """The run is ending; there is nothing more to take."""
+    """Raised by `take` when the queue has been closed."""
 
 
 class QueueTimeout(RuntimeError):
-    """A deadline passed. The message says who waited on whom, and for what."""
+    """Raised if a deadline has passed. The message names both sides and the expected event."""
 
 
 class GroupQueue:
-    """The learner's end of the queue. Pickles: every end holds the same queue."""
+    """Learner's side of the queue. Can be pickled: all copies refer to the same actor."""
 
     def __init__(self, actor: Any, *, timeout_s: float) -> None:
         """
         Args:
             actor: handle of a `GroupQueueActor`.
-            timeout_s: how long any end waits for another.
+            timeout_s: deadline in seconds of every wait for another side.
         """
         self.actor, self.timeout_s = actor, timeout_s
         self._epoch: int | None = None
         self._pushing = False
-        self._opened: Opened = {}  # ahead, in this process
+        self._opened: Opened = {}  # parts that this process has fetched ahead
 
     def take(self, trained: TrainedGroups) -> StepGroups:
-        """The next step after the groups that `trained` accounts for.
+        """Take the next step after the groups that `trained` accounts for.
 
-        A repeated call returns the same step, until `publish` reports weights that contain it, or
-        `lose` reports that groups are lost.
+        A repeated call returns the same step, until `publish` reports weights that contain the
+        step, or `lose` reports that groups are lost.
 
         Raises:
-            QueueClosed.
-            QueueTimeout: names the groups that are missing.
+            QueueClosed: the queue was closed.
+            QueueTimeout: the step is not complete; the message names the missing groups.
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
@@ -109,20 +109,23 @@ class GroupQueue:
     def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
     ) -> list[TrajectoryGroupMeta] | None:
-        """Metadata of the groups that the step after `trained` would take in the current state.
+        """Forecast the step after `trained`: metadata of the groups that it would take now.
 
-        Waits up to 2 s for groups that are not `known`; with `whole`, for the complete step.
-        A forecast without side effects, which may run concurrently with all other calls. None: the
-        step was taken, or the queue is closed.
+        Wait up to 2 s for groups that are not `known`; with `whole`, for the complete step. The
+        call has no side effects, and may run concurrently with all other calls.
+
+        Returns:
+            None if the step was taken, or the queue is closed.
         """
         return self._get(self.actor.foresee.remote(trained, frozenset(known), whole, POLL_S))
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
-        """Fetches trajectories of groups that were taken, or will be (`ahead`); each of the
-        learner's workers its own.
+        """Fetch trajectories of groups that were taken or, with `ahead`, will be taken.
+
+        Each of the learner's workers fetches its own trajectories.
 
         Raises:
-            QueueTimeout: some node does not answer.
+            QueueTimeout: a node does not answer.
         """
         before = self._opened
         if not ahead:
@@ -144,23 +147,23 @@ class GroupQueue:
         return Fetched(found_in(opened, payloads, places), lost)
 
     def lose(self, ids: Collection[int], reason: str) -> None:
-        """Trajectories of these groups, which were taken, are lost: the groups are leased again."""
+        """Report that trajectories of taken groups are lost; the groups are leased again."""
         logger.warning("groups %s are lost, and leased again: %s", sorted(ids), reason)
         self._get(self.actor.lose.remote(list(ids), reason))
 
     def push(self, version: int, trained: TrainedGroups) -> None:
-        """Weights that account for `trained` are on their way to the policy engines.
+        """Report that a push of weights that account for `trained` has begun.
 
-        The step after it may be taken; slots are freed by `publish`.
+        The next step may then be taken. `publish` frees the slots.
         """
         self._pushing = True
         self._get(self.actor.push.remote(version, trained, self._epoch))
 
     def publish(self, version: int, trained: TrainedGroups) -> None:
-        """Weights that account for `trained` are on every policy engine.
+        """Report that weights that account for `trained` are on every policy engine.
 
-        Frees their slots and drops their payloads. After a rewind, what a lost learner published
-        changes nothing. May be called beside `take`.
+        This frees the slots of their groups and drops the payloads. After a rewind, calls of a lost
+        learner have no effect. May be called concurrently with `take`.
         """
         self._get(self.actor.publish.remote(version, trained, self._epoch))
         self._pushing = False
@@ -180,16 +183,18 @@ def _silent(seconds: float) -> QueueTimeout:
 
 
 class WorkerEnd:
-    """A rollout worker's end of a `GroupQueue`, all waits asynchronous. Pickles before its use.
+    """Rollout worker's side of a `GroupQueue`, with asynchronous waits.
 
-    Puts that are made while one is under way travel together.
+    Can be pickled before its first use. Groups that are put while a call is in progress are sent
+    together in the next call.
     """
 
     def __init__(self, queue: GroupQueue, worker: str, *, whole: bool = False) -> None:
         """
         Args:
-            worker: the name that the driver forfeits it by.
-            whole: one worker of the learner trains on all of a group, so that it is one part.
+            worker: name of the worker, as the driver uses it in `forfeit`.
+            whole: pack each group as one part, because one worker of the learner trains on all of
+                it.
         """
         self._part_bytes = sys.maxsize if whole else PART_BYTES
         self._queue = queue
@@ -198,21 +203,22 @@ class WorkerEnd:
         self._requests = 0
         self._outbox: list[tuple[Delivery, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
-        self._sampled: dict[int, Delivery] = {}  # of leased groups: those that are there
+        self._sampled: dict[int, Delivery] = {}  # leased groups that only need new scores
 
     async def lease(self, max_groups: int) -> list[Lease]:
-        """Up to `max_groups` groups to work on, and as many more as the worker delivers meanwhile.
+        """Lease up to `max_groups` groups; wait until there is at least one.
 
-        At least one; none once the queue is closed.
+        While this call waits, groups that the worker delivers raise the limit. While all groups of
+        the run have started, the call waits, too, because a group may have to be leased again. The
+        driver bounds the duration of steps, evaluations and other groups, so the wait continues as
+        long as the driver polls the queue.
 
-        Waits for credit while every group is leased, since one may have to be leased again.
-
-        How long a step, an evaluation or another worker's group may take is for the driver to say:
-        while that looks at the queue, the wait goes on.
+        Returns:
+            The leases; an empty list if the queue is closed.
 
         Raises:
-            QueueTimeout: groups of the run have yet to start, and for `timeout_s` no weights were
-                published and no driver looked.
+            QueueTimeout: groups of the run have not started, and for `timeout_s` no weights were
+                published and no driver polled the queue.
         """
         timeout_s = self._queue.timeout_s
         deadline, progress = time.monotonic() + timeout_s, None
@@ -227,7 +233,7 @@ class WorkerEnd:
                 await self._give_back(asked)
                 raise
             if answer.leases or answer.closed:
-                for lease in answer.leases:  # what was kept of an earlier lease is of no use
+                for lease in answer.leases:  # deliveries of earlier leases are obsolete
                     self._sampled.pop(lease.group_id, None)
                 self._sampled |= answer.sampled
                 return answer.leases
@@ -241,19 +247,19 @@ class WorkerEnd:
                 )
 
     async def _give_back(self, asked: Any) -> None:
-        """The queue leases to a call that is not awaited any more, too."""
+        """End the leases of a cancelled call, which the queue answers nevertheless."""
         answer: LeaseAnswer = await self._call(asked)
         if ids := [lease.group_id for lease in answer.leases]:
             await self._call(self._queue.actor.expire_now.remote(ids, f"{self._worker} left"))
 
     def _request(self) -> str:
-        """Names a call, so that Ray's repetition of it leases nothing more."""
+        """Identifier of a call. If Ray repeats the call, the same groups are leased."""
         self._token = self._token or secrets.token_hex(4)
         self._requests += 1
         return f"{self._token}-{self._requests}"
 
     async def put(self, lease: Lease, meta: TrajectoryGroupMeta, columns: GroupColumns) -> None:
-        """Deliver a group. Returns once the queue has it, or has dropped it as a repeat.
+        """Deliver a group; return when the queue has stored it, or dropped it as a duplicate.
 
         Raises:
             QueueTimeout: the queue does not answer.
@@ -273,7 +279,7 @@ class WorkerEnd:
             arguments = in_arguments(deliveries)
             try:
                 await self._call(self._queue.actor.deliver.remote(self._worker, *arguments))
-            except Exception as error:  # it belongs to those who put
+            except Exception as error:  # raised by the `put` calls of this batch
                 for arrived in _not_cancelled(batch):
                     arrived.set_exception(error)
             finally:
@@ -283,19 +289,23 @@ class WorkerEnd:
                 arrived.set_result(None)
 
     async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
-        """The group of a lease, if it is there and is to be scored again; None: it is to be made,
-        or was lost with its node."""
+        """The sampled group of a lease that only needs new scores.
+
+        None if the group must be sampled, or if its payload was lost with its node.
+        """
         if (delivery := self._sampled.pop(lease.group_id, None)) is None:
             return None
         return await asyncio.to_thread(opened_whole, delivery, self._queue.timeout_s)
 
     async def fail(self, lease: Lease, reason: str) -> None:
-        """The group's own rollout failed; it is tried again, or set aside."""
+        """Report that the group's rollout failed; the group is leased again, or set aside."""
         await self._call(self._queue.actor.fail.remote(self._worker, lease, reason))
 
     async def inside(self, problems: Mapping[int, str]) -> None:
-        """Reports the groups in an environment's or a reward's code: if the worker dies, they
-        are suspects. Returns once the queue knows."""
+        """Report the groups that run environment or reward code; return when it is recorded.
+
+        If the worker dies, these groups become suspects.
+        """
         await self._call(self._queue.actor.inside.remote(self._worker, problems))
 
     async def _call(self, reference: Any) -> Any:

@@ -1,42 +1,46 @@
-"""The ledger's journal, `out/ledger.jsonl`: every event of every job of a run, one per line.
+"""Journal of the ledger, `out/ledger.jsonl`: every event of every job of a run, one per line.
 
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 
-    start      a job began: run (its queue), run_id (config.json's), epoch, settings, watermark,
-               set_aside, above (`distill.records.TrainedGroups`); adopted, the groups of earlier
-               jobs that it takes back: the epoch and attempt of their deliveries on disk, and
-               the weight version of their first lease
+    start      a job began: run (its queue), run_id (of config.json), epoch, settings, watermark,
+               set_aside, above (`distill.records.TrainedGroups`); adopted: groups of earlier jobs
+               that it takes back, with epoch and attempt of their deliveries on disk and the
+               weight version of their first lease
     lease      ids, attempts, worker, epoch, request
-    put        id, attempt, worker, epoch: it arrived and is wanted; constant_reward, if it is one
-               that steps may pass over; by, the scorers that scored it, by their numbers
-    dup, late  the same, and is dropped; late has a reason
+    put        id, attempt, worker, epoch: a group arrived and was accepted; constant_reward, if a
+               step may skip the group for it; by: numbers of the replicas that scored the group
+    dup, late  id, attempt, worker, epoch: a delivery was dropped; late has a reason
     keep       epoch, ids, attempts: these deliveries are on disk (cluster/store)
-    fail       id, attempt, worker, reason       forfeit   worker, ids, inside, reason: the
-               worker died; `inside` are those that ran their environment's code, and its problem
-    expire     ids, reason                       set_aside id, reason
-    take       ids, skipped: handed to the learner; replaced, those that it passes over
-    scorer     replica, who, ...: a scoring engine begins to serve by this number, of one life of
-               it; in_learner, of a frozen model there, which scores all that is trained; rewards,
-               of the reward model
+    fail       id, attempt, worker, reason
+    forfeit    worker, ids, inside, reason: the worker died; inside: groups that ran environment
+               code, with descriptions of their problems
+    expire     ids, reason
+    set_aside  id, reason
+    take       ids, skipped: the learner took a step; replaced: groups that the step skips
+    scorer     replica, who, ...: a scoring engine starts to serve, with the number of this
+               lifetime; in_learner: a frozen model in the learner, which scores all trained
+               groups; rewards: the reward model
     ask        replicas: canaries are about to be sent to them
-    canary     replica, good, ...: the answer, as at first or moved
-    again      ids, reason: delivered, and leased again to be scored by another
-    begin_again  epoch, ids: overdue; their leases are over for good, and they start only when they
-               are leased again
-    lost       epoch, ids, reason: taken, and gone with the node that held them
-    push       version, ids, watermark, skipped: in weights that are on their way to the engines,
-               beside the next step
-    train      the same: in weights that are on every engine, pushed before or not
-    commit     step, watermark: in a checkpoint on disk
-    rewind     epoch, watermark, set_aside, above, reason: the learner went back to a checkpoint
-    recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost; kept,
-               those that were read from disk. Among them, ids are only scored again
-    end        the run ended as it should
+    canary     replica, good, ...: the answer of a canary agrees with the first one, or not
+    again      ids, reason: delivered groups are leased again, to be scored by another replica
+    begin_again  epoch, ids: overdue groups; their leases have ended permanently, and they start
+               when they are leased again
+    lost       epoch, ids, reason: taken groups whose node is gone
+    push       version, ids, watermark, skipped: a push of weights with these groups has begun,
+               and overlaps the next step
+    train      version, ids, watermark, skipped: weights with these groups are on every engine,
+               with or without an earlier `push`
+    commit     step, watermark: a checkpoint is on disk
+    rewind     epoch, watermark, set_aside, above, reason: the learner returned to a checkpoint
+    recover    epoch, ids, set_aside: the queue restarted, and the payloads of `ids` were lost;
+               kept: groups that were read from disk. If one of `ids` is among them, it is only
+               scored again
+    end        the run ended normally
 
-Each line also has `after`, a digest of the line before it ("" in the first): so lines that were
-removed, repeated, moved or edited are known (`broken_links`).
+Each line also has `after`, a digest of the line before it ("" in the first line), so that removed,
+repeated, moved or edited lines are detected (`broken_links`).
 
-It is read by `Replay`: for the queue that was killed, and for the audit (cluster/inspect/audit.py).
+`Replay` reads the journal, after the queue was killed and for the audit (cluster/inspect/audit.py).
 """
 
 from __future__ import annotations
@@ -65,12 +69,12 @@ class Journal:
 
     def __init__(self, path: str | Path) -> None:
         self._file = LineFile(path)
-        self._link: str | None = None  # to the last line; found by the first event
+        self._link: str | None = None  # digest of the last line; read at the first event
         self._together = False
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context that buffers records, and writes them at its end in one write."""
+        """Context manager that buffers events, and writes them at its end in one write."""
         self._together = True
         try:
             yield
@@ -79,7 +83,7 @@ class Journal:
             self._file.flush()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Appends an event."""
+        """Append an event."""
         if self._link is None:
             self._link = _link(last_line(self._file.path))
         written = {"t": time.time(), "event": event, **fields, "after": self._link}
@@ -88,7 +92,7 @@ class Journal:
         self._file.append(line, later=self._together)
 
     def sync(self) -> None:
-        """Syncs to disk: what was written survives a crash of the machine."""
+        """Sync to disk, so that written events survive a crash of the machine."""
         self._file.sync()
 
     def close(self) -> None:
@@ -96,20 +100,20 @@ class Journal:
 
 
 def read_journal(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The events in order. A last line that was cut short by a crash is left out.
+    """Read the events in order. An incomplete last line, cut by a crash, is left out.
 
     Raises:
-        DataError: there is no such file, or a line in the middle is not an event.
+        DataError: there is no such file, or a complete line is not an event.
     """
     for number, line in _lines(path):
         yield _event(line, f"{path}, line {number}")
 
 
 def broken_links(path: str | Path) -> Iterator[str]:
-    """Complaints of lines that do not follow the one before them, as they were written.
+    """Messages about lines whose `after` is not the digest of the line before them.
 
     Raises:
-        DataError: as `read_journal` does.
+        DataError: as for `read_journal`.
     """
     before = b""
     for number, line in _lines(path):
@@ -128,7 +132,7 @@ def _link(line: bytes) -> str:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines without their newlines, numbered from 1."""
+    """Complete lines without their newlines, numbered from 1."""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -158,13 +162,14 @@ def _damaged(what: str) -> DataError:
 
 
 def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Replay:
-    """Plays the journal again; a file that is not there is empty.
+    """Replay a journal; a missing file counts as empty.
 
-    The lines are always the beginning of what happened, so playing them gives a state that was:
-    what came after it (on a full disk) did not happen for the new ledger, and is done again.
+    The lines are always a prefix of the events that happened, so the replay gives a state that
+    existed. Later events, which a full disk may have lost, do not exist for the new ledger, and
+    their work is done again.
 
     Raises:
-        DataError: it is no journal, or contradicts itself.
+        DataError: the file is not a journal, or contradicts itself.
     """
     played = Replay(clock)
     for event in read_journal(path) if Path(path).exists() else ():
@@ -175,14 +180,15 @@ def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Rep
 
 
 class Replay:
-    """A journal's events, played to the ledger of their job, which has to record them again.
+    """Replay of a journal's events on a ledger, which must record the same events again.
 
     Attributes:
-        run: the token of the newest job's queue; "" of an empty journal.
-        run_id: the run that the job was of; "" where the journal does not say.
-        ended: the job ended as it should.
-        ledger: the job's, as it was after the last event; None of an empty journal.
-        contradictions: of each job, the first event that its ledger would not have recorded.
+        run: token of the newest job's queue; empty for an empty journal.
+        run_id: run of the newest job; empty if the journal does not contain it.
+        ended: True if the newest job ended normally.
+        ledger: ledger of the newest job after the last event; None for an empty journal.
+        contradictions: for each job, a message about the first event that its ledger would not
+            have recorded.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -191,13 +197,13 @@ class Replay:
         self.ledger: Ledger | None = None
         self.contradictions: list[str] = []
         self._clock = clock
-        self._recorded: deque[dict[str, Any]] = deque()  # by the ledger, and still to be read
+        self._recorded: deque[dict[str, Any]] = deque()  # by the ledger, and not yet compared
         self._line = 0
-        self._contradicted = False  # no later event of the job can be judged
+        self._contradicted = False  # True: later events of the job cannot be compared
 
     @property
     def epoch(self) -> int:
-        """The newest; 0 of an empty journal."""
+        """Newest epoch; 0 for an empty journal."""
         return self.ledger.epoch if self.ledger else 0
 
     def play(self, event: Mapping[str, Any]) -> None:
@@ -229,7 +235,7 @@ class Replay:
         self._recorded.append({"event": event, **fields})
 
     def _compare(self, ledger: Ledger, event: Mapping[str, Any]) -> None:
-        if event["event"] == "recover":  # the queue may have died within a call
+        if event["event"] == "recover":  # the queue may have died during a call
             self._recorded.clear()
         if not self._recorded:
             _apply(ledger, event)
@@ -238,7 +244,7 @@ class Replay:
 
 
 def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
-    """Make the call of the ledger that recorded the event."""
+    """Repeat the call of the ledger that recorded the event."""
     match event["event"]:
         case "lease":
             ledger.lease(event["worker"], len(event["ids"]), event["request"])
@@ -287,12 +293,12 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
 
 
 def adopted_of(event: Mapping[str, Any]) -> dict[int, Kept]:
-    """Groups of earlier jobs that the job of a `start` event takes back."""
+    """Groups of earlier jobs that the job of a `start` event takes back, by id."""
     return {int(group_id): Kept(*kept) for group_id, kept in event.get("adopted", {}).items()}
 
 
 def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:
-    """Ids of a `take` or `train` event, and the reasons of those that it skips."""
+    """Ids of a `take` or `train` event, and the reasons of the groups that it skips, by id."""
     return event["ids"], by_id(event["skipped"])
 
 

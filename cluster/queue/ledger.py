@@ -9,8 +9,8 @@ and cluster/queue/journal.py records its events, from which it can be rebuilt.
                      pending -> set aside         failed too often
 
 A group holds a slot from its lease until the weights that its step produced are on every policy
-engine; there are `groups_in_flight` slots. If a push overlaps the next step, that step takes its
-groups once the push has begun (`push`), and slots are freed when the push has ended (`publish`).
+engine. There are `groups_in_flight` slots. If a push overlaps the next step, that step takes its
+groups after the push has begun (`push`), and slots are freed when the push has ended (`publish`).
 
 A rule chooses the groups of a step (cluster/queue/step_rule.py). A group leased at weight version
 v is trained at version v + max_staleness at the latest, unless the settings train overdue groups
@@ -22,9 +22,9 @@ learning signal, and takes others instead (dynamic sampling, Yu et al. 2025, DAP
 groups are set aside when the weights of that step are published. Beyond `most_replaced` the step
 trains on such groups, so that it always completes.
 
-Deliveries are on disk (cluster/store) soon after they arrived (`keep`). After the queue's death
-those groups are as they were, and the others are sampled again (`recover`). A new job takes kept
-groups back: they are pending, at their age, and are only scored again.
+Deliveries are written to disk (cluster/store) soon after they arrived (`keep`). After the queue's
+death the kept groups are unchanged, and the others are sampled again (`recover`). A new job takes
+kept groups back: they are pending, with their age, and are only scored again.
 
 Scorers are checked with canaries (cluster/queue/custody.py). Groups that a moved scorer may have
 scored wrongly are leased again, for another scorer; if weights contain such groups, the learner has
@@ -51,7 +51,7 @@ from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rule import View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
-# Newest delivered groups whose durations the ledger keeps; groups_per_step, if that is more.
+# Number of newest delivered groups whose durations the ledger keeps, if above groups_per_step.
 _KNOWN = 256
 # Number of newest failures whose reasons a status includes.
 _NEWEST = 8
@@ -217,7 +217,7 @@ class Ledger:
         return group_id in self.trained or group_id in self._set_aside
 
     def _is_new(self, group_id: int) -> bool:
-        """True if the group may start; it may be over after a rewind, or started by another job."""
+        """True if the group has not started; it may have, after a rewind or in an earlier job."""
         return group_id not in self._started and not self._is_over(group_id)
 
     def _is_held(self, lease: Lease) -> bool:
@@ -289,7 +289,7 @@ class Ledger:
         return ""
 
     def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
-        """Record that the group's rollout failed. Of a lease that has ended, only its return."""
+        """Record that the group's rollout failed. If the lease has ended, only its return."""
         self.faults.returned(worker, lease)
         if not self._is_held(lease):
             return
@@ -354,7 +354,7 @@ class Ledger:
             good: the answer agrees with the scorer's first one.
             said: further fields of the event.
         """
-        if replica not in self.custody.moved:  # else Ray has repeated the call
+        if replica not in self.custody.moved:  # otherwise Ray has repeated the call
             self.record("canary", replica=replica, good=good, **said)
         if good:
             self.custody.good(replica)
@@ -476,7 +476,7 @@ class Ledger:
         """Record that deliveries are on disk.
 
         Args:
-            attempts: the attempt of each delivered group's present delivery, by id.
+            attempts: attempt of each group's current delivery, by id.
         """
         attempts = {i: attempt for i, attempt in attempts.items() if i in self._delivered}
         if not attempts:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 class Foreseen(NamedTuple):
     """Finished groups that a later step would take in the current state.
 
-    `whole` is True if they are the complete step, which could then start.
+    Attributes:
+        group_ids: ids of the groups.
+        whole: True if they are the complete step, which could start now.
     """
 
     group_ids: list[int]
@@ -38,18 +40,18 @@ class QueueStatus:
     """Status of the queue between the rollout workers and the learner.
 
     Attributes:
-        depth: groups delivered and not yet in published weights.
-        leased: worker, attempt and age in seconds of every group under way, by id.
-        pending: ids waiting to be leased again.
+        depth: number of groups that were delivered and are not yet in published weights.
+        leased: worker, attempt, and seconds since the last progress of every leased group, by id.
+        pending: ids that wait to be leased again.
         missing: ids that the next step waits for, lowest first. (With too few
             finished groups, any group that finishes counts.)
         credit: number of new groups that may start now, in addition to the pending ones.
-        set_aside: groups set aside since the start of the run, because they failed.
+        set_aside: number of groups set aside since the start of the run, because they failed.
         newest_set_aside: reasons of the newest of these, by group id.
-        re_leases: leases of groups that had been leased before.
-        delivered: groups that arrived and were accepted.
-        duplicates: groups that arrived and were dropped, as duplicates or too late.
-        consecutive_set_aside: groups set aside since the last delivery.
+        re_leases: number of leases of groups that had been leased before.
+        delivered: number of groups that arrived and were accepted.
+        duplicates: number of groups that arrived and were dropped, as duplicates or too late.
+        consecutive_set_aside: number of groups set aside since the last delivery.
         last_reason: reason of the newest failure, death or expiry; "" before the first.
         published: watermark of the weights on the engines.
         exhausted: True if no group is left to lease, again or for the first time.
@@ -59,7 +61,7 @@ class QueueStatus:
             credit, so a short lack of it does not mean that there are too many workers.)
         begun_again: last attempt that a restart ended, for each restarted group that is not
             trained, by id.
-        unkept: why groups are not kept on disk; "" if all are.
+        unkept: reason why groups are not kept on disk; "" if all are.
     """
 
     depth: int

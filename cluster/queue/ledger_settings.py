@@ -13,20 +13,23 @@ class LedgerSettings:
     """Settings of a run's ledger.
 
     Attributes:
-        max_staleness: weight versions between a group's first lease and its training, at most.
-        total_groups: live groups of the whole run, those trained before included.
-        lease_s: how long a group may be without progress before it is leased to another.
-        max_failures: failures of its own after which a group is set aside.
-        max_deaths: the same for leases that ran out. More than failures, because what hangs may be
-            an engine.
-        groups_in_flight: most groups between their lease and published weights that contain them;
-            0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
-        on_stale: `wait` for groups that would be trained too late otherwise, `train_late`, or
+        groups_per_step: number of groups of each step.
+        max_staleness: maximum number of weight versions between a group's first lease and its
+            training.
+        total_groups: live groups of the whole run, those trained earlier included.
+        lease_s: seconds without progress after which a group is leased to another worker.
+        max_failures: number of its own failures after which a group is set aside.
+        max_deaths: number of expired leases after which a group is set aside. Larger than
+            `max_failures`, because an engine may be the cause of a hang.
+        groups_in_flight: maximum number of groups between their lease and published weights that
+            contain them; 0: (max_staleness + 1) * groups_per_step, the maximum that `max_staleness`
+            allows.
+        on_stale: `wait` for groups that would otherwise be trained too late, `train_late`, or
             `restart` them.
-        begin_again_after: groups that are under way for so many times the median of those that
-            have arrived may begin again.
-        most_begun_again: how often a group may; after that it is waited for.
-        most_replaced: groups of constant reward that a step passes over at most.
+        begin_again_after: a group may begin again when it has taken this multiple of the median
+            duration of delivered groups.
+        most_begun_again: maximum number of times that a group begins again; then steps wait for it.
+        most_replaced: maximum number of groups of constant reward that a step skips.
     """
 
     groups_per_step: int
@@ -49,9 +52,9 @@ class LedgerSettings:
 
     @property
     def window(self) -> int:
-        """Most groups between their lease and published weights that contain them."""
+        """Maximum number of groups between their lease and published weights that contain them."""
         return self.groups_in_flight or self.groups_per_step * (self.max_staleness + 1)
 
     def rule(self) -> StepRule:
-        """The rule of the run's steps."""
+        """Create the step rule of the run."""
         return StepRule(self.max_staleness, self.window, late=self.on_stale == "train_late")

@@ -1,21 +1,22 @@
 """Columns of delivered groups, from their rollout worker to the learner workers that train on them.
 
     worker    `offered`       keeps the parts of a large group until `deliver` has returned
-    queue     `taken_over`    calls the worker for them, owns them, and never opens them
+    queue     `taken_over`    calls the worker for the parts, owns them, and never opens them
     learner   `open_parts`    fetches the parts with the trajectories that it trains
     queue     `whole_columns` fetches all parts, in a thread, to keep the group on disk; `restored`
-                              makes a delivery of a group that was read from there
+                              creates a delivery from a group that was read from disk
 
 A Ray object is lost with the process that owns it, which is the caller of the task that returned
-it. The queue therefore makes the call: a worker may die or be drained after its groups were
-delivered. The parts stay in the object store of the worker's node, and are lost with that node or
-with the queue. Ray would copy objects below 100 kB to the owner, so a small group travels in the
+it. The queue therefore calls the worker, so that the worker may die or be drained after its groups
+were delivered. The parts stay in the object store of the worker's node, and are lost with that node
+or with the queue. Ray would copy objects below 100 kB to the owner, so a small group is sent in the
 call, as bytes. Within one process, parts are plain objects.
 
-Parts of a group that was scored by hidden states hold references to those, one for each segment.
-The teacher's actor owns them, and they stay in the store of its node until the parts are dropped:
-each worker of the learner fetches those of its own rows. If the actor or its node is lost before,
-the learner reports the group as lost, and it is scored again.
+If a group was scored by hidden states, its parts contain references to the hidden states, one for
+each segment. The teacher's actor owns these objects, and they stay in the object store of its node
+until the parts are dropped. Each worker of the learner fetches the hidden states of its own rows.
+If the actor or its node is lost before, the learner reports the group as lost, and the group is
+scored again.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta, TrajectoryId
 from distill.types import Segment, Trajectory, TrajectoryGroup
 
-# Least size of a part's arrays, if the group is that large: see above.
+# Minimum bytes of a part's arrays, above Ray's limit of 100 kB for copies. A smaller group is one
+# part.
 PART_BYTES = 110_000
-# Largest size of what travels in one argument of a call: Ray puts an argument above 100 kB into the
-# object store.
+# Maximum bytes of one argument of a call: Ray puts arguments above 100 kB into the object store.
 _ARGUMENT_BYTES = 90_000
-# Estimate for the metadata of one trajectory.
+# Estimated bytes of the metadata of one trajectory.
 _META_BYTES = 1_000
 
-# Trajectories of opened parts by group id and number of the part, each with the queue's value for
+# Trajectories of opened parts by group id and index of the part, each with the queue's value for
 # the part, which identifies it.
 Opened: TypeAlias = Mapping[tuple[int, int], tuple[Any, Sequence[Trajectory]]]
 
@@ -57,8 +58,8 @@ class Payload:
 
     Attributes:
         firsts: index of the first trajectory of each part, within the group.
-        parts: for each part, a reference to it, its pickle, or the columns; None where it was not
-            asked for.
+        parts: for each part, its reference, its pickle, or its columns; None if the part was not
+            requested.
         nbytes: size of the arrays of all parts.
     """
 
@@ -67,7 +68,7 @@ class Payload:
     nbytes: int
 
     def part_of(self, member: int) -> int:
-        """Number of the part with a trajectory."""
+        """Index of the part that contains a trajectory."""
         return bisect_right(self.firsts, member) - 1
 
     def only(self, members: Sequence[int]) -> Payload:
@@ -82,13 +83,13 @@ class Payload:
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """A group that a worker delivers, and as the queue stores it.
+    """A group that a worker delivers and the queue stores.
 
     Attributes:
-        payload: without parts while `holder` keeps them.
+        payload: columns of the group; without parts while `holder` keeps them.
         holder: handle of the worker's actor, which the queue calls for the parts; None: no call is
             needed.
-        name: identifies the parts in the holder's process.
+        name: identifier of the parts in the holder's process.
     """
 
     lease: Lease
@@ -111,7 +112,7 @@ _OFFERED: dict[str, Sequence[GroupColumns]] = {}
 def offered(
     queue: Any, lease: Lease, meta: TrajectoryGroupMeta, parts: Sequence[GroupColumns]
 ) -> Delivery:
-    """Delivery of a group to a queue's actor. Call `withdraw` once it has arrived."""
+    """Create a delivery of a group to a queue's actor. Call `withdraw` when it has arrived."""
     nbytes = sum(part.nbytes for part in parts)
 
     def delivery(stored: Sequence[Any], **claim: Any) -> Delivery:
@@ -121,7 +122,7 @@ def offered(
     if isinstance(queue, LocalActor):
         return delivery(parts)
     members = len(meta.rewards_G)
-    # Ray counts a reference inside an object of its own, and none inside bytes.
+    # Ray counts references inside its own objects, but not inside bytes.
     refers = any(map(calls.in_store, _states_of(parts)))
     if not refers and nbytes + _META_BYTES * members <= _ARGUMENT_BYTES:
         return delivery([pickle.dumps(part, protocol=5) for part in parts])
@@ -138,7 +139,7 @@ def _states_of(parts: Sequence[GroupColumns]) -> Iterator[Any]:
 
 
 def restored(lease: Lease, group: TrajectoryGroup) -> Delivery:
-    """Delivery of a group that was read from disk; this process owns its parts."""
+    """Create a delivery of a group that was read from disk; this process owns its parts."""
     columns = pack(group.trajectories_G)
     parts = columns.parts(PART_BYTES)
     stored = [calls.put(part) for part in parts] if is_connected() else parts
@@ -156,7 +157,7 @@ def withdraw(delivery: Delivery) -> None:
 
 
 def in_arguments(deliveries: Sequence[Delivery]) -> list[list[Delivery]]:
-    """Deliveries for the arguments of a call, each small enough to travel in the call."""
+    """Split deliveries into arguments of a call, each small enough to be sent in the call."""
     batches: list[list[Delivery]] = []
     size = 0
     for delivery in deliveries:
@@ -169,7 +170,7 @@ def in_arguments(deliveries: Sequence[Delivery]) -> list[list[Delivery]]:
 
 
 async def taken_over(deliveries: Sequence[Delivery]) -> list[Delivery]:
-    """The deliveries, with parts that this process owns. Called by the queue."""
+    """Return the deliveries with parts that this process owns. Called by the queue."""
     return await asyncio.gather(*map(_taken_over, deliveries))
 
 
@@ -190,7 +191,7 @@ def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
 
 
 def asked(deliveries: Mapping[int, Delivery], places: Sequence[TrajectoryId]) -> dict[int, Payload]:
-    """Payloads with the trajectories at `places`, by group id, of the groups that are there."""
+    """Payloads with the trajectories at `places`, by group id; without groups not delivered."""
     members: dict[int, list[int]] = {}
     for group_id, member in places:
         if group_id in deliveries:
@@ -201,11 +202,11 @@ def asked(deliveries: Mapping[int, Delivery], places: Sequence[TrajectoryId]) ->
 def open_parts(
     payloads: Mapping[int, Payload], before: Opened, timeout_s: float
 ) -> tuple[Opened, dict[int, str]]:
-    """Open parts in this process; returns also the reason for each group with a lost part.
+    """Open parts in this process; also return a reason for each group with a lost part.
 
     Args:
-        before: parts that were opened earlier; those that are still the same are reused.
-        timeout_s: longest wait for one fetch, seconds.
+        before: parts that were opened earlier; unchanged parts are reused.
+        timeout_s: longest wait for one fetch in seconds.
 
     Raises:
         GetTimeoutError: a node did not answer in time.
@@ -254,7 +255,7 @@ def _with_states(columns: GroupColumns, timeout_s: float) -> Sequence[Trajectory
 
 
 def _is_same(held: Any, part: Any) -> bool:
-    """True if both are the same object; a group that was sampled or scored again has new ones."""
+    """True if the part is unchanged. A group that was sampled or scored again has new parts."""
     known = isinstance(part, bytes) or calls.in_store(part)
     return held is part or (known and bool(held == part))
 

@@ -1,7 +1,7 @@
-"""The actor behind `GroupQueue`: a `Ledger`, its journal, and references to delivered groups.
+"""Actor behind `GroupQueue`: a `Ledger`, its journal, and references to delivered groups.
 
-It writes delivered groups to disk a moment after they arrived, in a thread, and reads them when it
-is restarted or begins a new job.
+The actor writes delivered groups to disk soon after they arrived, in a thread, and reads them when
+it is restarted or begins a new job.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-# Longest a call waits here, seconds.
+# Longest wait of a call in the actor, seconds.
 POLL_S = 2.0
 # Interval between checks for expired leases, seconds.
 _EXPIRE_EVERY_S = 1.0
 # Time for which deliveries are gathered before they are written to disk, seconds.
 _KEEP_EVERY_S = 0.5
-# Size of the deliveries that are written together, and of those that may wait for the disk; more
-# are not kept.
+# Bytes of the deliveries that are written together, and of those that may wait for the disk.
+# Further deliveries are not kept.
 _BATCH_BYTES, _MOST_WAITING = 32 << 20, 256 << 20
 # Longest wait for the disk at the end of a run, seconds: less than the driver waits for the queue.
 _CLOSE_S = 4.0
@@ -60,7 +60,7 @@ class LeaseAnswer:
     """Answer to a worker's request for leases.
 
     Attributes:
-        sampled: groups among the leased ones that exist already and only need new scores, by id.
+        sampled: leased groups that are already sampled and only need new scores, by id.
         progress: changes whenever weights are published or lost, and whenever the driver requests
             the queue's status; see `WorkerEnd.lease`.
     """
@@ -73,14 +73,14 @@ class LeaseAnswer:
 
 
 class GroupQueueActor:
-    """A `Ledger`, and the delivered groups until weights contain them. A class without Ray."""
+    """Holds a `Ledger`, and delivered groups until weights contain them. Does not use Ray."""
 
     def __init__(
         self, run: str, run_id: str, trained: TrainedGroups, settings: LedgerSettings, journal: str
     ) -> None:
         """
         Args:
-            run: identifies this queue. A journal whose last start has this value is continued.
+            run: identifier of this queue. A journal whose last start has this value is continued.
             run_id: id of the run, written to the journal; "" for none.
             trained: groups that the starting weights account for.
             journal: path of the ledger's journal, on storage that the actor's node reaches. Groups
@@ -99,12 +99,12 @@ class GroupQueueActor:
         else:
             earlier = before.ledger if before.run_id == run_id else None
             self._start(run, run_id, before.epoch + 1, settings, trained, earlier)
-        # Deliveries that are to be written to disk, and the task that does it.
+        # Deliveries that must be written to disk, and the task that writes them.
         self._to_keep: dict[int, Delivery] = {}
         self._keeping: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._storing = asyncio.Lock()
-        self._unkept = ""  # why groups are not kept; reported once
+        self._unkept = ""  # reason why groups are not kept; reported once
         self._deaths: Counter[str] = Counter()
         # Notified when leases become possible, and when a step may be ready. Separate conditions,
         # so that a delivery does not wake every worker.
@@ -113,13 +113,13 @@ class GroupQueueActor:
         self._looks = 0  # status requests of the driver
 
     def _recover(self) -> None:
-        """Go on after the death of this queue's process, with the groups that are on disk."""
+        """Continue after the death of this queue's process, with the groups that are on disk."""
         ledger = self._ledger
         leases = {i: each.lease(i) for i, each in ledger.kept.items() if ledger.is_under_way(i)}
         groups = self._store.read(leases.values())
         ledger.recover(groups)
         for group_id, group in groups.items():
-            if ledger.is_under_way(group_id):  # it was not set aside just now
+            if ledger.is_under_way(group_id):  # `recover` may have set the group aside
                 into = self._delivered if ledger.holds(group_id) else self._to_score
                 into[group_id] = restored(leases[group_id], group)
 
@@ -132,7 +132,7 @@ class GroupQueueActor:
         trained: TrainedGroups,
         earlier: Ledger | None,
     ) -> None:
-        """Begin a new job. It takes back groups of the `earlier` one, to be scored again."""
+        """Begin a new job, and take back groups of the `earlier` job, to be scored again."""
         back: dict[int, TrajectoryGroup] = {}
         taken: dict[int, Kept] = {}
         if earlier is not None:
@@ -159,9 +159,9 @@ class GroupQueueActor:
 
     async def lease(self, worker: str, max_groups: int, request: str, poll_s: float) -> LeaseAnswer:
         await self._expire()
-        deaths = self._deaths[worker]  # a worker that dies during the call ends it
-        # What a worker delivers during the call leaves room for as many. Otherwise groups that
-        # credit arrives for together would start apart, and engines would compute more batches.
+        deaths = self._deaths[worker]  # the call ends if the worker dies
+        # Groups that the worker delivers during the call raise the limit. Otherwise groups for
+        # which credit arrives together would start separately, and engines would run more batches.
         most = max_groups + self._ledger.leased_to(worker)
         leases = await _until(
             self._may_start,
@@ -183,7 +183,7 @@ class GroupQueueActor:
         )
 
     async def deliver(self, worker: str, *batches: Sequence[Delivery]) -> None:
-        # Batches are separate arguments: Ray passes each of at most 100 kB in the call itself.
+        # Batches are separate arguments, because Ray sends arguments of at most 100 kB in the call.
         deliveries = await taken_over(list(chain(*batches)))  # before the journal records them
         suspects = self._ledger.faults.any_suspected
         new: dict[int, Delivery] = {}
@@ -197,8 +197,8 @@ class GroupQueueActor:
         ids = [delivery.lease.group_id for delivery in deliveries]
         distrusted = self._score_again([i for i in ids if not self._ledger.holds(i)])
         await _wake(self._may_train)
-        # A worker without leases may now start a suspect; and every worker may start a group if one
-        # is to be replaced.
+        # A worker without leases may now start a suspect; and every worker may start a group if a
+        # delivered one will be replaced.
         constant = any(each.meta.constant_reward is not None for each in deliveries)
         if suspects or distrusted or constant:
             await _wake(self._may_start)
@@ -221,20 +221,20 @@ class GroupQueueActor:
             self._keeping = asyncio.create_task(self._keep())
 
     def _not_kept(self, reason: str) -> None:
-        """Report once that groups are not kept; the run goes on without."""
+        """Report once that groups are not kept; the run continues without them."""
         if not self._unkept:
             self._unkept = reason
             logger.warning("groups are not kept in out/%s: %s", GROUPS, reason)
 
     async def _keep(self) -> None:
-        """Write deliveries to disk while there are any, those of a moment together."""
+        """Write the waiting deliveries to disk in batches, until none is left."""
         while self._to_keep:
             if not self._closed and _size(self._to_keep) < _BATCH_BYTES:
                 await asyncio.sleep(_KEEP_EVERY_S)
             batch: dict[int, Delivery] = {}
             size = 0
             for group_id, delivery in list(self._to_keep.items()):
-                if not self._ledger.holds(group_id):  # it was trained meanwhile
+                if not self._ledger.holds(group_id):  # trained in the meantime
                     del self._to_keep[group_id]
                 elif size < _BATCH_BYTES:
                     batch[group_id] = delivery
@@ -243,14 +243,14 @@ class GroupQueueActor:
                 continue
             async with self._storing:
                 written = await asyncio.to_thread(self._write, self._ledger.epoch, batch)
-            # Deliveries that were replaced or dropped meanwhile are no longer there.
+            # Without deliveries that were replaced or dropped during the write.
             current = [i for i, each in batch.items() if self._to_keep.get(i) is each]
             for group_id in current:
                 del self._to_keep[group_id]
             self._ledger.keep({i: batch[i].lease.attempt for i in current if i in written})
 
     def _write(self, epoch: int, deliveries: Mapping[int, Delivery]) -> set[int]:
-        """Write groups to disk; returns the ids of those that are there. Runs in a thread."""
+        """Write groups to disk; return the ids of the written ones. Runs in a thread."""
         rows = [
             GroupRow(each.meta, columns, each.lease.attempt)
             for each in deliveries.values()
@@ -284,7 +284,10 @@ class GroupQueueActor:
     async def take(
         self, trained: TrainedGroups, poll_s: float, pushing: bool = False
     ) -> StepGroups | list[int] | None:
-        """The next step; ids that it waits for, if it is not ready; None if the queue is closed."""
+        """Take the next step. If it is not ready, return the ids that it waits for.
+
+        None if the queue is closed.
+        """
         await self._until_ready(poll_s)
         if self._closed:
             return None
@@ -296,10 +299,10 @@ class GroupQueueActor:
     async def foresee(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
     ) -> list[TrajectoryGroupMeta] | None:
-        """As `GroupQueue.foresee`."""
+        """See `GroupQueue.foresee`."""
 
         def news() -> list[int] | None:
-            """Ids that are new to the caller; None if there will be no more."""
+            """Ids that are new to the caller; None if no more can be added."""
             foreseen = None if self._closed else self._ledger.foreseen(trained)
             if foreseen is None:
                 return None
@@ -314,8 +317,8 @@ class GroupQueueActor:
     async def lose(self, ids: Sequence[int], reason: str) -> None:
         """Record that taken groups cannot be fetched.
 
-        Those whose columns are still there are scored again: their teacher's hidden states are
-        gone. A worker that finds no columns samples the group again.
+        If only a group's hidden states are lost, and its columns still exist, the group is scored
+        again. A worker that finds no columns samples the group again.
         """
         for group_id in self._ledger.lose(ids, reason):
             delivery = self._delivered.pop(group_id)
@@ -325,7 +328,7 @@ class GroupQueueActor:
         await self._wake_all()
 
     async def payloads(self, places: Sequence[TrajectoryId]) -> dict[int, Payload]:
-        """Payloads with these trajectories, by group id; without groups that are not held."""
+        """Payloads with these trajectories, by group id; without groups that are not stored."""
         return asked(self._delivered, places)
 
     async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
@@ -337,8 +340,8 @@ class GroupQueueActor:
         await self._after_step()
 
     async def _after_step(self) -> None:
-        # Before a checkpoint has these groups: after a crash of the machine the journal would lack
-        # groups that the checkpoint has.
+        # Before a checkpoint contains these groups: otherwise, after a crash of the machine, the
+        # journal could lack groups of the checkpoint.
         self._journal.sync()
         self._delivered = {i: each for i, each in self._delivered.items() if self._ledger.holds(i)}
         self._to_score = {
@@ -349,11 +352,13 @@ class GroupQueueActor:
     # the driver's end
 
     async def poll(self, poll_s: float = POLL_S) -> bool:
-        """Wait up to `poll_s` seconds for the next step and take it. True if it is ready; False,
-        too, once the queue is closed.
+        """Wait up to `poll_s` seconds for the next step, and take it.
 
-        The step is taken here, before the learner requests it: otherwise a bad canary could make
-        one of its groups pending again while the learner waits, when no scorer can be admitted.
+        The step is taken before the learner requests it. Otherwise a bad canary could make one of
+        its groups pending again while the learner waits, when no scorer can be admitted.
+
+        Returns:
+            True if the step is ready; False if it is not, or if the queue is closed.
         """
         await self._until_ready(poll_s)
         return not self._closed and self._ledger.take() is not None
@@ -364,14 +369,14 @@ class GroupQueueActor:
         await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
-        """A worker died: returns the ids of its groups, which are leased again."""
+        """Record a worker's death; return the ids of its groups, which are leased again."""
         self._deaths[worker] += 1
         ids = self._ledger.forfeit(worker, reason)
         await self._wake_all()
         return ids
 
     async def expire_now(self, ids: Sequence[int] | None, reason: str) -> list[int]:
-        """Give groups under way (None: all) to other workers; returns the ids of those."""
+        """End the leases of groups (None: all) early; return the ids of those that were leased."""
         expired = self._ledger.release(ids, reason)
         await self._wake_all()
         return expired
@@ -400,12 +405,12 @@ class GroupQueueActor:
         return answer
 
     async def commit(self, step: int, watermark: int) -> None:
-        """A checkpoint that accounts for everything below `watermark` is on disk."""
+        """Record that a checkpoint that accounts for all groups below `watermark` is on disk."""
         self._ledger.commit(step, watermark)
         self._dropping = asyncio.create_task(self._drop_committed())
 
     async def _drop_committed(self) -> None:
-        """Delete the files of groups that are all in a checkpoint."""
+        """Delete files whose groups are all in a checkpoint."""
         async with self._storing:
             await asyncio.to_thread(self._delete_unneeded, frozenset(self._ledger.kept))
 
@@ -421,13 +426,13 @@ class GroupQueueActor:
         return replace(self._ledger.status(), unkept=self._unkept)
 
     async def close(self) -> None:
-        """End every wait. Groups that are delivered afterwards are still journalled."""
+        """Close the queue and end every wait. Later deliveries are still journalled."""
         if not self._closed:
             self._closed = True
             self._journal.record("end")
             self._journal.sync()
         await self._wake_all()
-        # A resumed run takes back what is on disk.
+        # A resumed run takes back the groups that are on disk.
         if writing := [each for each in (self._keeping, self._dropping) if each is not None]:
             await asyncio.wait(writing, timeout=_CLOSE_S)
 
@@ -452,15 +457,16 @@ class GroupQueueActor:
 
 
 def _size(deliveries: Mapping[int, Delivery]) -> int:
-    """Bytes of the arrays."""
+    """Bytes of the arrays of deliveries."""
     return sum(each.payload.nbytes for each in deliveries.values())
 
 
 def _is_usable(group: TrajectoryGroup, version: int, earlier: Ledger) -> bool:
     """True if a job that starts from weights of `version` can train a group of the `earlier` job.
 
-    It is not if newer weights have sampled it, which are lost; if its teacher has, whose canaries
-    ended with that job; or if a reward model gave its rewards and no canary has proven them.
+    A group is not usable if it was sampled by newer weights, which are lost; if it was sampled by
+    its teacher, whose canaries ended with that job; or if a reward model gave its rewards and no
+    canary has proven them.
     """
     newest = max(int(segment.versions_T.max()) for segment in group.segments())
     return (

@@ -109,7 +109,7 @@ class _Job:
 
 
 class ScoringRecord:
-    """Builds a `Scoring` from the events of a journal, each after its ledger has replayed it."""
+    """Builds a `Scoring` from the events of a journal. Each must be replayed before it is read."""
 
     def __init__(self) -> None:
         self._job = _Job(Custody())
@@ -120,7 +120,7 @@ class ScoringRecord:
         self._problems: list[str] = []
 
     def read(self, event: Mapping[str, Any], played: Replay) -> None:
-        """Read an event that was played."""
+        """Read an event that `played` has replayed."""
         if event["event"] == "start" and played.ledger is not None:
             self._job = _Job(played.ledger.custody)
             self._jobs.append(self._job)
@@ -175,10 +175,10 @@ class ScoringRecord:
     _read_push = _read_train
 
     def result(self, contradictions: Sequence[str]) -> Scoring | None:
-        """The audit's result; None if the journal names no scorer.
+        """Return the result of the audit; None if the journal names no scorer.
 
         Args:
-            contradictions: of the ledgers' replay.
+            contradictions: `Replay.contradictions` of the journal.
         """
         replicas = [replica for job in self._jobs for replica in job.replicas.values()]
         if not replicas:

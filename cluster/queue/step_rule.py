@@ -1,10 +1,11 @@
-"""The step rule: which groups may start, and which finished ones the next step trains on.
+"""Step rule: which groups may start, and which finished groups the next step trains on.
 
-It is a pure function of a `View` of the ledger, so that runs can be played again from their
-journal, and the rule judged in a simulator (benchmarks/scheduling.py).
+The rule is a pure function of a `View` of the ledger, so that runs can be replayed from their
+journal, and the rule can be evaluated in a simulator (benchmarks/scheduling.py).
 
 `max_staleness` is a bound that users rely on: a group that starts at weight version v is trained at
-version v + max_staleness at the latest. Nothing is dropped for it, since what is dropped is long.
+version v + max_staleness at the latest. No group is dropped to keep the bound, since the dropped
+groups would be the long ones.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """State that a rule decides by.
+    """Input of the step rule.
 
     Attributes:
-        step: steps that were trained since the run's start, resume or return to a checkpoint.
-        groups_per_step: groups of each step, P.
-        started: for each live group that is not trained, how many steps' weights were published
-            when it was first leased, or leased to begin again: `step`, or one less beside a push.
-            But for those that began again, groups start in order of id.
-        finished: ids of those among them that have been delivered.
-        constant: ids of finished groups whose members all have the same reward: a step passes over
-            them, in order, up to `most_replaced`, and takes others instead.
+        step: number of steps trained since the run's start, resume or return to a checkpoint.
+        groups_per_step: number of groups of each step, P.
+        started: for each live group that is not trained, the number of steps whose weights were
+            published at its first lease, or at its first lease after it began again: `step` at that
+            time, or one less during a push. Groups start in order of id, except those that began
+            again.
+        finished: ids of the started groups that have been delivered.
+        constant: ids of finished groups whose members all have the same reward. A step skips up to
+            `most_replaced` of them, in order, and takes others instead.
+        most_replaced: maximum number of groups that a step skips.
     """
 
     step: int
@@ -40,11 +43,11 @@ class View:
 
     @property
     def under_way(self) -> int:
-        """Started groups but for those that the next step may pass over.
+        """Number of started groups, except constant ones that the next step may skip.
 
-        A constant group that it does not pass over, since it passes over `most_replaced` others,
-        makes room by these; so at most (H + 1) P groups under way can all be trained within H
-        versions, whatever their rewards turn out to be.
+        A constant group beyond `most_replaced` is trained, in a place that a skipped group leaves.
+        So up to (H + 1) P groups by this count can all be trained within H versions, whatever their
+        rewards turn out to be.
         """
         return len(self.started) - min(len(self.constant), self.most_replaced)
 
@@ -54,8 +57,8 @@ class Choice:
     """Groups of the next step.
 
     Attributes:
-        ids: those to train, in order.
-        replaced: constant ones that it passes over, in order.
+        ids: groups to train, in order of id.
+        replaced: constant groups that the step skips, in order of id.
     """
 
     ids: list[int]
@@ -64,31 +67,30 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepRule:
-    """The oldest finished groups, as long as all that have started can still be trained in time.
+    """Rule that trains the oldest finished groups, if all other started groups stay in time.
 
-    With v the version of the weights to be trained, those that stay behind and started at u or
-    before must fit into the P (u + H - v) places of the steps that are left to them, for each u;
-    otherwise the step waits. Of all choices the oldest finished leave least behind for every u, so
-    no other could go on either. In order of age this always works out in the end, as no more than
-    (H + 1) P groups are under way (by induction over v; `window` is at most that). Beside a push,
-    those that start are a version behind the learner; but P places are held by the groups that are
-    pushed, so at most H P others are under way, which H steps train.
+    Let v be the version of the weights to be trained. For each u, the groups that started at u or
+    before and that the step leaves behind must fit into the P (u + H - v) places of their remaining
+    steps. Otherwise the step waits. The oldest finished groups leave the fewest behind for every u,
+    so if they do not satisfy the condition, no other choice does. In order of age the condition can
+    always be met in the end, because at most (H + 1) P groups are in progress (by induction over v;
+    `window` is at most that number). During a push, groups start one version behind the learner. But the pushed
+    groups hold P slots, so at most H P others are in progress, which H steps train.
 
-    Short groups overtake long ones that started with them. Nothing is dropped, so in the long run
-    what goes in comes out and no length is preferred; but while the long groups under way become
-    more than they were, after a start, the steps are of shorter ones: by one step's worth in all in
-    the simulator.
+    Short groups overtake long ones that started with them. Since no group is dropped, no length is
+    preferred in the long run. After a start, while long groups accumulate, the steps consist of
+    shorter groups: in the simulator, by one step's worth of groups in total.
 
-    A group that begins again has another start, later than its own, so there is more room before it
-    and no less after it: the induction holds.
+    A group that begins again gets a later start. So there is more room before that start and no
+    less after it, and the induction holds.
 
-    With H = 0 a step takes its own prompts' groups, in order.
+    With H = 0 each step trains the groups of its own prompts, in order.
 
     Attributes:
         horizon: H, in weight versions.
-        window: most groups under way (`View.under_way`) until published weights contain them, at
-            most (H + 1) P.
-        late: groups that are overdue are not waited for: they are trained when they come.
+        window: maximum number of groups in progress (`View.under_way`) until published weights
+            contain them; at most (H + 1) P.
+        late: True: steps do not wait for overdue groups, which are trained when they finish.
     """
 
     horizon: int
@@ -100,13 +102,13 @@ class StepRule:
         return self.window - view.under_way
 
     def choose(self, view: View) -> Choice | None:
-        """Groups of the next step, all finished; None: it waits."""
+        """Choose the groups of the next step, all finished; None if the step has to wait."""
         choice = _oldest(view.finished, view)
         whole = len(choice.ids) == view.groups_per_step
         return choice if whole and self._late_after(view, choice) is None else None
 
     def waited_for(self, view: View) -> list[int]:
-        """Ids of the started groups that the next step waits for, in order."""
+        """Ids of the started groups that the next step waits for, in order of id."""
         unfinished = view.started.keys() - view.finished
         choice = _oldest(view.finished, view)
         if len(choice.ids) < view.groups_per_step:
@@ -117,12 +119,19 @@ class StepRule:
         return sorted(group_id for group_id in unfinished if view.started[group_id] <= until)
 
     def foreseen(self, view: View) -> list[int]:
-        """Ids of the finished groups that the next step takes if no other finishes, in order."""
+        """Ids of the finished groups that the next step takes if no other finishes."""
         return _oldest(view.finished, view).ids
 
     def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
-        """The first of the `able` unfinished groups that have to begin again, with `start` as
-        their start, for the next step to wait for none; [] if it has to wait anyway."""
+        """Choose unfinished groups to begin again, so that the next step need not wait.
+
+        Args:
+            able: ids of groups that may begin again, in order of preference.
+            start: their new start.
+
+        Returns:
+            The ids; empty if the step has to wait anyway.
+        """
         choice, again = _oldest(view.finished, view), list[int]()
         if len(choice.ids) < view.groups_per_step:
             return []
@@ -135,7 +144,7 @@ class StepRule:
         return again
 
     def _late_after(self, view: View, choice: Choice) -> int | None:
-        """The first start of which too many groups would be left behind by a step."""
+        """First start of which a step would leave too many groups behind; None if none."""
         if self.late:
             return None
         gone = [*choice.ids, *choice.replaced]
@@ -153,7 +162,7 @@ class StepRule:
 
 
 def _oldest(group_ids: Iterable[int], view: View) -> Choice:
-    """The first groups of a step among some, in order; fewer if they are too few."""
+    """Choose the oldest of some groups for a step; fewer than P if there are too few."""
     choice = Choice([], [])
     most = view.groups_per_step + view.most_replaced
     for _, group_id in heapq.nsmallest(most, ((view.started[i], i) for i in group_ids)):
