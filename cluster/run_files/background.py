@@ -1,4 +1,4 @@
-"""A thread that does a run's side work in order, so that the run never waits for it."""
+"""Thread for a run's background work, which is done in order and never delays the run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class WorkThread:
     """A daemon thread with a bounded queue of work.
 
     Args:
-        name: the thread's name.
-        failed: called in the thread with what a piece of work raised; the next one follows.
-        limit: how much work may wait.
+        name: name of the thread.
+        failed: called in the thread with an exception that work has raised; later work continues.
+        limit: maximum number of queued calls.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], None], limit: int) -> None:
         self._failed = failed
         self._queue: Queue[Callable[[], object] | None] = Queue(limit)
-        self._began: float | None = None  # the work under way
+        self._began: float | None = None  # start of the current work
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, work: Callable[[], object]) -> bool:
-        """Queue some work; False if the queue is full."""
+        """Queue a call; False if the queue is full."""
         try:
             self._queue.put_nowait(work)
         except Full:
@@ -34,7 +34,7 @@ class WorkThread:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the work under way has taken so far."""
+        """Seconds that the current work has taken so far."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -53,7 +53,7 @@ class WorkThread:
             self._began = time.monotonic()
             try:
                 work()
-            except BaseException as error:  # of a library or the user: it may even exit
+            except BaseException as error:  # libraries and user code may raise even SystemExit
                 self._failed(error)
             finally:
                 self._began = None

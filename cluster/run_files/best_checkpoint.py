@@ -19,21 +19,21 @@ _EVALUATIONS = ("time/eval", "time/validation")
 
 
 class BestCheckpoint:
-    """Tracks the best evaluation of a run. The store holds it, so it survives a restart."""
+    """Tracks the best evaluation of a run. The store records it, so it survives a restart."""
 
     def __init__(self, store: CheckpointStore, metric: str | None) -> None:
         self._store, self._metric = store, metric
-        self._found: Best | None = None  # whose checkpoint is not saved yet
-        self._unmarked: Best | None = None  # whose checkpoint is saved; the disk took no mark
+        self._found: Best | None = None  # its checkpoint is not saved yet
+        self._unmarked: Best | None = None  # its checkpoint is saved, but not marked as the best
         self._writing: int | None = None
 
     @property
     def due(self) -> bool:
-        """True if the current weights are the best, and in no checkpoint, written or pending."""
+        """True if the current weights are the best, and no checkpoint, even pending, has them."""
         return self._found is not None and self._found.step != self._writing
 
     def see(self, metrics: Mapping[str, float]) -> None:
-        """Process a line of metrics: a step's, with or without its evaluation, or an evaluation's.
+        """Process a line of metrics of a step or of an evaluation.
 
         Raises:
             ConfigError: the run's evaluations do not measure the metric.
@@ -81,7 +81,7 @@ class BestCheckpoint:
         self._writing = None
 
     def _mark(self) -> None:
-        """Mark the best checkpoint in the store; on a full disk at a later line of metrics."""
+        """Mark the best checkpoint in the store. If the disk is full, a later call tries again."""
         if self._unmarked is None:
             return
         try:

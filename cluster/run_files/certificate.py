@@ -1,6 +1,7 @@
-"""`out/certificate.json`: proven and unproven facts about the scores that a run was trained on.
+"""Certificate of a run, `out/certificate.json`: proven and unproven facts about its scores.
 
-Derived from the ledger's journal (cluster/queue/scoring.py), so `cluster.audit` agrees with it.
+The certificate is derived from the ledger's journal (cluster/queue/scoring.py), so it agrees with
+`cluster.audit`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
 
 
 def counted(scoring: Scoring) -> dict[str, int]:
-    """Groups of the weights, in a certificate, and by the ledger when it is audited."""
+    """Numbers of groups, which a certificate contains and an audit compares with the ledger."""
     return {
         "trained": scoring.trained,
         "proven": scoring.proven,
@@ -75,14 +76,14 @@ def _replica(replica: Replica) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Value with three significant digits, which is enough for the size of an error."""
+    """Round to three significant digits, which is enough for the size of an error."""
     if not value:
         return 0.0
     return round(value, 2 - math.floor(math.log10(abs(value))))
 
 
 def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
-    """Limits of the canaries' proof in this run, as text."""
+    """Descriptions of what canaries cannot prove in this run."""
     found: dict[str, None] = {}
     for replica in scoring.replicas if scoring else []:
         found |= dict.fromkeys(_limits_of(replica.who, replica.said))

@@ -1,8 +1,8 @@
-"""`fork_from=RUN[:STEP]`: a run that starts from a checkpoint of another.
+"""`fork_from=RUN[:STEP]`: a run that starts from a checkpoint of another run.
 
-The new run counts its own steps from 0. Its first checkpoint, step 0, holds the other's weights
-(`write_start`), so resuming it, or restarting its learner, does not need the other run. No schedule
-and no random numbers are taken over.
+The new run counts its steps from 0. Its first checkpoint, step 0, contains the other run's weights
+(`write_start`), so a resume of the new run, or a restart of its learner, does not need the other
+run. Schedules and random numbers are not copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from learner.config import LoraSettings
 from learner.lora import check_goes_on
 from learner.state import TrainerState, write_trainer
 
-# Of a model's config: what says nothing of how it computes, and what a run itself sets.
+# Fields of a model's config that do not affect its computation, or that a run sets itself.
 _PASSED_OVER = (
     *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
     *("eos_token_id", "bos_token_id", "pad_token_id", "num_labels", "id2label", "label2id"),
@@ -36,11 +36,11 @@ _PASSED_OVER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """The checkpoint of another run that a run starts from.
+    """Checkpoint of another run from which a run starts.
 
     Attributes:
         run, run_id, recipe: directory, id and recipe of the other run.
-        moments: AdamW's moments are copied as well.
+        moments: True if AdamW's moments are copied as well.
     """
 
     run: Path
@@ -64,13 +64,13 @@ class Fork:
         }
 
     def begin(self, store: CheckpointStore, delivery: Mapping[str, Any]) -> Checkpoint:
-        """Writes the first checkpoint of the new run.
+        """Write the first checkpoint of the new run.
 
         Args:
             delivery: data state of a checkpoint before the first step.
 
         Raises:
-            CheckpointError: it could not be written, or the other run has dropped its checkpoint.
+            CheckpointError: it could not be written, or the other run has deleted its checkpoint.
         """
         write = partial(write_start, self.checkpoint.path, moments=self.moments)
         return store.save(step=0, write=write, delivery=delivery)
@@ -83,7 +83,7 @@ def find_fork(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
 ) -> Fork | None:
-    """Checkpoint that `fork_from` names, checked; None if it is not set. Writes nothing.
+    """Find and check the checkpoint that `fork_from` names; None if it is not set. Writes nothing.
 
     Args:
         say: prints messages about damaged checkpoints that are skipped.
@@ -116,7 +116,7 @@ def find_fork(
     check_fork(checkpoint, model=model, tokenizer=tokenizer, lora=config.lora)
     if config.lora.trains_adapter:
         _check_base(their.settings, config.fork_from, model)
-    # The first checkpoint of a run that took over no moments has none.
+    # The first checkpoint of a fork without moments has none.
     moments = recipe == their.recipe and (checkpoint.path / "optimizer").is_dir()
     return Fork(
         run=run,
@@ -128,7 +128,7 @@ def find_fork(
 
 
 def _parts(fork_from: str) -> tuple[Path, int | None]:
-    """Run directory and step that `fork_from` names; None without a step."""
+    """Run directory and step that `fork_from` names; the step is None if it is not given."""
     run, colon, step = fork_from.rpartition(":")
     if not colon or Path(fork_from).exists():
         return Path(fork_from), None
@@ -178,7 +178,7 @@ def _checkpoint(
 
 
 def _check_base(settings: Mapping[str, Any], fork_from: str, model: str) -> None:
-    """Raises ConfigError for an adapter of another base, as far as that can be told."""
+    """Raise ConfigError if the adapter has another base model, as far as paths show it."""
     theirs = at_path(settings, "model.path")
     if not isinstance(theirs, str) or not Path(theirs).exists():
         return  # a hub name, or a directory that has moved
@@ -197,10 +197,10 @@ def check_fork(
     tokenizer: PreTrainedTokenizerBase,
     lora: LoraSettings,
 ) -> None:
-    """Check that a model, its tokenizer and its adapter are those that the checkpoint was made of.
+    """Check that a model, its tokenizer and its adapter match those of the checkpoint.
 
     Raises:
-        ConfigError: they are others; with the field, both values, and the remedy.
+        ConfigError: they differ; the message has the field, both values, and the remedy.
         CheckpointError: one of them cannot be read.
     """
     saved = checkpoint.model_dir
@@ -247,12 +247,13 @@ def _shape(model: str) -> dict[str, Any]:
 
 
 def write_start(checkpoint: Path, path: Path, *, moments: bool) -> None:
-    """Write the checkpoint of step 0: another's model, adapter and, if asked, AdamW's moments.
+    """Write the checkpoint of step 0 from another checkpoint's files.
 
-    Files are linked where both places are on one file system, and copied elsewhere.
+    These are the model, the adapter and, if requested, AdamW's moments. Files are hard links if
+    both paths are on the same file system, else copies.
 
     Raises:
-        OSError: it could not be written, or the other is gone.
+        OSError: a file could not be written, or the other checkpoint no longer exists.
     """
     for name in ("model", "adapter", *(["optimizer"] if moments else [])):
         if (checkpoint / name).is_dir() or name == "model":

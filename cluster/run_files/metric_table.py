@@ -1,9 +1,9 @@
-"""Metrics of a run's metrics.jsonl: name, unit and meaning of each, in sections.
+"""Table of the metrics in metrics.jsonl: name, unit and meaning of each, in sections.
 
-The report shows the meanings beside its charts, and docs/metrics.md is generated from this table.
-Words in capitals in a name stand for any text: `eval/pass@K`. In the meanings p_T is the student
-and q_T the teacher at temperature T; r is the ratio of learner to server probability. A "version"
-is a weight version.
+The report shows the meanings next to its charts, and docs/metrics.md is generated from this table.
+Words in capitals in a name stand for any text: `eval/pass@K`. In the meanings, p_T is the student
+and q_T the teacher at temperature T, and r is the ratio of learner to server probability. A
+"version" is a weight version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """A metric, or a family of them."""
+    """A metric or a family of metrics."""
 
     name: str
     unit: str
@@ -439,7 +439,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 
-# What shows at a glance how a run goes: exported to Prometheus, and in the summaries of trackers.
+# Main metrics of a run: exported to Prometheus, and shown in the summaries of trackers.
 HEADLINES = (
     "opd/reverse_kl",
     "opd/divergence",
@@ -466,9 +466,9 @@ _CAPITALS = re.compile(r"[A-Z]+")
 
 @cache
 def described(name: str) -> Metric | None:
-    """The entry of a metric or of its family; None if the table has none.
+    """Entry of a metric or of its family; None if the table has none.
 
-    Of several families that fit, the one with the longest name describes it.
+    If several families match, the one with the longest name is returned.
     """
     families = [
         metric
@@ -480,5 +480,5 @@ def described(name: str) -> Metric | None:
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """Expression of the names in a family: words in capitals match any text."""
+    """Regular expression of the names in a family: words in capitals match any text."""
     return re.compile(".+".join(map(re.escape, _CAPITALS.split(name))))

@@ -28,15 +28,15 @@ Receiver = Callable[[dict[str, Any]], object]
 # Timeouts of one POST, and of the pending notifications at the run's end.
 _POST_S, _END_S = 10.0, 15.0
 _SETTING = "tracking.notify"
-# Most messages that are queued for a slow receiver.
+# Maximum number of messages that are queued for a slow receiver.
 _WAITING = 1000
 
 
 def receiver_of(notify: str | None) -> Receiver | None:
-    """Receiver that `notify=` names, or None.
+    """Create the receiver that `notify=` names; None if it is not set.
 
     Raises:
-        ConfigError: `notify` is no function that can be imported.
+        ConfigError: `notify` is not a URL, and not a function that can be imported.
     """
     if notify is None:
         return None
@@ -56,7 +56,7 @@ def _post(url: str, told: dict[str, Any]) -> None:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Treats a redirect as an error: notifications are meant for one host."""
+    """Makes redirects an error, because notifications must not reach another host."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Checks of a run's `out=` that need no library of tensors: is it free, and can it be written?"""
+"""Checks of a run's `out=` that do not import torch: is it free, and can it be written?"""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from cluster.run_files.run_lock import LOCK, RunLock
 from cluster.store.group_store import GROUPS
 from distill.errors import ConfigError
 
-# What a run writes into its directory.
+# Directories and files that a run writes.
 _DIRECTORIES = (*SAVED_IN, "final", "adapter", "failed", "logs", GROUPS)
 _FILES = (
     "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
     "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", LOCK,
 )  # fmt: skip
-# Longest wait for another job that still ends: as long as `ray job stop` gives it (deploy/, docs).
+# Longest wait in seconds for the end of another job: the time that `ray job stop` grants (deploy/,
+# docs).
 OTHER_JOB_S = 600.0
 
 
 def check_out(path: Path) -> None:
-    """Raises ConfigError if no run can begin or go on in the directory; leaves nothing behind."""
+    """Raise ConfigError if no run can begin or continue in the directory. Leaves no files."""
     check_permissions(path)
     if (path / "config.json").is_file():
         return
@@ -33,7 +34,7 @@ def check_out(path: Path) -> None:
         raise ConfigError(
             f"out={path} is not empty and holds no isotherm run; choose another out=", field="out"
         )
-    try:  # permissions do not tell that nothing can be made: in /proc
+    try:  # permissions alone are not sufficient, for example in /proc
         with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=_nearest(path)):
             pass
     except OSError as error:
@@ -44,17 +45,18 @@ def check_out(path: Path) -> None:
 def claimed_directory(
     out: str | Path, command: str, say: Callable[[str], None], *, keep: bool = False
 ) -> Iterator[Path]:
-    """The directory of a command that is no run, such as the demo, held for this process alone.
+    """Context manager for the locked directory of a command that is not a run, such as the demo.
 
-    It is created, and emptied of an earlier one's files. Yields its whole path.
+    The directory is created if necessary, and the files of an earlier call are deleted. If another
+    process holds the lock, wait for its end. Yields the absolute path.
 
     Args:
-        say: receives one line if another process holds it, whose end is waited for.
-        keep: keep the files of an earlier one.
+        say: prints a line if another process holds the lock.
+        keep: keep the files of an earlier call.
 
     Raises:
-        ConfigError: the directory is not empty, and the command did not make it; or the other
-            process still holds it; or it cannot be written.
+        ConfigError: the directory is not empty and was not made by the command; or another process
+            still holds the lock; or the directory cannot be written.
     """
     path = Path(out).resolve()
     marker = path / f".isotherm-{command}"
@@ -69,7 +71,7 @@ def claimed_directory(
     require_own()
     with locked(path, say, OTHER_JOB_S):
         require_own()  # the other process may have been a run
-        marker.touch()  # first: whoever is killed while it empties the directory may try again
+        marker.touch()  # first, so that a call that is killed while it deletes can be repeated
         for each in () if keep else path.iterdir():
             if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each)
@@ -79,7 +81,7 @@ def claimed_directory(
 
 
 def check_permissions(path: Path) -> None:
-    """Raises ConfigError if `out/` is a file, or part of it cannot be written."""
+    """Raise ConfigError if `out/` is a file, or part of it cannot be written."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"out={path} is a file; give a directory", field="out")
     for part in (_nearest(path), *(path / name for name in (*_DIRECTORIES, *_FILES))):
@@ -93,10 +95,10 @@ def check_permissions(path: Path) -> None:
 
 
 def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
-    """Wait while another job holds the directory. The run's own lock comes later.
+    """Wait while another job holds the lock of the directory. The run acquires the lock later.
 
     Raises:
-        ConfigError: the other job holds it for too long, or the directory cannot be written.
+        ConfigError: the other job holds the lock for too long, or the directory cannot be written.
     """
     if (path / LOCK).exists():
         with locked(path, say, OTHER_JOB_S):
@@ -104,10 +106,10 @@ def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
 
 
 def locked(path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
-    """The lock of a directory, as `RunLock.acquire` takes it.
+    """Acquire the lock of a directory (`RunLock.acquire`).
 
     Raises:
-        ConfigError: another job still holds it, or the directory cannot be written.
+        ConfigError: another job still holds the lock, or the directory cannot be written.
     """
     check_permissions(path)
     try:
@@ -117,7 +119,7 @@ def locked(path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
 
 
 def _holds_files(path: Path) -> bool:
-    ours = (LOCK, ".config.json.partial")  # of a run that was killed as it began
+    ours = (LOCK, ".config.json.partial")  # left by a run that was killed during its start
     return path.is_dir() and any(each.name not in ours for each in path.iterdir())
 
 
@@ -129,5 +131,5 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def _nearest(path: Path) -> Path:
-    """The directory itself, or its nearest parent that exists."""
+    """The directory, or its nearest existing parent."""
     return next(each for each in (path, *path.parents) if each.exists())

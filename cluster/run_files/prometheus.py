@@ -1,7 +1,7 @@
-"""Metrics of a run for Prometheus, through the exporter that Ray has on each node.
+"""Metrics of a run for Prometheus, through Ray's exporter on each node.
 
-The driver's node exports them, labelled with the run's name and id. `opd/reverse_kl` is
-`ray_isotherm_opd_reverse_kl` there. deploy/grafana-dashboard.json shows them.
+The driver's node exports the metrics, labelled with the run's name and id. `opd/reverse_kl` is
+exported as `ray_isotherm_opd_reverse_kl`. deploy/grafana-dashboard.json is a dashboard for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.run_files.metric_table import HEADLINES, described
 
-# Values that a run counts beside its metrics, with their meaning.
+# Exported values that are not in metrics.jsonl, with their meaning.
 COUNTED = {
     "pool/policy": "policy engines that serve",
     "restarts": "restarts of actors since the run began or was resumed",
@@ -23,12 +23,12 @@ GAUGES = ("step", *HEADLINES, *COUNTED)
 
 
 def exported_name(metric: str) -> str:
-    """Name of a metric as Ray gets it; Ray's exporter puts `ray_` in front."""
+    """Name of a metric in Ray. Ray's exporter adds the prefix `ray_`."""
     return "isotherm_" + re.sub(r"\W", "_", metric)
 
 
 class RayExporter:
-    """Tracker that hands a run's headline metrics to Ray's exporter; needs a connection to Ray.
+    """Tracker that passes a run's main metrics to Ray's exporter; needs a connection to Ray.
 
     Args:
         run, run_id: labels of each metric.
@@ -56,7 +56,7 @@ class RayExporter:
             self._trained_tokens.inc(trained)
 
     def show(self, rollouts: Sequence[object], step: int) -> None:
-        """Do nothing: rollouts are no numbers."""
+        """Do nothing: rollouts are not numbers."""
 
     def alert(self, text: str, step: int) -> None:
         """Do nothing: findings and restarts are counted among the metrics."""

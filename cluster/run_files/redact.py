@@ -1,4 +1,4 @@
-"""Secrets removed from what a run prints, stores or sends: one home for all messages of others."""
+"""Removal of secrets from text of other programs that a run prints, stores or sends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _USER_INFO = re.compile(r"(?<=://)[^\s/?#]+@")
 _PARAMETER = re.compile(rf"([?&][^\s=&#]*{_SECRET_NAME}[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
 _HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(_SECRET_NAME, re.IGNORECASE)
-# Shorter values of such variables are words or flags (TOKENIZERS_PARALLELISM=false).
+# Minimum length of a secret. Shorter values are words or flags (TOKENIZERS_PARALLELISM=false).
 _SHORTEST = 8
 
 
 def redacted(text: str) -> str:
-    """The text without the user and password of URIs, keys in queries and headers, and the values
-    of environment variables that hold secrets."""
+    """Replace secrets in a text by ***.
+
+    Secrets are users and passwords in URIs, keys in queries and headers, and the values of
+    environment variables with a secret's name.
+    """
     for secret in sorted(_secrets(os.environ), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     text = _USER_INFO.sub(f"{_HIDDEN}@", text)
@@ -39,15 +42,18 @@ def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
         elif "@" in value and "://" in value:
             try:
                 password = urlsplit(value).password or ""
-            except ValueError:  # half of an IPv6 address
+            except ValueError:  # an incomplete IPv6 address
                 continue
             if len(password) >= _SHORTEST:
                 yield from {password, unquote(password)}
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings by path, for others to see. Of a URL in `tracking.notify` the host alone
-    remains: the path of a chat's web hook is its key."""
+    """Settings of a run by path, for other services.
+
+    A URL in `tracking.notify` is reduced to its host, because the path of a chat's web hook is its
+    key.
+    """
     settings = by_path(settings)
     for path in [path for path in settings if path.endswith(f".{WRITTEN_CLASS}")]:
         settings[path.removesuffix(f".{WRITTEN_CLASS}")] = settings.pop(path)

@@ -1,16 +1,17 @@
-"""Replay log of a run, in out/groups: the groups of steps, and the steps' results.
+"""Replay log of a run, in out/groups: the groups and the results of steps.
 
-    out/groups/step-000012.arrow     the groups as they were taken (cluster/store/group_format.py);
+    out/groups/step-000012.arrow     groups that the step took (cluster/store/group_format.py),
                                      written before the step
-    out/groups/step-000012.json      metrics and fingerprints of gradient and weights; after it
+    out/groups/step-000012.json      metrics and fingerprints of gradient and weights, written after
+                                     the step
 
-The newest `keep` steps are kept, and steps that never ended because they were not finite.
-Fingerprints of several workers' shards are merged into those of whole tensors
+The newest `keep` steps are kept, and steps that did not end because a value was not finite.
+Fingerprints of several workers' shards are merged into fingerprints of whole tensors
 (learner/sharding.py).
 
-A run with rollout_only=True has only the groups of all its steps there, and in addition:
+A run with rollout_only=True keeps only the groups, of all its steps, and in addition:
 
-    out/kept/step-000012/            mark of its newest step: a checkpoint without weights. Groups
+    out/kept/step-000012/            mark of the newest step: a checkpoint without weights. Groups
                                      of later steps were scored wrongly, or are incomplete
 """
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fields of a step's choice that are kept beside its groups, plain ones and those by group id.
+# Fields of a step's choice that are kept with its groups: plain fields, and mappings by group id.
 _CHOICE = ("overdue", "begun_again", "start_max")
 _BY_ID = ("set_aside", "replaced")
 _NAME = re.compile(r"step-(\d{6,})\.(arrow|json)$")
@@ -61,7 +62,7 @@ class ReplayLog:
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
         """Write the data that `step` is about to train on; `groups_P` are its whole groups."""
         with self._going_on(step):
-            # From an earlier attempt at this step.
+            # Results of an earlier attempt at this step.
             _path(self._root, step, "json").unlink(missing_ok=True)
             write_step(self._root, step, taken, groups_P)
 
@@ -76,7 +77,7 @@ class ReplayLog:
 
     @contextmanager
     def _going_on(self, step: int) -> Iterator[None]:
-        """Report a full disk once; the step cannot be replayed then, but training continues."""
+        """Report the first OSError, such as a full disk; training continues without the replay."""
         try:
             yield
         except OSError as error:
@@ -85,7 +86,7 @@ class ReplayLog:
                 logger.warning("step %d and others cannot be replayed: %s", step, error)
 
     def _drop(self, newest: int) -> None:
-        """Drop steps that have left the window, except those that never ended."""
+        """Delete steps that have left the window, except those that did not end."""
         for step in steps_in(self._root):
             if step <= newest - self._keep and _path(self._root, step, "json").exists():
                 for kind in ("arrow", "json"):
@@ -104,11 +105,11 @@ class KeptSteps:
             self.steps = [step for step in self.steps if step <= made]
 
     def start_of(self, step: int) -> Checkpoint | None:
-        """Newest checkpoint from which `step` can be repeated; None for the run's beginning.
+        """Newest checkpoint from which `step` can be replayed; None for the run's beginning.
 
         Raises:
-            ConfigError: the step, or one between, is not kept. The message lists the steps that
-                can be repeated.
+            ConfigError: the step, or a step between, is not kept. The message lists the steps that
+                can be replayed.
         """
         checkpoints = {each.step: each for each in self._store.complete()}
         starts = {0: None, **checkpoints}
@@ -151,15 +152,15 @@ class KeptSteps:
             ) from error
 
     def outcome(self, step: int) -> dict[str, Any] | None:
-        """Metrics and fingerprints after `step`; None if the step never ended."""
+        """Metrics and fingerprints after `step`; None if the step did not end."""
         return read_object(_path(self._root, step, "json"))
 
 
 class KeptGroupSource:
     """`GroupSource` that returns the groups of kept steps, one step after another.
 
-    Each of the learner's workers has one. The leader takes groups from its own; a follower's reads
-    further steps until it has the requested trajectories.
+    Each of the learner's workers has its own source. The leader's is called with `take`; a
+    follower's reads further steps until it has the requested trajectories.
     """
 
     def __init__(self, kept: KeptSteps, steps: Sequence[int]) -> None:
@@ -197,7 +198,7 @@ def write_step(
 
 
 def drop_groups_after(root: Path, step: int) -> None:
-    """Drop the groups of steps after `step`, which are made again."""
+    """Delete the groups of steps after `step`, which are sampled again."""
     for later in steps_in(root):
         if later > step:
             _path(root, later, "arrow").unlink()

@@ -1,4 +1,4 @@
-"""Rollouts that a run keeps for inspection: out/rollouts.jsonl, one object per group.
+"""Rollouts that a run keeps for inspection: out/rollouts.jsonl, one JSON object per group.
 
     {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "source": "",
      "answer": "12", "temperature": 0.7, "metrics": {...},
@@ -10,14 +10,17 @@
            "advantages": [...], "bonuses": null, "teacher_top": null}]}],
      "step_tokens": [[17, 40, 0.31, 0.12], ...]}
 
-`source` is set where prompts come from several sources; `answer` is the prompt's. `actions` are the
-spans of tokens, [start, stop), that the policy sampled, one per turn; the lists after it have an
-entry for each of these tokens only. With estimator=top_k `teacher_top` has the teacher's few
-likeliest tokens at each of these positions, [id, log q], the likeliest first. `teacher_version` is
-the version that scored, if the teacher is the policy itself as it trains. `step_tokens`, of the
-first group kept of a step, are the tokens with the largest shares of the whole step's KL
-(`TokenGap`). Only the learner's leader writes the file, with data from the workers that trained on
-the groups.
+    source            source of the prompt, if there are several
+    answer            reference answer of the prompt
+    actions           spans [start, stop) of tokens that the policy sampled, one per turn; the lists
+                      after it have one entry for each of these tokens
+    teacher_top       with estimator=top_k: the teacher's likeliest tokens at each of these
+                      positions, [id, log q], the likeliest first
+    teacher_version   weight version that scored, if the teacher is the policy itself
+    step_tokens       in the first kept group of a step: the tokens with the largest shares of the
+                      whole step's KL (`TokenGap`)
+
+Only the learner's leader writes the file, with data from the workers that trained on the groups.
 """
 
 from __future__ import annotations
@@ -45,18 +48,25 @@ if TYPE_CHECKING:
 
 # Bytes at the end of a file that are read for the newest groups.
 _NEWEST_BYTES = 16 << 20
-# Likeliest tokens of the teacher that are kept per position.
+# Number of the teacher's likeliest tokens that are kept per position.
 ALTERNATIVES = 5
-# Tokens that are kept per step, by their shares of its KL.
+# Number of tokens that are kept per step, by their shares of the step's KL.
 STEP_TOKENS = 20
 
 
 class RolloutLog:
-    """Keeps groups of the first step, of every `every`th after it, and of the `last`; 0 keeps none.
+    """Writer of the kept groups.
 
-    Of such a step it keeps the first group that a teacher scored (`scored`), or the first group if
-    there is none, or with `whole` all groups. A step whose groups were all filtered out keeps none.
-    `trains`: each step makes a version of weights.
+    Kept are groups of the first step, of every `every`th step after it, and of the last step: the
+    first group that a teacher scored, or the first group if there is none. Of a step whose groups
+    were all filtered out, none is kept.
+
+    Args:
+        every: interval of steps; 0: no groups are kept.
+        whole: keep all groups of these steps.
+        last: last step of the run.
+        trains: True if each step creates a weight version.
+        scored: groups that a teacher scored.
     """
 
     def __init__(
@@ -74,7 +84,7 @@ class RolloutLog:
         self._trains, self._scored = trains, scored
 
     def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
-        """Ids of the groups that are kept, among those that `step` trained on."""
+        """Choose the groups to keep among those that `step` trained on, by id."""
         if self._every == 0 or ((step - 1) % self._every and step != self._last):
             return []
         if self._whole:
@@ -92,11 +102,11 @@ class RolloutLog:
 
         On a full disk the lines are kept in memory until there is space: see LineFile.
         """
-        from distill.objective.rows import rows_by_group  # torch; readers of the file need none
+        from distill.objective.rows import rows_by_group  # torch, which readers do not need
 
         tokens: list[TokenGap] = tokens_by_gap(tables, STEP_TOKENS)
         for group, rows in rows_by_group(groups_P, rows_D):
-            version = step - 1 if self._trains else 0  # of the weights that the step began with
+            version = step - 1 if self._trains else 0  # weights at the beginning of the step
             made = _group(step, version, group, rows)
             made |= {"step_tokens": tokens} if tokens else {}
             tokens, line = [], json.dumps(made, separators=(",", ":"))
@@ -108,7 +118,7 @@ class RolloutLog:
         self._lines.flush()
 
     def rewind(self, step: int) -> None:
-        """Drop the groups of steps after `step`, which are repeated. Needs no disk space.
+        """Delete the groups of steps after `step`, which are repeated. Needs no disk space.
 
         Raises:
             CheckpointError: the file cannot be read or written.
@@ -200,12 +210,12 @@ def _runs(mask_T: BoolArray) -> list[list[int]]:
 
 
 def _nats(logprobs_N: np.ndarray) -> list[float]:
-    """Values with four decimals: a KL is a difference, so its error must not grow with them."""
+    """Round to four decimals. A KL is a difference, so the absolute error must be bounded."""
     return np.round(logprobs_N.astype(np.float64), 4).tolist()
 
 
 def _significant(value: float) -> float:
-    """Value with four significant digits, since an advantage may be small."""
+    """Round to four significant digits, because an advantage may be small."""
     return float(f"{value:.4g}")
 
 
@@ -215,9 +225,11 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSegment:
-    """A kept segment. `actions` are [start, stop) of each turn; N counts the tokens in them.
+    """A kept segment with N sampled tokens.
 
-    `teacher_top_NK` are (id, log q) of the teacher's likeliest tokens; None if not requested.
+    Attributes:
+        actions: span [start, stop) of the sampled tokens of each turn.
+        teacher_top_NK: (id, log q) of the teacher's likeliest tokens; None if not requested.
     """
 
     tokens_T: Sequence[int]
@@ -264,8 +276,9 @@ class KeptTrajectory:
 class KeptGroup:
     """A kept group that `step` trained on, starting from the weights of `version`.
 
-    `by_teacher`: the teacher sampled the group. `as_text`: it was sampled as text, so its log-probs
-    are unknown and stored as 0.
+    Attributes:
+        by_teacher: True if the teacher sampled the group.
+        as_text: True if it was sampled as text, so that its log-probs are unknown and stored as 0.
     """
 
     step: int
@@ -284,15 +297,15 @@ class KeptGroup:
 
 
 class KeptGroups(Sequence[KeptGroup]):
-    """Groups of a rollouts.jsonl, each read from the file on access, so few are in memory.
+    """Sequence of the groups in a rollouts.jsonl, each read from the file on access.
 
-    Without a file there are none.
+    Empty if there is no file. The constructor reads and checks all lines once.
 
     Attributes:
         places: step and id of each group.
 
     Raises:
-        DataError: names the line that is no group. All lines are read once, by the constructor.
+        DataError: a line is not a group; the message names the line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -326,12 +339,12 @@ class KeptGroups(Sequence[KeptGroup]):
 
 
 def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
-    """Read the groups of lines that begin at byte `start` or later; returns the file's end, too.
+    """Read the groups of lines that begin at byte `start` or later, and return the end offset.
 
-    A last line that is still being written is left out, and begins at that end.
+    An incomplete last line, which is still being written, begins at the end offset.
 
     Raises:
-        DataError: names the line that is no group.
+        DataError: a line is not a group.
     """
     if not path.exists():
         return [], 0
@@ -339,7 +352,7 @@ def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
-            file.readline()  # the line before, or the rest of one
+            file.readline()  # the end of the previous line, or the rest of a line
         end = file.tell()
         for line in file:
             if not line.endswith(b"\n"):
@@ -350,10 +363,10 @@ def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
 
 
 def read_newest_rollouts(path: Path) -> list[KeptGroup]:
-    """Read the groups in the last 16 MiB of a file; none if the file does not exist.
+    """Read the groups in the last 16 MiB of a file; empty if the file does not exist.
 
     Raises:
-        DataError: names the line that is no group.
+        DataError: a line is not a group.
     """
     size = path.stat().st_size if path.exists() else 0
     return read_rollouts_from(path, max(0, size - _NEWEST_BYTES))[0]

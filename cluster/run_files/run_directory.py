@@ -1,15 +1,18 @@
-"""The run's directory: its files, the checks before a resume, and the order of writes.
+"""Directory of a run: its files, the checks before a resume, and the order of writes.
 
-out/config.json      settings, data, versions     out/metrics.jsonl   a line per step, evaluation
-out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
-out/calibration.json the handshake               out/final/          the trained model
-out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
-out/rollouts.jsonl   groups that are kept        (written by the learner;
-                     cluster/run_files/rollouts.py)
-out/evaluations.jsonl responses of evaluations that are kept
-out/certificate.json what is proven of the scores (certificate.py)
-out/groups/          steps that can be done again, or that were kept alone; see replay_log.py
-out/kept/            with rollout_only=True: what was kept, as checkpoints say what was trained
+out/config.json         settings, data, versions
+out/summary.json        status at the end of the run
+out/calibration.json    results of the handshake
+out/certificate.json    proven facts about the scores (certificate.py)
+out/metrics.jsonl       one line per step or evaluation
+out/events.jsonl        deaths, restarts, pool sizes
+out/evaluations.jsonl   kept responses of evaluations
+out/rollouts.jsonl      kept groups, written by the learner (rollouts.py)
+out/ledger.jsonl        events of every prompt group (cluster/queue/journal.py)
+out/checkpoints/        see learner/checkpoint.py
+out/final/              the trained model
+out/groups/             delivered groups, and groups of steps for a replay (replay_log.py)
+out/kept/               with rollout_only=True: marks of kept steps, in place of checkpoints
 """
 
 from __future__ import annotations
@@ -58,8 +61,11 @@ class RunDirectory:
     """`out/` of one run.
 
     Args:
-        stops: where the run's responses end, for config.json.
         digests: SHA-256 of the rows that settings name, by setting; see `cluster.config.rows`.
+        stops: stop tokens of the run's responses, for config.json.
+
+    Attributes:
+        on_event: called in this process with each event after it was written.
     """
 
     def __init__(
@@ -88,18 +94,17 @@ class RunDirectory:
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._evaluations = LineFile(self.path / "evaluations.jsonl")
-        # Told of each event, as it is written, in the process that has set it.
         self.on_event: Callable[[str, Mapping[str, Any]], None] = _unheard
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"on_event": _unheard}
 
     def actor_name(self, role: str) -> str:
-        """A name no other run on the cluster uses, this directory's earlier runs included."""
+        """Actor name that is unique on the cluster, also among earlier attempts of this run."""
         return f"{self._recipe}-{self._attempt}/{role}"
 
     def log(self, name: str) -> str:
-        """Log file for the output of a process of this run, a server for example."""
+        """Log file for the output of a process of this run, such as a server."""
         return str(self.path / "logs" / f"{name}.log")
 
     def turn(self, index: int) -> Path:
@@ -108,7 +113,7 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """The run's own name, kept over every resume; written by `start`."""
+        """Id of the run, kept by every resume; written by `start`."""
         return self._record().run_id
 
     def _record(self) -> RunRecord:
@@ -122,21 +127,22 @@ class RunDirectory:
         return as_yaml(self._recipe, self._config, leave=("dry_run",))
 
     def reference_scores(self, rows: str) -> Path:
-        """File of a reference's log-probs of these rows, for a run that resumes."""
+        """File of a reference's log-probs of these rows, which a resumed run reads."""
         return self.path / f"{rows}_logprobs.npz"
 
     def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
-        """The checkpoint to resume from, or None for a fresh start. Leaves nothing behind.
+        """Check the directory; return the checkpoint to resume from, or None for a fresh start.
 
-        Other settings than those of an earlier attempt are a fresh start if that trained nothing.
+        An earlier attempt with other settings is replaced by a fresh start if it trained nothing.
+        The check leaves no files behind.
 
         Args:
-            say: receives a line about such an attempt, and about each damaged checkpoint that is
-                passed over.
+            say: prints a line about such an attempt, and about each damaged checkpoint that is
+                skipped.
 
         Raises:
             ConfigError: the directory holds another run, or cannot be written.
-            CheckpointError: it holds a run whose checkpoints are all broken.
+            CheckpointError: the checkpoints of the run are all damaged.
             DataError: a line of metrics, events or ledger is damaged, by a crash or by hand.
         """
         check_out(self.path)
@@ -155,7 +161,7 @@ class RunDirectory:
         return self.store.latest(say)
 
     def _check_lines(self) -> None:
-        """Checks the files that the run reads or appends to; a truncated last line is accepted."""
+        """Check the files that the run reads or appends to; a truncated last line is accepted."""
         for line in read_lines(self._metrics.path, {"step"}):
             if not isinstance(line["step"], int):
                 raise DataError(f"{self._metrics.path}: {line} has no number of a step; remove it")
@@ -170,7 +176,7 @@ class RunDirectory:
             )
 
     def _of_another_run(self) -> ConfigError | None:
-        """The setting in which the earlier attempt differs; None if it is of this run."""
+        """Error that names a setting in which the earlier attempt differs; None if none does."""
         try:
             self._check_same_run(self._recorded())
         except ConfigError as other:
@@ -178,7 +184,7 @@ class RunDirectory:
         return None
 
     def _recorded(self) -> RunRecord:
-        """Record of the earlier attempt; raises CheckpointError if config.json is no run's."""
+        """Record of the earlier attempt. Raises CheckpointError if config.json is not a run's."""
         try:
             was = self._record()
         except DataError as error:
@@ -191,14 +197,14 @@ class RunDirectory:
         return was
 
     def _check_same_run(self, was: RunRecord) -> None:
-        """Raises ConfigError, with the setting that differs, if the run is not the recorded one."""
+        """Raise ConfigError, with the setting that differs, if the recorded run is another one."""
         if was.recipe != self._recipe:
             raise ConfigError(
                 f"out={self.path} holds a run of recipe={was.recipe}; choose another out=",
                 field="recipe",
             )
         now = as_tree(self._config)
-        # The end of a schedule shapes every step of it.
+        # The number of steps changes every learning rate of a schedule that is not constant.
         fixed = {"steps"} if at_path(now, "learner.lr_schedule") != "constant" else set()
         kind = type(self._config)
         may_change = flagged(kind, MAY_CHANGE) - fixed
@@ -237,30 +243,31 @@ class RunDirectory:
             )
 
     def is_finished(self) -> bool:
-        """True if the last run here finished."""
+        """True if the last run in this directory finished."""
         try:
             return self.read_summary().get("status") == "finished"
         except DataError:
-            return False  # one that was cut short: the checkpoints tell the rest
+            return False  # the file was cut short; the checkpoints determine the state
 
     def read_summary(self) -> Mapping[str, Any]:
-        """Contents of summary.json, empty without one; raises DataError if it is unreadable."""
+        """Contents of summary.json; empty without a file. Raises DataError if it is unreadable."""
         return read_object(self.path / "summary.json") or {}
 
     @contextmanager
     def locked(
         self, say: Callable[[str], None] = logger.warning, wait_s: float = 0.0
     ) -> Iterator[None]:
-        """Holds the directory for this process; two runs never write to one `out/`.
+        """Context manager that locks the directory, so that two runs never write to one `out/`.
 
-        A directory made for the lock goes with it, unless the run wrote something else.
+        A directory that was created for the lock is removed with the lock, unless the run wrote
+        other files.
 
         Args:
-            say: receives one line if another job holds the directory.
-            wait_s: how long to wait for that job's end.
+            say: prints a line if another job holds the lock.
+            wait_s: seconds to wait for that job's end.
 
         Raises:
-            ConfigError: the other job still holds it, or `out/` cannot be written.
+            ConfigError: the other job still holds the lock, or `out/` cannot be written.
         """
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         with locked(self.path, say, wait_s) as lock:
@@ -268,32 +275,33 @@ class RunDirectory:
                 yield
             finally:
                 for file in (self._metrics, self._events, self._evaluations):
-                    file.close()  # with the lines that waited for space on the disk
+                    file.close()  # also writes the lines that waited for disk space
                 if made and [path.name for path in self.path.iterdir()] == [LOCK]:
                     lock.remove()
-                    with suppress(OSError):  # a parent in which others have made something
+                    with suppress(OSError):  # other processes may have written in a parent
                         for path in made:
                             path.rmdir()
 
     @property
     def forked_from(self) -> Mapping[str, Any] | None:
-        """The checkpoint of another run that this one began from; written by `start`."""
+        """Checkpoint of another run from which this run began; written by `start`."""
         return self._record().forked_from
 
     def start(
         self, resume_from: Checkpoint | None, forked_from: Mapping[str, Any] | None = None
     ) -> None:
-        """Writes config.json; drops the metrics of steps that the checkpoint does not contain.
+        """Write config.json, and delete metrics of steps that the checkpoint does not contain.
 
         Args:
-            forked_from: the checkpoint of another run that this one begins from.
+            forked_from: checkpoint of another run from which this run begins.
         """
         if (self.path / "config.json").is_file() and self._of_another_run() is not None:
             for scores in self.path.glob(self.reference_scores("*").name):
-                scores.unlink()  # of a model that may be another one
-        self.store.release()  # an attempt that was killed evaluates no more
-        # A fresh start has no use for the first checkpoint of a fork that trained nothing. It goes
-        # before the settings that it was made by, or a death here would leave it to others.
+                scores.unlink()  # possibly scored by another model
+        self.store.release()  # checkpoints that a killed attempt was evaluating
+        # A fresh start does not use the first checkpoint of a fork that trained nothing. The
+        # checkpoint is removed before its settings: otherwise a crash here would leave a checkpoint
+        # that belongs to other settings.
         self.store.set_aside_after(resume_from.step if resume_from else -1)
         run_id = self.run_id if resume_from else secrets.token_hex(4)
         if resume_from:
@@ -311,18 +319,18 @@ class RunDirectory:
                 "versions": {name: _version(name) for name in packages},
             },
         )
-        for name in ("summary.json", "certificate.json"):  # of an earlier end
+        for name in ("summary.json", "certificate.json"):  # written at the end of an attempt
             (self.path / name).unlink(missing_ok=True)
-        # From step 0 on, what is evaluated before the first step is evaluated again.
+        # -1 also for a resume from step 0: evaluations before the first step are repeated.
         self._keep_metrics(resume_from.step or -1 if resume_from else -1)
 
     def rewind_metrics(self, step: int) -> None:
-        """Drops the metrics of later steps, and sets aside their checkpoints, which are damaged."""
+        """Delete the metrics of later steps, and set aside their checkpoints, which are damaged."""
         self.store.set_aside_after(step)
         self._keep_metrics(step)
 
     def _keep_metrics(self, step: int) -> None:
-        """Drops lines of metrics and evaluations of later steps."""
+        """Delete lines of metrics and evaluations of later steps."""
         for file in (self._metrics, self._evaluations):
             file.close()
             lines = file.path.read_bytes().splitlines() if file.path.exists() else []
@@ -334,13 +342,13 @@ class RunDirectory:
         self._metrics.append(json.dumps(dict(metrics)).encode())
 
     def append_event(self, event: str, **fields: Any) -> None:
-        """A line of events.jsonl: what happened, when (unix seconds), and to whom."""
+        """Append an event with its Unix time to events.jsonl."""
         line = {"t": time.time(), "event": event, **fields}
         self._events.append(json.dumps(line).encode())
         self.on_event(event, fields)
 
     def read_events(self, event: str) -> list[dict[str, Any]]:
-        """Lines of events.jsonl of one kind, of every start of the run."""
+        """Read the events of one kind, of all attempts of the run."""
         self._events.flush()
         return [
             line for line in read_lines(self._events.path, {"t", "event"}) if line["event"] == event
@@ -349,26 +357,28 @@ class RunDirectory:
     def append_evaluation(
         self, step: int, who: str, responses: Sequence[EvaluatedResponse]
     ) -> None:
-        """A line of evaluations.jsonl: responses of the evaluation of `who` after `step`."""
+        """Append the responses of an evaluation of `who` after `step` to evaluations.jsonl."""
         line = {"step": step, "who": who, "responses": [asdict(each) for each in responses]}
         self._evaluations.append(json.dumps(line).encode())
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Lines of metrics.jsonl, of steps and of evaluations between them."""
+        """Read metrics.jsonl: steps, and evaluations between them."""
         self._metrics.flush()
         return read_lines(self._metrics.path, {"step"})
 
     def read_steps(self) -> list[dict[str, float]]:
-        """Lines of metrics.jsonl of optimizer steps."""
+        """Read the lines of metrics.jsonl of optimizer steps."""
         return [line for line in self.read_metrics() if "time/step" in line]
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Writes a JSON file; raises CheckpointError if the disk does not take it."""
+        """Write a JSON file atomically. Raises CheckpointError if it cannot be written."""
         _replace(self.path / name, json.dumps(dict(value), indent=1).encode() + b"\n")
 
     def finish(self, checkpoint: Checkpoint) -> None:
-        """Copies the last checkpoint's model to `final/`, and its adapter, if it has one, to
-        `adapter/`; each whole or not at all."""
+        """Copy the last checkpoint's model to `final/`, and its adapter, if any, to `adapter/`.
+
+        Each copy is atomic.
+        """
         if Path(checkpoint.adapter_dir).is_dir():
             _copy(checkpoint.adapter_dir, self.path / "adapter")
         _copy(checkpoint.model_dir, self.final)

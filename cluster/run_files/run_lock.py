@@ -1,7 +1,8 @@
-"""The lock of a run's directory: one job at a time reads and writes `out/`.
+"""Lock of a run's directory: one job at a time reads and writes `out/`.
 
-A scheduler may start a job again while its first attempt still writes its last checkpoint, so a
-taken lock is waited for. The file names its holder, for the message about the wait.
+A scheduler may restart a job while the first attempt still writes its last checkpoint, so the new
+attempt waits for the lock. The file contains the name of its holder, for the message about the
+wait.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from typing import TextIO
 
 from distill.errors import ConfigError
 
-# Name of the file that is locked in a directory.
+# Name of the lock file in a directory.
 LOCK = ".lock"
 _POLL_S = 0.2
 
 
 class RunLock:
-    """An exclusive lock on a file, held until the context ends or the process dies."""
+    """Exclusive lock on a file, held until the context ends or the process dies."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self._path, self._file = path, file
 
     @classmethod
     def acquire(cls, path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
-        """Lock `path`, and make it and its directory if they do not exist.
+        """Lock `path`; create the file and its directory if they do not exist.
 
         Args:
-            say: receives one line if the lock is taken and `wait_s` is above 0.
-            wait_s: how long to wait for another holder.
+            say: prints a line if another job holds the lock and `wait_s` is above 0.
+            wait_s: seconds to wait for another holder.
 
         Raises:
-            ConfigError: another job still holds it.
-            OSError: the file cannot be made.
+            ConfigError: another job still holds the lock.
+            OSError: the file cannot be created.
         """
         deadline, told = time.monotonic() + wait_s, False
         while (held := cls._attempt(path)) is None:
@@ -59,7 +60,8 @@ class RunLock:
         file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A holder may have removed the file since it was opened: then another can make it anew.
+            # A holder may have removed the file since it was opened. A lock on a removed file
+            # protects nothing, because another process can create the file again.
             if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 raise FileNotFoundError(path)
         except (BlockingIOError, FileNotFoundError):
@@ -74,7 +76,7 @@ class RunLock:
         return cls(path, file)
 
     def remove(self) -> None:
-        """Remove the file, while the lock is held."""
+        """Remove the file. The lock must be held."""
         self._path.unlink()
 
     def __enter__(self) -> RunLock:

@@ -1,11 +1,11 @@
-"""Trackers that receive a run's metrics besides `out/`: Weights & Biases, TensorBoard, MLflow, and
-Ray's exporter for Prometheus, without being named, where the run is on Ray.
+"""Trackers of a run's metrics: Weights & Biases, TensorBoard, MLflow, Ray's Prometheus exporter.
 
-Each uses its library's own writer and receives the same data: metrics of steps and evaluations with
-pool sizes and the numbers of restarts and findings, kept rollouts as text, deaths as alerts, and
-the run's end. A resumed run continues the same run of the tracker. Each tracker is created and
-called in a thread of its own, since a library may wait for its server for minutes. A tracker that
-fails or is late is reported once and dropped; `out/` has all of its data.
+Ray's exporter is always used if the run is on Ray. Each tracker uses its library's own writer and
+receives the same data: metrics of steps and evaluations with pool sizes and the numbers of restarts
+and findings, kept rollouts as text, deaths as alerts, and the run's end. A resumed run continues
+the same run of the tracker. Each tracker is created and called in a separate thread, because a
+library may wait for its server for minutes. A tracker that fails or is late is reported once and
+dropped; `out/` contains all of its data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # message, or for all remaining messages at the run's end.
 _WAITING, _CALL_S, _END_S = 1000, 300.0, 60.0
 _EXPORTER = "prometheus"
-# Most kept rollouts that are shown at a time.
+# Maximum number of kept rollouts that are shown at a time.
 _SHOWN = 64
 # Events that are sent as alerts, with the text of the alert.
 _ALERTS = {
@@ -72,11 +72,11 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run; there may be none.
+    """All trackers of a run; may be empty.
 
     Args:
         run: directory of a started run, whose config.json exists.
-        first_step: number of steps that are done.
+        first_step: number of completed steps.
         say: prints a warning when a tracker fails or is late.
         end_s: longest wait for the trackers at the run's end.
         on_ray: True if this process is connected to Ray.
@@ -109,7 +109,7 @@ class Trackers:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step or of an evaluation; `step` is among them."""
         step = int(metrics["step"])
-        late = step < self._step and "eval/version" in metrics  # of the weights of an earlier step
+        late = step < self._step and "eval/version" in metrics  # evaluates an earlier step
         values = {name: value for name, value in metrics.items() if name != "step"}
         if not late:
             self._step = step
@@ -127,7 +127,7 @@ class Trackers:
             self._each(lambda tracker: tracker.alert(text, step))
 
     def show_rollouts(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Shows the rollouts that were kept since the last call."""
+        """Show the rollouts that were kept since the last call."""
         if not self._shows:
             return
         try:
@@ -141,7 +141,7 @@ class Trackers:
             self._each(lambda tracker: tracker.show(texts, step))
 
     def pass_over_kept(self) -> None:
-        """Show no rollouts that are kept by now; those to be made again have been dropped."""
+        """Skip the rollouts that the file contains now; rollouts of repeated steps were deleted."""
         if self._rollouts.exists():
             self._rollouts_at = self._rollouts.stat().st_size
 
@@ -161,7 +161,7 @@ class Trackers:
 
 
 class _Threaded:
-    """Tracker that is created and called in a thread of its own."""
+    """Tracker that is created and called in a separate thread."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], say: Callable[[str], None]) -> None:
         self._name, self._make, self._say = name, make, say
@@ -252,7 +252,7 @@ class _Wandb:
             config=dict(started.settings),
         )
         self._newest = started.first_step
-        # In the summary, which has all metrics otherwise, the first ten by the alphabet on top.
+        # By default the summary has all metrics, and shows the alphabetically first ones on top.
         self._run.define_metric("*", summary="none")
         for name in HEADLINES:
             self._run.define_metric(name, summary="last")
@@ -379,7 +379,7 @@ class _Mlflow:
 
 
 def _as_code(values: Mapping[str, Any]) -> str:
-    """Values as a block of code in Markdown."""
+    """Format values as a Markdown code block."""
     return _quoted(json.dumps(values, indent=1, default=str))
 
 
@@ -396,6 +396,6 @@ KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
 
 
 def check_trackers(chosen: TrackingSettings) -> None:
-    """Raises ConfigError for a tracker that is not installed; before anything starts."""
+    """Raise ConfigError if a chosen tracker is not installed. Called before anything starts."""
     for name in chosen.trackers:
         require_library(name, f"track={name}", f"isotherm[{name}]", "tracking.track")

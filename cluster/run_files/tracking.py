@@ -13,7 +13,7 @@ from rich.text import Text
 
 from distill.handshake.comparison import CalibrationReport
 
-# Shown in progress lines, in this order, where a step has them.
+# Metrics in progress lines with their labels, in this order, if a step has them.
 _SHOWN = {
     "opd/reverse_kl": "reverse KL",
     "teacher_samples/nll": "teacher's nll",
@@ -30,25 +30,27 @@ _SHOWN = {
     "tokens_per_s": "tok/s",
 }
 
-# Of these, what only a run shows that has nothing else to show.
+# Metrics that are hidden by default, and shown by runs that have no others.
 _OF_RESPONSES = ("rollout/response_length", "rollout/eos_share")
 
-# Steps of tiny models come by the dozen a second; metrics.jsonl has every one of them.
+# Tiny models make dozens of steps per second; metrics.jsonl has all of them.
 _LINE_INTERVAL_S = 1.0
-# In a log the interval grows with the run, to this share of it and to so many seconds at most.
+# In a log the interval grows to this share of the run's time, up to a maximum in seconds.
 _LOG_INTERVAL_SHARE, _LOG_INTERVAL_S = 1 / 30, 60.0
 
 
 class Progression:
-    """Reports steps: a bar and a line at most once a second on a terminal, lines in a log.
+    """Reports steps: a bar and up to one line per second on a terminal, lines in a log.
 
-    A log's lines bear the time of day and the time that is left, and thin out as the run goes on.
+    Lines in a log contain the time of day and the remaining time, and become less frequent during
+    the run.
 
     Args:
-        bar: False prints a log's lines on a terminal as well: a debugger's prompt stays readable.
+        bar: False: print the lines of a log also on a terminal, so that a debugger's prompt stays
+            readable.
 
     Attributes:
-        hidden: metrics that say nothing in this run.
+        hidden: metrics that are not shown, because they have no information in this run.
     """
 
     def __init__(self, console: Console, first_step: int, steps: int, *, bar: bool = True) -> None:
@@ -57,7 +59,7 @@ class Progression:
         self._has_bar = bar and console.is_terminal
         self._steps = steps
         self._started = time.monotonic()
-        self._paced_from: tuple[int, float] | None = None  # the first step here, and when it ended
+        self._paced_from: tuple[int, float] | None = None  # first step of this process, its end
         self._printed = -_LINE_INTERVAL_S
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16),
@@ -101,7 +103,7 @@ class Progression:
         return max(_LINE_INTERVAL_S, grown)
 
     def _left(self, step: int, now: float) -> str:
-        """Time left at the mean pace since the first step here, evaluations included."""
+        """Remaining time at the mean pace of this process, evaluations included."""
         if self._paced_from is None or step <= self._paced_from[0]:
             self._paced_from = step, now
             return ""
@@ -114,7 +116,7 @@ class Progression:
 
 
 def measured_line(metrics: Mapping[str, float]) -> str:
-    """An evaluation's metrics in a line, an interval behind the value that it bounds."""
+    """Format an evaluation's metrics as one line, each interval after its value."""
     shown = []
     for name, value in metrics.items():
         low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
@@ -130,7 +132,7 @@ def _number(value: float) -> str:
 
 
 def agreement_table(report: CalibrationReport) -> Table:
-    """The handshake as a table anyone can read."""
+    """Format the results of the handshake as a table for users."""
     table = Table(title="log-prob agreement, nats")
     for header in ("party", "compared with"):
         table.add_column(header)
