@@ -74,8 +74,8 @@ class StepRule:
     steps. Otherwise the step waits. The oldest finished groups leave the fewest behind for every u,
     so if they do not satisfy the condition, no other choice does. In order of age the condition can
     always be met in the end, because at most (H + 1) P groups are in progress (by induction over v;
-    `window` is at most that number). During a push, groups start one version behind the learner. But the pushed
-    groups hold P slots, so at most H P others are in progress, which H steps train.
+    `window` is at most that number). During a push, groups start one version behind the learner.
+    But the pushed groups hold P slots, so at most H P others are in progress, which H steps train.
 
     Short groups overtake long ones that started with them. Since no group is dropped, no length is
     preferred in the long run. After a start, while long groups accumulate, the steps consist of
