@@ -1,5 +1,5 @@
 "use strict";
-// Of all that stands in the data, nothing becomes markup: text goes into text nodes only.
+// Nothing in the data becomes markup: text is inserted as text nodes only.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
@@ -44,7 +44,7 @@ function showHead() {
   }
 }
 
-// What the run found wrong with itself, each with a link to a kept trajectory that shows it.
+// The run's findings, each with a link to a kept trajectory as evidence.
 function showFindings() {
   byId("findings-list").append(...data.findings.map(({ step, text, remedy, evidence }) => {
     const item = make("li", {}, `step ${step}: ${text}: ${remedy}`);
@@ -82,7 +82,7 @@ function evaluationCell(cell) {
   return [number(cell[0]), make("span", { class: "interval" }, interval)];
 }
 
-// What was answered to each held-out problem, evaluation by evaluation.
+// Responses to each held-out problem, by evaluation.
 function showResponses() {
   const blocks = data.responses.map((problem) => {
     const rows = problem.answers.map((answer) => make("tr", {},
@@ -104,7 +104,7 @@ function showResponses() {
   byId("evaluations").hidden = false;
 }
 
-// Another run beside this one: what is this one's alone says so.
+// Comparison with another run. Sections that show only this run have its name in their titles.
 function showAgainst() {
   const { names, differ } = data.against;
   const head = ["", ...names].map((name) => make("th", { scope: "col" }, name));

@@ -1,9 +1,10 @@
-// Small multiples over the optimizer step, or time. A pointer on one reads all on its axis there.
+// Charts over the optimizer step, or time. A pointer on one reads the values of all charts of its
+// axis at that position.
 
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [360, 180, 46, 8, 8, 22];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "4 2", "1 2"];
-// Of each line of a chart its colour and its dashes. Where two runs are compared, a run has one
-// colour in all charts; else no two of the first 36 lines have both in common.
+// Colour and dashes of each line of a chart. If two runs are compared, a run has one colour in all
+// charts; otherwise no two of the first 36 lines share both.
 function looks(lines) {
   return lines.map((line, index) => {
     if (line.run === undefined) {
@@ -14,11 +15,12 @@ function looks(lines) {
   });
 }
 const LONG_RUN = 200;
-// Fewer points than these are each drawn as a dot, and joined as they are.
+// Lines of fewer points are not smoothed, and each point is drawn as a dot.
 const SPARSE = 40;
 const lastStep = Math.max(1, ...data.charts.flatMap((c) => c.lines.flatMap((l) => l.at)));
 
-// What charts share. `unit` ticks are drawn; `told` is what a chart's head says of a place.
+// State that charts share. Ticks are multiples of `unit`; `told` formats a position for the head of
+// a chart.
 function makeAxis(last, unit, told) {
   return { last, unit, told, charts: [], place: null, events: [] };
 }
@@ -36,7 +38,7 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-// The mean of `window` values around each; at the ends, of those that there are.
+// Mean of the `window` values around each value; at the ends, of the values that exist.
 function smoothed(values, window) {
   const sums = [0];
   for (const value of values) sums.push(sums.at(-1) + value);
@@ -47,7 +49,8 @@ function smoothed(values, window) {
   });
 }
 
-// Stairs hold a value from its place on ("after"), or up to it from the one before ("before").
+// A step line has a value from its position on ("after"), or from the position before up to its own
+// ("before").
 function path(at, values, x, y, stairs) {
   return at.map((place, i) => {
     const [here, there] = [x(place).toFixed(1), y(values[i]).toFixed(1)];
@@ -58,7 +61,7 @@ function path(at, values, x, y, stairs) {
 }
 
 function range(lines, fromZero) {
-  // Not Math.min(...): a long run has more points than a call has room for.
+  // Not Math.min(...): a long run has more points than the maximum number of arguments.
   let [low, high] = [Infinity, -Infinity];
   for (const line of lines) {
     for (const values of [line.values, line.low ?? [], line.high ?? []]) {
@@ -189,7 +192,7 @@ function nearest(steps, step) {
   return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
 }
 
-// The entry that is drawn at a place: of stairs, the one that holds there.
+// Index of the value that is drawn at a position; for a step line, the value that is valid there.
 function held(at, place, stairs) {
   const near = nearest(at, place);
   if (stairs === "after" && at[near] > place) return Math.max(0, near - 1);
@@ -222,13 +225,14 @@ function listenTo(svg, axis, frame) {
   });
 }
 
-// Points that are averaged, an odd number: a share of the line's own, or 1 where it has few.
+// Number of points that are averaged, an odd number: a share of the line's points, or 1 for short
+// lines.
 function smoothingWindow(line, share) {
   const points = line.values.length;
   return points <= SPARSE ? 1 : 1 + 2 * Math.round((share * points) / 2);
 }
 
-// The slider's position, from 0 to 1, as a share of each line: finer near its beginning.
+// The slider's position, from 0 to 1, sets the share of each line, in finer steps near 0.
 function drawCurves() {
   const share = Number(byId("smoothing").value) ** 2 / 4;
   byId("smoothing-value").textContent =

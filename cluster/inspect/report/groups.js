@@ -1,6 +1,6 @@
-// Kept groups: what is known of each, the list of them, and what their tokens are coloured by.
+// Kept groups: a summary of each, the list, and the values by which their tokens are coloured.
 
-// A prompt that all members saw stands once in the data.
+// The data has a prompt that all members share only once.
 for (const group of data.groups) {
   for (const segment of group.members.flatMap((member) => member.segments)) {
     if (!segment.prompt) continue;
@@ -57,7 +57,7 @@ function summaryOf(group) {
 
 const summaries = data.groups.map(summaryOf);
 
-// One scale for all groups: 98 in 100 tokens are within it.
+// One scale for all groups, which covers 98 % of the tokens.
 function scaleOf(mode) {
   const sizes = Float64Array.from(everyValue(data.groups, mode.value), Math.abs)
     .filter((size) => size > 0).sort();
@@ -79,7 +79,7 @@ function prepareModes() {
   }));
 }
 
-// The list.
+// List of groups.
 
 function searchText(i) {
   const { tag, source, teacher, members } = data.groups[i];

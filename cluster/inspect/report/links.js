@@ -1,6 +1,6 @@
-// Links say where one is.
+// Links to places on the page.
 
-// #step=40&group=1280&member=1&token=17: a kept group, and the place of a token in a trajectory.
+// #step=40&group=1280&member=1&token=17: a kept group, and the position of a token in a trajectory.
 function showLink() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   const at = data.groups.findIndex((group) =>
@@ -30,7 +30,7 @@ function noteLink() {
   history.replaceState(null, "", `#${link}`);
 }
 
-// The tokens of the largest |log p - log q|, each a link to its place.
+// Table of the tokens with the largest |log p - log q|, with links to their positions.
 function showApart() {
   const head = ["token", "id", "student log p", "teacher log q", "log p − log q", "where"];
   const rows = data.apart.map((token) => {
@@ -48,7 +48,7 @@ function showApart() {
   fillTable("apart", head, rows);
 }
 
-// The tokens that have most of a whole step's KL, kept or not.
+// Table of the tokens with the largest shares of a whole step's KL, whether kept or not.
 function showShares() {
   const { step, rows } = data.by_share;
   byId("by-share-title").textContent = `Tokens with most of the KL of step ${number(step, 6)}`;

@@ -1,4 +1,4 @@
-// A served page: loads itself again when the run has written something.
+// Reloads a served page when the run has written new data.
 
 const LOOK_EVERY_MS = 3000;
 

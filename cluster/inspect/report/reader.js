@@ -1,4 +1,4 @@
-// What the reader does: looks at a token, moves about, presses keys.
+// Actions of the reader: inspection of a token, navigation, keys.
 
 function tokenAt(target) {
   const span = target.closest?.(".t");
@@ -32,7 +32,7 @@ function showTip(token) {
   placeTip(tip, span.getClientRects()[0] ?? span.getBoundingClientRect());
 }
 
-// What the teacher finds likeliest in the place of a token, where the run has asked it.
+// The teacher's likeliest tokens at a token's position, if the run requested them.
 function alternativesTo({ segment, t, n }) {
   if (!segment.top) return [];
   const texts = data.groups[state.chosen].alternatives ?? {};
@@ -73,12 +73,12 @@ function step(by) {
   if (all[at]) hold(all[at]);
 }
 
-// One listener for each kind of event, however many tokens there are.
+// One listener per kind of event, for all tokens.
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") return letGo();
-  const { type } = event.target; // of the page's inputs; arrows move among radio buttons
+  const { type } = event.target; // type of an input; arrow keys move between radio buttons
   if (["search", "range"].includes(type)) return;
   if (type === "radio" && event.key.startsWith("Arrow")) return;
   const inList = byId("groups").contains(event.target);

@@ -1,4 +1,4 @@
-// What happened when: lanes of marks, and charts of the same time. `t` and `seconds` are seconds.
+// Timeline: lanes of marks, and charts over the same time. `t` and `seconds` are in seconds.
 
 const [LANE_HEIGHT, LANE_LEFT, LANE_WIDTH] = [22, 96, 1100];
 const UNITS = [[1, "s", 300], [60, "min", 3 * 3600], [3600, "h", Infinity]];
@@ -41,7 +41,7 @@ function drawLane(svg, lane, index, x) {
   svg.append(
     shape("line", { class: "grid", x1: LANE_LEFT, x2: LANE_WIDTH - RIGHT, y1: middle, y2: middle }),
     shape("text", { x: LANE_LEFT - 8, y: middle + 4, "text-anchor": "end" }, lane.title));
-  // A bar as long as it took, so far as that can be seen.
+  // A bar as long as the event, with a visible minimum.
   const bars = lane.marks.map(({ t, seconds }) => {
     const [begin, end] = [x(Math.max(0, t - seconds)), x(t)];
     return `M${begin.toFixed(1)} ${middle - 6}h${Math.max(2.5, end - begin).toFixed(1)}v12H${begin.toFixed(1)}z`;
@@ -49,7 +49,7 @@ function drawLane(svg, lane, index, x) {
   svg.append(shape("path", { class: "marks", fill: `var(--s${index % 6})`, d: bars.join("") }));
 }
 
-// How many there were by then, and the last of them.
+// Number of marks up to a time, and the last of them.
 function laneEntry(lane, index, place) {
   const past = lane.marks.filter((mark) => mark.t <= place);
   const swatch = make("span", { class: "swatch" });
@@ -58,7 +58,7 @@ function laneEntry(lane, index, place) {
   return make("span", {}, swatch, lane.title, make("b", {}, number(past.length)), latest);
 }
 
-// Every mark as text, but the pushes: of those there are as many as steps.
+// All marks as text, except pushes, which are as many as steps.
 function showHappened(lanes, time) {
   const rows = lanes.filter(({ title }) => title !== "weight pushes")
     .flatMap(({ title, marks }) => marks.map((mark) => ({ title, ...mark })))

@@ -1,9 +1,10 @@
-// The chosen group: its trajectories, segments and turns, and one colour a token. `n` counts the
-// sampled tokens of a segment, as the lists of log-probs do; `t` counts all of its tokens.
+// The chosen group: its trajectories, segments and turns, with one colour per token. `n` is an
+// index among the sampled tokens of a segment, as in the lists of log-probs; `t` among all of its
+// tokens.
 
-// Tokens that are drawn at once; what is beyond waits until its trajectory is opened.
+// Number of tokens that are drawn immediately; others are drawn when their trajectory is opened.
 const OPEN_TOKENS = 12000;
-// Of a longer observation, so many characters are shown from its beginning and from its end.
+// Number of characters that are shown of the beginning and of the end of a longer observation.
 const [LONG, FROM_START, FROM_END] = [2400, 900, 500];
 const OPAQUE = 0.62;
 
@@ -35,7 +36,7 @@ function showGroup() {
   colour();
 }
 
-// What all members saw first, once; `fill` leaves it out of each.
+// The prompt that all members share, shown once; `fill` omits it.
 function sharedPrompt(group) {
   const first = group.members[0]?.segments[0];
   if (!first?.prompt) return [];
@@ -112,7 +113,7 @@ function observedRun(segment, start, stop, s) {
   return run("observed", title, [`${number(stop - start, 6)} tokens`], text);
 }
 
-// The text, or its beginning and end around a button that brings the rest.
+// The text, or its beginning and end with a button that shows the rest.
 function abridged(text) {
   if (text.length <= LONG) return text ? [text] : [];
   const [head, hidden, tail] = [
@@ -142,7 +143,7 @@ function sampledRun(segment, start, stop, n, turn, m) {
   return run("sampled", `turn ${turn}`, lines, text);
 }
 
-// What stands for a token. What cannot be seen, or moves text around, is made visible.
+// Text shown for a token. Invisible characters, and those that move text, are made visible.
 function shown(segment, t) {
   if (!segment.texts) return { text: `${segment.ids[t]} `, kind: "" };
   const text = segment.texts[t];
@@ -158,7 +159,7 @@ function visible(text) {
     (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
-// The colours.
+// Colours.
 
 function shade(mode, value) {
   if (value === null) return "";
