@@ -1,1 +1,1 @@
-"""Findings of a run about itself: detectors over its metrics, with evidence and a remedy."""
+"""Findings: faults that detectors find in a run's metrics, with evidence and a remedy."""

@@ -1,4 +1,4 @@
-"""A detector's finding."""
+"""The finding of a detector, and its evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A kept trajectory: member `member` of group `group` of `step`, as the report links to it."""
+    """A kept trajectory, to which the report links: its step, its group, its index in the group."""
 
     step: int
     group: int
@@ -17,12 +17,12 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a run.
+    """A fault of a run.
 
     Attributes:
-        name: of the detector; one run has each once.
-        text: what was seen, in numbers.
-        settings: those that the remedy names.
+        name: name of the detector; a run has at most one finding of each.
+        text: the observation, in numbers.
+        settings: settings that the remedy names.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Finding:
     evidence: Evidence | None = None
 
     def told(self) -> str:
-        """For people: a line."""
+        """One line for people."""
         where = self.evidence
         shown = (
             f" (kept: step {where.step}, group {where.group}, trajectory {where.member})"

@@ -1,4 +1,4 @@
-"""Detectors of who waits for whom."""
+"""Detectors of waiting: learner, engines and teachers that are idle, and changes of GPU turns."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from cluster.findings.finding import Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.training import PATIENCE
 
-# Shares of a step that the learner waits: starved; and waiting for what the bound asks for.
+# Shares of a step in which the learner waits: if it starves, and if it waits for due groups.
 _STARVED, _WAITS = 0.8, 0.3
-# Share of a step in which engines that share GPUs only change turns.
+# Share of a step that engines on shared GPUs spend on changes of turns.
 _CHANGES = 0.3
-# Teachers' work, in engines that would do nothing else.
+# Work of a teacher, as a number of engines that would always be busy.
 _IDLE = 0.5
 
 
 def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding | None:
-    """Steps wait for groups that would become too old: the bound is what holds training up."""
+    """Steps wait for groups that would become too old: the staleness bound limits the speed."""
     oldest = history.of("staleness/max", PATIENCE)
     waits, most = _wait_share(history), config.queue.max_staleness
     if oldest is None or waits is None or most < 2:
@@ -36,7 +36,7 @@ def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding |
 
 
 def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
-    """The learner of a run that overlaps does little but wait for groups."""
+    """The learner mostly waits for groups, although sampling overlaps training."""
     waits = _wait_share(history)
     alone = config.cluster.local or config.queue.max_staleness == 0 or config.only_keeps
     if waits is None or waits < _STARVED or alone:
@@ -52,9 +52,10 @@ def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
 
 
 def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
-    """Several engines of a teacher have less to do than one could.
+    """Several engines of a teacher do work that one engine could do.
 
-    Scorings that overlap are counted each with its whole time, so the work is less than is said.
+    Overlapping scorings are each counted with their whole time, so the actual work is less than the
+    reported number.
     """
     scoring, step = history.of("time/teacher", PATIENCE), history.of("time/step", PATIENCE)
     engines = config.teacher.size.smallest if isinstance(config, OpdConfig) else 0
@@ -76,7 +77,7 @@ def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
 
 
 def turns_take_long(history: History, _config: RolloutConfig) -> Finding | None:
-    """GPUs that engines share by turns spend much of the time on the changes."""
+    """GPUs that engines share by turns spend much of the time on changes of turns."""
     spent, step = history.of("turns/seconds", PATIENCE), history.of("time/step", PATIENCE)
     changes = history.of("turns/changes")
     if spent is None or step is None or changes is None:
@@ -101,7 +102,7 @@ def _wait_share(history: History) -> float | None:
 
 
 def groups_not_kept(reason: str, step: int) -> Finding:
-    """Groups are not written to `out/groups`. The queue reports it, no metric does."""
+    """Groups are not written to `out/groups`. Reported by the queue, not by a metric."""
     return Finding(
         name="groups_not_kept",
         step=step,

@@ -1,4 +1,4 @@
-"""A run's metrics over its steps, as detectors read them: series with their running means."""
+"""History of a run's metrics for detectors: series with running means."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-# Steps that a mean is of, about.
+# Approximate number of steps in a running mean.
 SPAN = 8
 
 
 class Series:
     """The values of one metric, and their running means.
 
-    A mean is the plain one of what there is until there are `SPAN` values; then each new value has
-    a weight of 1 / SPAN.
+    Up to `SPAN` values, the running mean is the plain mean; afterwards each new value has a weight
+    of 1 / SPAN.
     """
 
     def __init__(self) -> None:
@@ -39,33 +39,33 @@ class Series:
 
     @property
     def now(self) -> float:
-        """The mean at the newest step."""
+        """Running mean at the newest step."""
         return self.means[-1]
 
     @property
     def start(self) -> float:
-        """The mean of the first `SPAN` values."""
+        """Mean of the first `SPAN` values."""
         return self.means[min(SPAN, len(self)) - 1]
 
     @property
     def error(self) -> float:
-        """Standard error of a mean of `SPAN` values: from one value to the next, half a spread."""
+        """Standard error of a mean of `SPAN` values, estimated from successive differences."""
         if len(self) < 2:
             return 0.0
         return float(np.std(np.diff(self.values)) / np.sqrt(2 * SPAN))
 
     def lowest(self) -> int:
-        """Index of the lowest mean, of those that are of `SPAN` values at least."""
+        """Index of the lowest running mean of at least `SPAN` values."""
         first = min(SPAN, len(self)) - 1
         return first + int(np.argmin(self.means[first:]))
 
     def highest(self) -> int:
-        """Index of the highest."""
+        """Index of the highest running mean of at least `SPAN` values."""
         first = min(SPAN, len(self)) - 1
         return first + int(np.argmax(self.means[first:]))
 
     def at(self, step: int) -> float:
-        """The mean as it was after `step`."""
+        """Running mean after `step`."""
         return self.means[max(0, bisect_right(self.steps, step) - 1)]
 
 
@@ -79,20 +79,20 @@ class History:
             self.add(metrics)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step; `step` is among them."""
+        """Add the metrics of one step, which include `step`."""
         self.step = int(metrics["step"])
         for name, value in metrics.items():
             if np.isfinite(value):
                 self._series.setdefault(name, Series()).add(self.step, value)
 
     def rewind(self, step: int) -> None:
-        """Forgets the steps after `step`, which are done again."""
+        """Drop the steps after `step`, which are repeated."""
         self.step = step
         for series in self._series.values():
             series.drop_after(step)
 
     def of(self, name: str, least: int = 1) -> Series | None:
-        """The series of a metric that the newest step has, with `least` values; None otherwise."""
+        """Series of a metric, if the newest step has it and there are at least `least` values."""
         series = self._series.get(name)
         if series is None or len(series) < least or series.steps[-1] != self.step:
             return None

@@ -1,4 +1,4 @@
-"""Detectors of what the responses have become."""
+"""Detectors of faults in the responses: length, repetition, ends, equal members."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from cluster.findings.finding import Finding
 from cluster.findings.history import History
 from cluster.findings.training import PATIENCE, gained
 
-# Shares of episodes, and growth of lengths.
+# Share of episodes that are cut off, its growth, and the growth factor of lengths.
 _CUT, _CUT_MORE, _LONGER = 0.5, 0.1, 2.0
-# Share of groups of equal members.
+# Share of groups with equal members.
 _EQUAL = 0.5
-# Shares of sampled tokens that repeat: so many, and so many more than at the start.
+# Share of sampled tokens that are repetitions, and its growth since the start.
 _REPEATED, _REPEATED_MORE = 0.3, 0.2
-# Episodes that ended by themselves at the start, and the share of them that is left.
+# Share of episodes that ended by themselves at the start, and the fraction of it that remains.
 _ENDED, _STILL_END = 0.3, 0.5
 
 
@@ -33,7 +33,7 @@ def responses_are_cut(history: History, config: RolloutConfig) -> Finding | None
 
 
 def members_are_equal(history: History, _config: RolloutConfig) -> Finding | None:
-    """Members of most groups are the same tokens, against the odds of their log-probs."""
+    """Members of most groups have the same tokens, which is improbable by their log-probs."""
     equal = history.of("rollout/equal_groups")
     if equal is None or equal.values[-1] <= _EQUAL:
         return None
@@ -49,7 +49,7 @@ def members_are_equal(history: History, _config: RolloutConfig) -> Finding | Non
 
 
 def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
-    """Responses become longer, and have nothing to show for it."""
+    """Responses become longer, but are cut off more often, or earn no higher reward."""
     length = history.of("rollout/response_length", PATIENCE)
     if length is None or length.now <= _LONGER * length.start:
         return None
@@ -70,7 +70,7 @@ def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
 
 
 def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None:
-    """Responses have begun to go round in circles, where teachers are no guide."""
+    """Responses have begun to repeat themselves, which a teacher's scores do not correct."""
     repeated = history.of("rollout/repeated_share", PATIENCE)
     if repeated is None or repeated.now <= max(_REPEATED, repeated.start + _REPEATED_MORE):
         return None
@@ -87,7 +87,7 @@ def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None
 
 
 def eos_vanishes(history: History, config: RolloutConfig) -> Finding | None:
-    """Episodes that ended by themselves do so no more."""
+    """Episodes end by themselves much less often than at the start."""
     ended = history.of("rollout/eos_share", PATIENCE)
     if ended is None or ended.start < _ENDED or ended.now >= _STILL_END * ended.start:
         return None
@@ -103,7 +103,7 @@ def eos_vanishes(history: History, config: RolloutConfig) -> Finding | None:
 
 
 def _at_start(history: History, name: str) -> float:
-    """The metric at the start; shares that no early step had were 0."""
+    """Value of a share at the start; 0 if the first steps do not have the metric."""
     series = history.of(name)
     if series is None or series.steps[0] > 1:
         return 0.0

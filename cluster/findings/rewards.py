@@ -1,4 +1,4 @@
-"""Detectors of rewards that teach nothing, or something else, and of groups that fail."""
+"""Detectors of rewards that teach nothing or the wrong thing, and of groups that fail."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cluster.findings.training import PATIENCE, declined, gained
 
 # Share of groups whose members all have one reward.
 _CONSTANT = 0.95
-# Growth of the share of responses in the format that is asked for.
+# Growth of the share of responses in the required format.
 _FORMAT_GREW = 0.15
 
 
 def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | None:
-    """No token has had an advantage since the first step, so nothing has been learnt from any."""
+    """No token has had an advantage since the first step, so nothing has been learnt."""
     extremes = [history.of(f"advantage/{end}") for end in ("min", "max")]
     groups = history.of("train/groups")
     zero = all(series is not None and not any(series.values) for series in extremes)
@@ -43,12 +43,12 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
 
 
 def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | None:
-    """No group has members that differ, and none ever had: there is nothing to learn from."""
+    """Hardly any group has members with different rewards, so there is nothing to learn from."""
     constant, reward = history.of("reward/constant_groups", SPAN), history.of("reward/mean", SPAN)
     if not config.objective.reward_coef > 0 or constant is None or reward is None:
         return None
     if constant.now < _CONSTANT or gained(reward) or _masked(history, config):
-        return None  # for masked rewards `advantages_are_zero` names the cause
+        return None  # for masked rewards, `advantages_are_zero` names the cause
     return Finding(
         name="rewards_are_constant",
         step=history.step,
@@ -61,13 +61,13 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | N
 
 
 def _masked(history: History, config: RolloutConfig) -> bool:
-    """True if hardly any reward counts: its episode was cut off."""
+    """True if hardly any reward counts, because episodes are cut off."""
     cut = history.of("rollout/stop/length")
     return config.objective.mask_truncated and cut is not None and cut.values[-1] >= _CONSTANT
 
 
 def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | None:
-    """The format's reward is learnt at the task's cost."""
+    """The policy learns the format's reward at the expense of the task's reward."""
     format_, reward = history.of("env/format", PATIENCE), history.of("reward/mean", PATIENCE)
     if format_ is None or reward is None:
         return None
@@ -87,10 +87,10 @@ def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | Non
 
 
 def groups_fail(group_id: int, reason: str, step: int) -> Finding:
-    """The first group of a kind that is set aside: its problem is not trained on any more.
+    """First group that is set aside for a kind of reason: its problem is not trained any more.
 
-    The queue reports it, no metric does. Reasons name the error, the user's file and line, and the
-    problem.
+    Reported by the queue, not by a metric. The reason names the error, the user's file and line,
+    and the problem.
     """
     return Finding(
         name="groups_fail",

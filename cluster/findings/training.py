@@ -1,4 +1,4 @@
-"""Detectors of what training does to the policy."""
+"""Detectors of faults in the training of the policy: KL, entropy, engines, lost updates."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.findings.history import SPAN, History, Series
 
-# How many steps are a run's beginning, for the KL; and before which nothing is said of a trend.
+# Number of steps that are the start of the KL, and number of steps before a trend is reported.
 _BEGINNING, PATIENCE = 3, 3 * SPAN
-# The KL fell to less than this share of its start, and has risen by this factor.
+# The KL fell below this share of its start, and has risen by this factor.
 _FALLEN, _RISEN = 0.7, 1.6
-# What goes with that when it is no chance, unless it is that much above its start: gradients that
-# have grown by this factor, or an entropy that has moved by so many nats.
+# Further conditions on a rise after a fall that does not exceed the start, to exclude chance: the
+# gradient norm has grown by this factor, or the entropy has changed by so many nats.
 _GROWN, _MOVED = 3.0, 0.5
-# Of the KL, the hundredth of the tokens that is furthest off has this share; and it has risen.
+# Share of the KL of the hundredth of the tokens with the largest gaps, and factor of the KL's rise.
 _FEW, _RISEN_BY_FEW = 0.5, 1.3
-# Entropy in shares of its start.
+# Entropy as a share of its start.
 _COLLAPSED = 0.15
-# Mean |log p_engine - log p_learner|, nats; and how many times what it was once settled.
+# Mean |log p_engine - log p_learner| in nats, and its growth since it settled.
 _GAP, _GAP_GROWN = 0.05, 4.0
-# Pushes by which an adapter at a usual learning rate has passed the engines' precision.
+# Number of pushes after which the updates of an adapter usually exceed the engines' precision.
 _PUSHES, _LOST = 8, 0.5
 
 
 def kl_rises(history: History, config: RolloutConfig) -> Finding | None:
-    """The reverse KL rises, from the start or after a fall: the steps are too large."""
+    """The reverse KL rises, from the start or after a fall, because the updates are too large."""
     kl = history.of("opd/reverse_kl", PATIENCE)
     gradient = history.of("train/grad_norm")
     entropy = history.of("train/entropy")
@@ -57,13 +57,13 @@ def _less_noise(config: RolloutConfig) -> str:
 
 
 def _estimator(config: RolloutConfig) -> tuple[str, ...]:
-    """The setting as a remedy: only where another estimator has less noise."""
+    """The setting `estimator` as a remedy, if another estimator has less noise."""
     objective = config.objective
     return ("estimator",) if objective.kl_coef and objective.estimator == "sampled" else ()
 
 
 def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
-    """The reverse KL rises, and a few tokens are most of it."""
+    """The reverse KL rises, and a few tokens account for most of it."""
     share, kl = history.of("opd/kl_top_share", PATIENCE), history.of("opd/reverse_kl", PATIENCE)
     if share is None or kl is None:
         return None
@@ -84,7 +84,7 @@ def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
 
 
 def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None:
-    """The policy has become sure of itself, and neither KL nor reward is the better for it."""
+    """The policy's entropy has collapsed, and neither KL nor reward has improved."""
     entropy = history.of("train/entropy", PATIENCE)
     if entropy is None or entropy.now >= _COLLAPSED * entropy.start:
         return None
@@ -106,7 +106,7 @@ def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None
 
 
 def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
-    """Engines and learner come to disagree on the tokens' log-probs."""
+    """The difference of the engines' and the learner's log-probs grows."""
     gap = history.of("train/logprob_gap", PATIENCE)
     if gap is None or gap.now <= max(_GAP, _GAP_GROWN * _settled(gap)):
         return None
@@ -125,12 +125,12 @@ def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
 
 
 def _settled(series: Series) -> float:
-    """The mean when the first steps, which are not stale yet, have passed."""
+    """Running mean after the first steps, whose samples are not stale yet."""
     return series.means[min(2 * SPAN, len(series)) - 1]
 
 
 def updates_are_lost(history: History, _config: RolloutConfig) -> Finding | None:
-    """Most of what an adapter has learnt does not reach the engines."""
+    """Most of an adapter's updates do not reach the engines."""
     lost = history.of("push/lost_share", _PUSHES)
     if lost is None or lost.values[-1] <= _LOST:
         return None
@@ -145,11 +145,11 @@ def updates_are_lost(history: History, _config: RolloutConfig) -> Finding | None
 
 
 def gained(reward: Series) -> bool:
-    """Whether the reward has been better than at the start, by more than its noise."""
+    """True if the reward has exceeded its start by more than its noise."""
     return reward.means[reward.highest()] > reward.start + max(5 * reward.error, 1e-9)
 
 
 def declined(reward: Series) -> bool:
-    """Whether it was better than it is, by more than its noise and a fifth of what it was."""
+    """True if the reward has fallen from its best value by more than its noise and by a fifth."""
     best = reward.means[reward.highest()]
     return best - reward.now > max(4 * reward.error, 0.2 * abs(best), 1e-9)

@@ -1,4 +1,4 @@
-"""Watch over a run: all detectors, each of which reports at most once."""
+"""Execution of all detectors during a run; each reports at most once."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Watch:
 
     Args:
         rollouts: file of the run's kept rollouts, the source of evidence.
-        before: metrics of the steps before this start of the run.
+        before: metrics of the steps before this job of the run.
         said: names of earlier findings, which are not reported again.
     """
 
