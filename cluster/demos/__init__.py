@@ -1,1 +1,1 @@
-"""The demonstration: its task and data, its runs, what these must show."""
+"""The demonstration: its task and data, its runs, and the results that they must reach."""

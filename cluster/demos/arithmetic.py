@@ -1,14 +1,14 @@
-"""The demo's task: two-digit sums, and a careless book to learn them badly from.
+"""The demo's task: two-digit sums, and a careless book with wrong carries.
 
     prompt "47+85="   answer "231"      47 + 85 = 132, written units first
 
-Operands are zero-padded to two digits and the sum has three digits, written in the order in which
-one adds by hand: units, tens, hundreds. A model writes a digit once it knows the carry into it,
-so a tiny one learns the task in seconds. There are 100 x 100 problems; the seeded held-out share
-appears in no training file, so accuracy on it is carrying learnt, not sums remembered.
+Operands are zero-padded to two digits, and the sum has three digits, in the order of addition by
+hand: units, tens, hundreds. A model writes each digit when it knows the carry into it, so a tiny
+model learns the task in seconds. There are 100 x 100 problems. The seeded held-out problems appear
+in no training file, so accuracy on them measures carrying, not memorised sums.
 
-The careless book forgets to carry: at each column that carries it drops the 1 with a given
-probability. Whoever learns from it adds digits perfectly and carries too rarely.
+The careless book drops the 1 with a given probability at each column that carries. A model trained
+on it adds digits perfectly and carries too rarely.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OPERAND_DIGITS = 2
 ANSWER_TOKENS = OPERAND_DIGITS + 2  # the sum's digits and EOS: max_new_tokens of this task
 ALPHABET = "0123456789+="
 
-# Messages are joined as they stand, so one user message renders to the plain prompt.
+# Messages are concatenated unchanged, so one user message renders to the plain prompt.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """`left` + `right`, each in [0, 100)."""
+    """The problem `left` + `right`; both are in [0, 100)."""
 
     left: int
     right: int
@@ -48,7 +48,7 @@ class Problem:
         return f"{self.left + self.right:0{OPERAND_DIGITS + 1}d}"[::-1]
 
     def careless_answer(self, forget_carry: float, rng: np.random.Generator) -> str:
-        """The sum, units first, where each carry was forgotten with probability `forget_carry`."""
+        """The sum, units first; each carry is dropped with probability `forget_carry`."""
         digits, carry = "", 0
         for column in range(OPERAND_DIGITS):
             total = self.left // 10**column % 10 + self.right // 10**column % 10 + carry
@@ -59,14 +59,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problems:
-    """Every problem once, in a seeded order: some to train on, the others held out."""
+    """All problems in a seeded order: some for training, the others held out."""
 
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
 
     @classmethod
     def split(cls, *, held_out: int, seed: int) -> Problems:
-        """`held_out` problems by a seeded permutation; the rest are for training."""
+        """Hold out `held_out` problems by a seeded permutation; the others are for training."""
         count = 10 ** (2 * OPERAND_DIGITS)
         assert 0 < held_out < count
         order = np.random.default_rng(seed).permutation(count).tolist()
@@ -75,12 +75,12 @@ class Problems:
 
 
 def write_prompts(path: str | Path, problems: Iterable[Problem]) -> None:
-    """JSONL of `prompt` and its reference `answer`."""
+    """Write JSONL rows of `prompt` and reference `answer`."""
     write_jsonl(path, ({"prompt": p.prompt, "answer": p.answer} for p in problems))
 
 
 def write_sft(path: str | Path, problems: Iterable[Problem]) -> None:
-    """JSONL of `prompt` and the right `completion`, without EOS: training appends it."""
+    """Write JSONL rows of `prompt` and correct `completion`, without EOS: training appends it."""
     write_jsonl(path, ({"prompt": p.prompt, "completion": p.answer} for p in problems))
 
 
@@ -92,9 +92,9 @@ def write_careless_sft(
     seed: int,
     editions: int = 1,
 ) -> None:
-    """`write_sft` from the careless book: `editions` answers to each problem, drawn apart.
+    """Write the careless book: `write_sft` with `editions` independent answers to each problem.
 
-    With one edition its slips are facts that a student learns by heart instead of the digits.
+    With one edition, a student would memorise the errors instead of learning to add digits.
     """
     assert 0 <= forget_carry <= 1 and editions >= 1
     rng = np.random.default_rng(seed)
@@ -109,10 +109,10 @@ def write_careless_sft(
 
 
 def train_tokenizer(directory: str | Path, problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer of single characters on the problems' text and saves it in `directory`.
+    """Train a tokenizer of single characters on the problems' text and save it in `directory`.
 
     Special tokens come first (pad 0, eos 1, unk 2), then `ALPHABET` in the order of its code
-    points, whatever problems are given: no token is longer than a character.
+    points, independent of the problems: no token is longer than a character.
     """
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -1,4 +1,4 @@
-"""`python -m cluster.demo out=DIR`: a complete distillation, on models that it makes itself.
+"""`python -m cluster.demo out=DIR`: a complete distillation, on models that it trains itself.
 
 two-digit sums -> a teacher that adds (SFT), a student that forgets to carry (SFT on a careless
 book) -> OPD at T = 0.7 -> a table: accuracy and reverse KL, on held-out sums
@@ -47,7 +47,7 @@ from distill.models.loading import new_qwen3
 
 HELD_OUT = 500
 TEACHER, STUDENT = "teacher", "student"
-# Rate at which each model's book forgets a carry.
+# Probability with which each model's book drops a carry.
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 SFT_STEPS = 800
 # Accuracies that the demo must reach; otherwise it fails with exit code 1.
@@ -90,10 +90,10 @@ def demo(config: DemoConfig, out: Path, console: Console) -> None:
 
 
 class _FineTuning:
-    """Supervised fine-tuning of one model in a process of its own.
+    """Supervised fine-tuning of one model in a separate process.
 
-    The process is forked because all modules are already imported, so it starts without delay. No
-    tensor has been computed before, so torch has no threads that a fork would lose.
+    The process is forked, so it starts without delay: all modules are already imported. No tensor
+    has been computed before, so torch has no threads that a fork would lose.
     """
 
     def __init__(self, config: SftConfig, name: str, problems: Problems, seed: int) -> None:
@@ -164,7 +164,7 @@ def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The task and its files: prompts to train on, held-out ones, a book per model."""
+    """The task and its files: prompts for training, held-out prompts, and one book per model."""
 
     problems: Problems
     prompts: Path
@@ -173,9 +173,10 @@ class Data:
 
 
 def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
-    """Write the prompts, and a book for each name.
+    """Write the prompts, and one book per name.
 
-    `forget_carry` is the rate at which each book forgets a carry; with 0 all answers are correct.
+    `forget_carry` has the probability with which each book drops a carry; with 0, all answers are
+    correct.
     """
     problems = Problems.split(held_out=HELD_OUT, seed=seed)
     data = Data(
@@ -245,7 +246,7 @@ def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
         temperature=config.temperature,
         engine=config.engine,
         local=True,
-        estimator="sampled",  # one log-prob a token is enough here
+        estimator="sampled",  # one log-prob per token is enough here
         steps=config.steps,
         prompts_per_step=64,
         group_size=4,

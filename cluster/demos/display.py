@@ -1,4 +1,4 @@
-"""Progress of a demo's stages: live on a terminal, a line every ten seconds in a log; and a plot.
+"""Progress of a demo's stages, live on a terminal or as lines in a log, and a plot.
 
 teacher  learns to add    250/250 ━━━━━━━━━━━━ 0:00:00  nll 0.021  ▇▇▆▃▁▁▁▁
 student  learns to add    312/400 ━━━━━━━━━╸━━ 0:00:04  nll 0.72   ▇▇▆▆▅▅▅▅
@@ -29,10 +29,7 @@ _SPARK_WIDTH = 12
 
 
 class StageDisplay:
-    """Stages that run one after another or side by side, each with a curve that falls.
-
-    `see` takes a stage's lines of metrics.jsonl, also those that it was given before.
-    """
+    """Display of stages that run in sequence or in parallel, each with a curve of one metric."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -45,7 +42,7 @@ class StageDisplay:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows them, on a terminal in place."""
+        """Show the stages during the block; on a terminal, the display is updated in place."""
         if not self._console.is_terminal:
             yield
             return
@@ -53,12 +50,12 @@ class StageDisplay:
             yield
 
     def add(self, name: str, what: str, steps: int, metric: str, label: str) -> None:
-        """A stage that begins now; `metric` of its lines is drawn, as `label`."""
+        """Add a stage that starts now; `metric` of its lines is drawn, with the label `label`."""
         task = self._progress.add_task(f"{name:8} {what:24}", total=steps, shown="starts")
         self._stages[name] = _Stage(name, task, steps, metric, label)
 
     def see(self, name: str, lines: Sequence[Mapping[str, float]]) -> None:
-        """Shows where a stage is by all its lines so far."""
+        """Update a stage. `lines` are all of its lines of metrics.jsonl so far."""
         stage = self._stages[name]
         stage.reach(lines)
         self._progress.update(stage.task, completed=stage.step, shown=stage.shown())
@@ -88,7 +85,7 @@ class _Stage:
         return int(self.lines[-1]["step"]) if self.lines else 0
 
     def shown(self) -> str:
-        """The curve and its last value, and the first and the last accuracy that was measured."""
+        """The curve and its last value, and the first and the last measured accuracy."""
         values = curve(self.lines, self._metric)
         parts = [f"{self._label} {values[-1]:.3f} {spark(values, _SPARK_WIDTH)}"] if values else []
         accuracy = curve(self.lines, "eval/accuracy")
@@ -98,7 +95,7 @@ class _Stage:
         return "  ".join(parts)
 
     def line(self) -> str:
-        """The same for a log, with the time that is left at the mean pace so far."""
+        """Line for a log: `shown`, with the remaining time at the mean pace so far."""
         left = ""
         first, since = self._paced_from or (self.step, 0.0)
         if self.step > first:
@@ -108,19 +105,19 @@ class _Stage:
 
 
 def curve(lines: Sequence[Mapping[str, float]], metric: str) -> list[float]:
-    """A metric's values, of the lines that have it."""
+    """Values of a metric in the lines that have it."""
     return [line[metric] for line in lines if metric in line]
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """A line of at most `width` blocks from 0 to the largest value; each is a mean."""
+    """Sparkline of at most `width` blocks, scaled from 0 to the largest; each block is a mean."""
     means = _means(values, width)
     top = max(*means, 1e-9)
     return "".join(_BLOCKS[1 + round(max(mean, 0.0) / top * 7)] for mean in means)
 
 
 def plot(values: Sequence[float], title: str, *, width: int = 60, height: int = 8) -> str:
-    """Columns over steps, from 0 to the largest value, with both axes' ends."""
+    """Column chart over steps, scaled from 0 to the largest value, with the ends of both axes."""
     means = _means(values, width)
     top = max(*means, 1e-9)
     wide = width // len(means)

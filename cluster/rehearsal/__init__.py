@@ -1,1 +1,1 @@
-"""The whole run in small before it is begun: random twins of its models, a death of each actor."""
+"""A rehearsal before a run: the whole run with small random twins, and a death of each actor."""

@@ -1,4 +1,4 @@
-"""External teachers in a rehearsal: each scores one canary; a twin replaces it in the run."""
+"""External teachers in a rehearsal: each scores one canary row; a twin replaces it in the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """Result of a canary on an external server: its answer, or its problem and the remedy."""
+    """Result of a canary on an external server.
+
+    Attributes:
+        told: description of the server's answer, or of the problem.
+    """
 
     works: bool
     told: str
@@ -36,7 +40,7 @@ def ask_once(
     """Score one canary row at T and 1.5 T on a server, with the requests of training.
 
     Args:
-        given, top_k, states: what is asked at each position, as `CanaryRows.of` takes it.
+        given, top_k, states: what is requested at each position; see `CanaryRows.of`.
     """
     began = time.monotonic()
     works = False

@@ -17,7 +17,7 @@ from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.models.loading import context_length, load_config
 
-# Problems whose prompts are measured, evenly spaced over the data set.
+# Number of problems whose prompts are measured, evenly spaced over the data set.
 _PROMPTS = 512
 
 
@@ -26,7 +26,7 @@ class FullSize:
     """Predictions for the full-size run.
 
     Attributes:
-        warnings: problems that would make it fail.
+        warnings: problems that would make the run fail.
         lines: all other predictions.
     """
 
@@ -40,8 +40,8 @@ def full_size(
     """Predict the lengths, memory and teacher tokens of the full-size run.
 
     Args:
-        first_observations: numbers of tokens before the first turn of rehearsed episodes; used
-            where the environment's prompts are not known without running it.
+        first_observations: numbers of tokens before the first turn of rehearsed episodes; used if
+            prompts are not known without running the environment.
     """
     lengths = _prompt_lengths(config, inputs, _observed) or list(first_observations)
     context = context_length(load_config(config.model.path))
@@ -66,7 +66,7 @@ def _prompt_lengths(
     inputs: RolloutInputs,
     length: Callable[[SingleTurnGroupBuilder], Awaitable[int]],
 ) -> list[int]:
-    """Lengths of prompts that are known without running an environment; empty for others."""
+    """Lengths of prompts; empty if they are not known without running the environment."""
     train = inputs.train
     if not isinstance(train.builder(0, config.sampling.group_size), SingleTurnGroupBuilder):
         return []
@@ -80,15 +80,17 @@ def _prompt_lengths(
 
 
 async def _observed(builder: SingleTurnGroupBuilder) -> int:
-    """Tokens that the policy sees before its turn."""
+    """Number of tokens that the policy sees before its turn."""
     [env, *_] = builder.make_envs({})
     observation_T = await env.initial_observation()
     return 0 if observation_T is None else len(observation_T)
 
 
 async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuilder) -> int:
-    """Tokens that the teacher sees before the response, if the feedback in its prompt has maximal
-    length; without the environment's text, whose length is unknown."""
+    """Number of tokens that the teacher sees before a response of maximal length.
+
+    Feedback of the environment is not counted, because its length is unknown.
+    """
     if builder.teacher_tokens_T is not None:
         return len(builder.teacher_tokens_T)
     if builder.feedback is None:
@@ -99,7 +101,7 @@ async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuild
 
 
 def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
-    """Line on the most tokens that teachers score: all responses have maximal length."""
+    """Line on the maximal number of tokens that teachers score, if all responses are maximal."""
     if not config.teacher_models():
         return []
     live = config.teacher_moves and config.teacher_rule is None

@@ -1,9 +1,9 @@
-"""`dry_run=rehearse`: a small version of the run, with all of the user's own code and data.
+"""`dry_run=rehearse`: a small version of the run, with the user's code and data.
 
     twins      random models of the same families and vocabularies (distill/models/twins.py)
     run        handshake, steps, pushes, evaluations, checkpoints; one actor of each kind is killed
-    resume     the same run continues from its checkpoint to its end
-    judged     out/final loads, the audit proves exactly once; and predictions for the full size
+    resume     the run continues from its checkpoint to its end
+    checks     out/final loads, and the audit proves exactly once; predictions for the full size
 
 Everything is written to OUT-rehearsal, which the next rehearsal replaces.
 """
@@ -57,7 +57,7 @@ from distill.errors import IsothermError
 from distill.models.loading import load_causal_lm
 from distill.settings import changed
 
-# Deadline of all deaths and recoveries; servers of a few models start in a minute each.
+# Deadline of all deaths and recoveries: the servers of a few models take a minute each to start.
 _DEADLINE_S = 900.0
 _REPORT = "rehearsal.json"
 
@@ -76,7 +76,7 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     """Rehearse the run; print a table of the checks, and predictions for the full size.
 
     Raises:
-        ConfigError, CheckpointError, DataError: before anything starts, as the run itself would.
+        ConfigError, CheckpointError, DataError: the checks of the run failed; nothing was started.
         RunFailed: a check failed.
     """
     began = time.monotonic()
@@ -106,7 +106,7 @@ class _Rehearsal:
         self._directory = RunDirectory(small.config.recipe, small.config)
 
     def run(self) -> None:
-        """Run all checks, until one fails that the others depend on."""
+        """Run all checks; stop if a check fails on which the others depend."""
         self._say(f"a rehearsal in {self._place}, with random twins; the run itself is not begun")
         for name, twin in self._small.twins.items():
             said = (
@@ -175,7 +175,7 @@ class _Rehearsal:
         return [*kinds, QUEUE, LEARNER]
 
     def _measured(self) -> None:
-        """Record outcomes from the steps' metrics and the handshake."""
+        """Record results from the steps' metrics and the handshake."""
         calibration = json.loads((self._directory.path / "calibration.json").read_text())
         agreed = [each for each in calibration["comparisons"] if not each["must_differ"]]
         gap = max(float(each["max_gap"]) for each in agreed)
@@ -217,7 +217,7 @@ class _Rehearsal:
 
     @contextmanager
     def _tried(self, what: str) -> Iterator[None]:
-        """Record errors within as a failed outcome; the rehearsal continues."""
+        """Record an error in the block as a failed check; the rehearsal continues."""
         try:
             yield
         except (RunFailed, IsothermError) as error:
@@ -227,7 +227,7 @@ class _Rehearsal:
         self._outcomes.append(RehearsalCheck(what=what, works=works, told=told, seconds=seconds))
 
     def report(self, seconds: float) -> None:
-        """Print the outcomes, and write rehearsal.json.
+        """Print the results, and write rehearsal.json.
 
         Raises:
             RunFailed: a check failed.

@@ -29,7 +29,8 @@ _MOST = {
 }  # fmt: skip
 _POOLS = ("policy.engines", "teacher.engines", "rollout.workers")
 _MOST_ACTORS = 2
-# Settings for GPUs, clusters of many nodes, the real models or observers; reset to defaults.
+# Settings for GPUs, for clusters of many nodes, for the real models or for observers; they are
+# reset to their defaults.
 _NOT_HERE = (
     "cluster.gpus_per_actor", "cluster.gpu_memory_gib", "cluster.colocate",
     "learner.replicas", "learner.offload_optimizer", "learner.liger", "learner.compile",
@@ -40,7 +41,7 @@ _NOT_HERE = (
     "checkpoint.keep_every", "checkpoint.keep_best", "learner.token_budget",
     "queue.groups_in_flight", "cluster.start_deadline_s",
 )  # fmt: skip
-# Upper limit of steps. Actors are killed as the run makes steps, so it ends long before this.
+# Upper limit of steps. The run ends long before, when all actors have been killed and recovered.
 STEPS_AT_MOST = 1000
 
 
@@ -88,7 +89,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     for name in _POOLS:
         if name in defaults:
             changes[name] = min(PoolSize.parse(get(config, name)).smallest, _MOST_ACTORS)
-    if 0 < config.eval.size < 1:  # a share, of which the small run does not know the size
+    if 0 < config.eval.size < 1:  # a share of the data set, whose size is not known here
         changes["eval.size"] = _MOST["eval.size"]
     if config.lora.adapter is not None:
         changes["lora.rank"] = _MOST["lora.rank"]
@@ -110,7 +111,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
 def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Models of the run, each with the setting that names it."""
     yield "student", config.model.path
-    if not config.teacher_moves:  # else it is the student
+    if not config.teacher_moves:  # otherwise the teacher is the student
         for name, teacher in config.teacher_models().items():
             yield teacher_setting(name), teacher.model
     if config.model.reference is not None:
@@ -140,7 +141,7 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
         changes["reference"] = twins["reference"].path
     if config.reward.name.startswith(PREFIX):
         changes["reward"] = f"{PREFIX}{twins['reward'].path}"
-    elif config.reward_model is not None:  # an environment's own
+    elif config.reward_model is not None:  # named by a field of the environment
         fields = chz.chz_fields(type(config.env))
         changes["env"] = {
             n: twins["reward"].path for n in fields if getattr(config.env, n) == config.reward_model

@@ -1,4 +1,4 @@
-"""Deaths in a rehearsal: one actor of each kind is killed, and the next once it serves again."""
+"""Deaths in a rehearsal: actors of each kind are killed in turn, each after the last recovered."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from ray.util import list_named_actors
 from cluster.jsonl_log import read_lines
 from cluster.runtime.driver import Signals
 
-# Steps after the last one has recovered, before the run is ended.
+# Number of steps after the last recovery before the run is ended.
 _STEPS_AFTER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """A death, and the seconds from its notice until another served in its place.
+    """A death of an actor.
 
-    `seconds` is None if none did in time.
+    Attributes:
+        who: the kind of actor.
+        seconds: seconds from the detection of the death until a replacement served; None if none
+            served in time.
     """
 
     who: str
@@ -31,12 +34,13 @@ class Recovery:
 
 
 class Strikes:
-    """Kills actors between a run's steps, in the process that drives it.
+    """Kills actors between a run's steps, in the driver's process.
 
     Args:
-        kinds: roles, in the order in which they are struck.
+        kinds: roles of the actors, in the order in which they are killed.
         events: the run's events.jsonl.
-        deadline_s: of the whole; later the run is ended as it is.
+        signals: signals of the run, by which it is ended.
+        deadline_s: deadline of all deaths and recoveries, after which the run is ended.
     """
 
     def __init__(self, kinds: list[str], events: Path, signals: Signals, deadline_s: float) -> None:
@@ -45,11 +49,11 @@ class Strikes:
         self._waiting, self._events, self._signals = list(kinds), events, signals
         self._give_up_at = time.monotonic() + deadline_s
         self._victim: str | None = None
-        self._known = 0  # restarts of the victim's kind before
+        self._known = 0  # restarts of the victim's kind before its death
         self._steps_after = 0
 
     def line(self, metrics: Mapping[str, float]) -> None:
-        """An `Observer.line`: sees each step, and strikes after it."""
+        """`Observer.line`: after each step, record a recovery or kill the next actor."""
         if "time/step" not in metrics or self.ended:
             return
         if self._victim is not None and (seconds := self._returned()) is not None:
@@ -76,7 +80,7 @@ class Strikes:
         ray.kill(ray.get_actor(living[0]), no_restart=False)
 
     def _returned(self) -> float | None:
-        """Seconds from the notice of the victim's death until it served again, if it does."""
+        """Seconds from the detection of the victim's death until it served again; None: not yet."""
         assert self._victim is not None
         new = self._restarts(self._victim)[self._known :]
         return new[0]["seconds"] if new else None
@@ -91,6 +95,6 @@ class Strikes:
         self._end()
 
     def _end(self) -> None:
-        """As Ctrl-C ends a run: with a checkpoint, from which it can go on."""
+        """End the run as Ctrl-C does, with a checkpoint from which it can be resumed."""
         self.ended = True
         self._signals.received = signal.SIGINT
