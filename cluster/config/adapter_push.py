@@ -1,6 +1,6 @@
-"""`weights=adapter`: the adapter alone is pushed, to servers that compute it beside the base.
+"""`weights=adapter`: push only the adapter, to servers that compute it in addition to the base.
 
-`weights=auto` pushes merged weights: an adapter alone has run on CPU servers only, and the larger
+`weights=auto` pushes merged weights: a separate adapter has run only on CPU servers, and the larger
 of the two models that were measured decoded slower with it (docs/weights.md).
 """
 
@@ -16,12 +16,12 @@ from learner.lora import not_served, served_adapter
 
 
 def adapter_push(config: RolloutConfig) -> str:
-    """A line about the push of an adapter: that it goes alone, or could; else an empty one.
+    """Line for the plan that says if only the adapter is pushed, or could be; otherwise empty.
 
-    The device and the kind of engine are chosen already.
+    The device and the kind of engine must already be chosen.
 
     Raises:
-        ConfigError: weights=adapter, and there is no adapter, or the engines cannot.
+        ConfigError: weights=adapter, and there is no adapter, or the engines do not support it.
         CheckpointError: the student has no readable config.
     """
     if config.weights.transport not in ("auto", "adapter"):
@@ -39,14 +39,14 @@ def adapter_push(config: RolloutConfig) -> str:
 
 
 def _served(config: RolloutConfig) -> AdapterForm:
-    """Form of the adapter on the servers. Raises ConfigError with the reason if they cannot."""
+    """Form of the adapter on the servers. Raises ConfigError if they do not support it."""
     if why := _unservable(config):
         raise not_served(why)
     return served_adapter(config.lora, config.model.path)
 
 
 def _unservable(config: RolloutConfig) -> str:
-    """Reason why the engines cannot take an adapter alone; empty if they can."""
+    """Reason why the engines cannot load a separate adapter; empty if they can."""
     given = config.policy.server_flags
     parallel = parallelism(given)
     if not (config.lora.trains_adapter and config.pushes):

@@ -1,4 +1,4 @@
-"""Settings from `key=value`, `config=FILE` and Python; errors are one line with what was meant."""
+"""Settings from `key=value`, `config=FILE` and Python. Errors are one line with a suggestion."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _NAMES = {
     bool: "True or False",
     str: "a text",
 }
-# Names of settings of other systems, and what they are here: the first that the recipe has.
+# Names of settings in other libraries, and the corresponding settings here. The first one that the
+# recipe has is suggested.
 _ELSEWHERE = {
     "prompt_key": ("columns.prompt",),
     "answer_key": ("columns.answer",),
@@ -113,7 +114,7 @@ class HelpAsked(Exception):
 
 
 def key_values(argv: Sequence[str]) -> dict[str, str]:
-    """Values by key; the last one for a key that is given twice.
+    """Values by key. If a key is given twice, the last value is used.
 
     Raises:
         ConfigError: an argument is not key=value, or is not UTF-8.
@@ -174,13 +175,13 @@ class Arguments:
 
     @staticmethod
     def of_values(given: Mapping[str, Any]) -> Arguments:
-        """Values by name, `config` among them. Raises as `read_settings`."""
+        """Arguments from values by name, including `config`. Raises as `read_settings`."""
         file = text_of(given.get(CONFIG, ""))
         rest = {name: value for name, value in given.items() if name != CONFIG}
         return Arguments(rest, file, read_settings(file) if CONFIG in given else {})
 
     def take(self, name: str) -> tuple[str | None, Arguments]:
-        """The text of `name`, which is not a setting, and the remaining arguments."""
+        """Text of the argument `name`, which is not a setting, and the remaining arguments."""
         value = self.given.get(name, self.tree.get(name))
         given, tree = (
             {key: each for key, each in given.items() if key != name}
@@ -213,7 +214,7 @@ def built(kind: type[Config], given: Mapping[str, Any]) -> Config:
     _check_complete(kind, given)
     try:
         return chz.Blueprint(kind).apply(given).make()
-    except EntrypointException as error:  # values that are valid alone but conflict
+    except EntrypointException as error:  # each value is valid, but they conflict
         raise ConfigError(" ".join(str(error).split())) from error
 
 
@@ -256,7 +257,7 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     near = [name for name in (*elsewhere, *ends[1:]) if meant_by(kind, name)][:1]
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
-    # Search the docs for a name that other libraries use: learning_rate.
+    # Search the docs of settings, for names in other libraries such as learning_rate.
     if not near and len(key) > 3:
         words = key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
@@ -264,7 +265,7 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
 
 
 def _within(kind: type, name: str, given: Mapping[str, Any]) -> Collection[str]:
-    """Names of the settings of an object that is a setting itself, such as `env`."""
+    """Names of the settings within a setting that is an object, such as `env`."""
     field = fields_of(kind).get(name)
     return settings_within(field, given.get(name)) if field else ()
 
@@ -278,7 +279,7 @@ def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) -> Any:
-    """Check `NAME=value` or `NAME.setting=value` in a mapping. Other objects are left to chz."""
+    """Check `NAME=value` or `NAME.setting=value` in a mapping. chz checks other objects."""
     plain = get_origin(field.x_type) is Mapping and not chz.is_chz(get_args(field.x_type)[1])
     if _choices(field.x_type) or (plain and len(rest) > 1):
         raise ConfigError(
@@ -329,7 +330,7 @@ def _checked_value(field: Field, key: str, value: Any) -> Any:
 
 
 def _misfit(field: Field, key: str, value: Any) -> ConfigError:
-    """The error of a value that has not the type of its setting."""
+    """Error for a value that does not have the type of its setting."""
     choices = _choices(field.x_type)
     if choices and not choices & _NAMES.keys():
         problem = f"{text_of(value)} is unknown; {known_names(text_of(value), choices)}"
@@ -341,7 +342,7 @@ def _misfit(field: Field, key: str, value: Any) -> ConfigError:
 
 
 def _fits(field: Field, value: Any) -> bool:
-    """True if a value has the type of its setting. True and False are no numbers."""
+    """True if a value has the type of its setting. A bool is not a number."""
     choices = _choices(field.x_type)
     if isinstance(value, bool) and choices & {int, float} and bool not in choices:
         return False
@@ -349,7 +350,7 @@ def _fits(field: Field, value: Any) -> bool:
 
 
 def _as_number(value: Any, choices: set[Any]) -> Any:
-    """A number, of NumPy too, as the kind of number that is asked for; other values unchanged."""
+    """Convert a number, also of NumPy, to the setting's type; other values are unchanged."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value) if int in choices else float(value) if float in choices else value
     if isinstance(value, Real) and not isinstance(value, bool):

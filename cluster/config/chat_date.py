@@ -1,4 +1,4 @@
-"""`chat_date=`: the date that chat templates print, the same from the start to the last resume."""
+"""`chat_date=`: the date that chat templates print, which stays the same when a run is resumed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Config = TypeVar("Config", bound=CommonConfig)
 
 
 def with_chat_date(config: Config) -> Config:
-    """The settings with a `chat_date`: as given, else that of the run in `out=`, else today's."""
+    """Settings with a `chat_date`: the given one, else that of the run in `out=`, else today."""
     if config.model.chat_date is not None:
         return config
     try:
         record = RunRecord.of_run(Path(config.out))
     except DataError:
-        return config  # the check of out= says what is wrong with it
+        return config  # the check of out= raises the error
     today = date.today().isoformat()
     began = today if record is None else at_path(record.settings, "model.chat_date")
     return changed(config, chat_date=began)

@@ -1,6 +1,6 @@
-"""Checks of a checkpoint's files, and of settings against them, without a library of tensors.
+"""Checks of a checkpoint's files, and of settings against them, without importing torch.
 
-They refuse only what no reading of these files could mean. What they let pass is checked again once
+They reject only files and settings that are certainly invalid. The rest is checked again when
 models and tokenizers are loaded.
 """
 
@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from distill.errors import CheckpointError, ConfigError
 from distill.lookup import known_names
 
-# Where tokens stand by their texts. Any token of a tokenizer of these files is in one of them.
+# Files with the texts of tokens. Each token of the tokenizer is in one of them.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
-# Files of which any tokenizer has one: of its vocabulary, or of a model that makes it.
+# Patterns of vocabulary files. Every tokenizer has a file that matches one of them.
 _VOCABULARIES = (
     "tokenizer.json",
     "*.model",
@@ -31,14 +31,14 @@ _VOCABULARIES = (
     "tekken.json",
     "vocab*",
 )
-# What Git writes in place of a large file that it has not fetched.
+# First bytes of a Git LFS pointer, which replaces a large file that was not fetched.
 _POINTER = b"version https://git-lfs.github.com/spec/"
-# How a file of torch.save begins that is no zip archive, as they were until torch 1.6.
+# First bytes of a file of torch.save before torch 1.6; later files are zip archives.
 _TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def check_readable(directory: Path) -> None:
-    """Raises CheckpointError if config.json is no JSON object."""
+    """Raise CheckpointError if config.json is not a JSON object."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_bytes())
@@ -49,7 +49,7 @@ def check_readable(directory: Path) -> None:
 
 
 def check_weights(directory: Path) -> None:
-    """Check that all weights files are there, by their headers.
+    """Check that all weights files exist, and read their headers.
 
     Raises:
         CheckpointError: a file is missing or unreadable.
@@ -77,7 +77,7 @@ def check_weights(directory: Path) -> None:
 
 
 def check_vocabulary_files(directory: Path) -> None:
-    """Raises CheckpointError if the checkpoint has no tokenizer."""
+    """Raise CheckpointError if the checkpoint has no tokenizer."""
     files = [file for pattern in _VOCABULARIES for file in directory.glob(pattern)]
     if not files:
         raise CheckpointError(
@@ -102,9 +102,7 @@ def _begins(file: Path, start: bytes) -> bool:
 
 
 def _shards(directory: Path, whole: str) -> list[str]:
-    """Files that the index of a checkpoint names which would else be in the file `whole`.
-
-    Empty without an index.
+    """Names of the files into which the file `whole` is split, from its index; empty without one.
 
     Raises:
         CheckpointError: the index is unreadable.
@@ -119,7 +117,7 @@ def _shards(directory: Path, whole: str) -> list[str]:
 
 
 def check_length(directory: Path, max_new_tokens: int) -> None:
-    """Raises ConfigError for responses that are longer than the model's context."""
+    """Raise ConfigError if responses may be longer than the model's context."""
     context = _text_config(directory).get("max_position_embeddings")
     if isinstance(context, int) and max_new_tokens >= context:
         raise ConfigError(
@@ -131,7 +129,7 @@ def check_length(directory: Path, max_new_tokens: int) -> None:
 
 
 def check_stop_tokens(directory: Path, stop_tokens: str) -> None:
-    """Raises ConfigError for a stop token that the tokenizer's files do not name."""
+    """Raise ConfigError for a stop token that is not in the tokenizer's files."""
     if not (directory / "tokenizer.json").is_file():
         return
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
@@ -153,9 +151,9 @@ def check_stop_tokens(directory: Path, stop_tokens: str) -> None:
 
 
 def check_targets(directory: Path, targets: str) -> None:
-    """Raises ConfigError for a layer that the checkpoint does not have.
+    """Raise ConfigError for a layer that the checkpoint does not have.
 
-    Checkpoints with experts are left out: their layers have other names in memory.
+    Checkpoints with experts are not checked: their layers have other names in memory.
     """
     names = _tensor_names(directory)
     layers = {name.split(".")[-2] for name in names if "." in name}
@@ -182,20 +180,20 @@ def _special_tokens(directory: Path) -> Iterator[str]:
 
 
 def _tensor_names(directory: Path) -> list[str]:
-    """Names of the tensors in safetensors files; none where there are no such files."""
+    """Names of the tensors in safetensors files; empty if there are no such files."""
     index, whole = (directory / f"model.safetensors{end}" for end in (".index.json", ""))
     if index.is_file():
         return list(_json(index).get("weight_map", ()))
     try:
         with safe_open(whole, framework="numpy") as file:
             return list(file.keys())
-    except (OSError, SafetensorError):  # loading says what is wrong with it
+    except (OSError, SafetensorError):  # loading the model raises the error
         return []
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_bytes())
-    except (OSError, ValueError):  # loading says what is wrong with it
+    except (OSError, ValueError):  # loading the model raises the error
         return {}
     return read if isinstance(read, dict) else {}

@@ -120,7 +120,7 @@ class ClusterSettings(MachineSettings):
 
 @chz.chz
 class ServerSettings:
-    """SGLang servers of one kind of engine."""
+    """SGLang servers of the policy's or the teachers' engines."""
 
     section: ClassVar[Section] = Section.ENGINES
     within: ClassVar[str] = "policy."
@@ -138,7 +138,7 @@ class ServerSettings:
 
 @chz.chz
 class LocalEngineSettings(EngineSettings):
-    """Engines of a command, all of one kind."""
+    """Kind and precision of a command's engines."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -168,7 +168,7 @@ class LocalEngineConfig(WithSections):
     def engine_config(
         self, model: str, stops: StopTokens | None = None, server_flags: str | None = None
     ) -> EngineConfig:
-        """Settings of an engine; `server_flags` are those of the policy by default."""
+        """Settings of an engine. `server_flags` are by default those of the policy."""
         return self.engine.config(
             model,
             self.cluster.device,
@@ -199,7 +199,7 @@ class ForkSettings:
 
 @chz.chz
 class RunLearnerSettings(LearnerSettings):
-    """The learner: AdamW, how it computes, and its actors."""
+    """Settings of the learner: AdamW, its computation, and its actors."""
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
@@ -271,7 +271,7 @@ class CommonConfig(
             require_library("liger_kernel", "liger=True", "liger-kernel", "learner.liger")
 
     def require_work_for_all(self, units: int, what: str) -> None:
-        """Raises ConfigError if an optimizer step has less than one unit of work per worker.
+        """Raise ConfigError if an optimizer step has less than one unit of work per worker.
 
         Args:
             units: units of work in an optimizer step.
@@ -298,16 +298,16 @@ class CommonConfig(
         return holding_of(adapter=self.lora.trains_adapter, followed=self.teacher_rule is not None)
 
     def frozen_in_learner(self) -> int | None:
-        """Bytes of the copies of teachers that the learner's workers share while they train.
+        """Bytes of the copies of teachers that the learner's workers share during training.
 
-        None if the size of one is unknown.
+        None if the size of a teacher is unknown.
         """
         return 0
 
     def learner_memory(self) -> LearnerMemory | None:
         """Memory of the learner with its copies of teachers; None if a size is unknown.
 
-        The device is chosen already.
+        The device must already be chosen.
         """
         from learner.memory_plan import LearnerMemory, ModelSize  # imports torch
 

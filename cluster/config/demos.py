@@ -11,7 +11,7 @@ from distill.rules import above, at_least, setting
 
 @chz.chz
 class DemoConfig:
-    """Distils a teacher of two-digit sums into a student that forgets to carry."""
+    """Distil a teacher of two-digit sums into a student that forgets to carry."""
 
     out: str = chz.field(
         doc="directory for data, models and runs; an earlier demo in it is removed",

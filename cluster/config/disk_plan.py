@@ -1,4 +1,4 @@
-"""Disk that the checkpoints of a run need, and whether `out=` has it."""
+"""Disk space that the checkpoints of a run need, and a check that `out=` has it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from learner.memory import FROZEN, estimate_memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlan:
-    """Bytes of a run's checkpoints: `count` of them at most, and `final/` with weights alone.
+    """Bytes of a run's checkpoints: at most `count` checkpoints, and `final/`, which has weights.
 
-    A checkpoint holds what the learner does but gradients, in fp32: weights, those of a teacher
-    that follows, and moments.
+    A checkpoint has the learner's fp32 tensors except gradients: weights, those of an EMA or lagged
+    teacher, and moments.
     """
 
     checkpoint: int
@@ -26,13 +26,13 @@ class DiskPlan:
 
     @staticmethod
     def of(config: CommonConfig) -> DiskPlan | None:
-        """The plan, from the headers of the model's files; None where there are none to read."""
+        """Plan from the headers of the model's files; None if there are no files to read."""
         estimate = estimate_memory(config.model.path)
         if estimate is None or config.only_keeps:
             return None
         held, kept = config.learner_holding, config.checkpoint
         apart = config.steps // kept.keep_every if kept.keep_every else 0
-        written = 1  # the newest is complete before the oldest goes
+        written = 1  # the oldest is deleted after the newest is complete
         return DiskPlan(
             checkpoint=estimate.parameters * (held.weights + held.moments),
             count=kept.keep_last + written + apart + bool(kept.keep_best),
@@ -46,7 +46,7 @@ class DiskPlan:
     def require_room(self, out: Path) -> None:
         """Raise ConfigError if the file system of `out` has less room than the run needs.
 
-        What earlier starts of the run wrote there counts as room: it is replaced.
+        Existing checkpoints of the run count as free space, because they are replaced.
         """
         place = next(path for path in (out, *out.parents) if path.exists())
         mine = sum(file.stat().st_size for file in out.glob("checkpoints/**/*") if file.is_file())

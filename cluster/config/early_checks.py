@@ -1,6 +1,6 @@
-"""Checks of what settings name, without a library of tensors: made before one is imported.
+"""Checks of the files, models and functions that settings name, before torch is imported.
 
-Fields of settings declare what they name, by metadata: `model_field`, HEAD, WRITTEN,
+The metadata of a setting's field declares what the setting names: `model_field`, HEAD, WRITTEN,
 WRITTEN_DIRECTORY, RUN, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` and ADAPTER.
 """
 
@@ -38,22 +38,23 @@ from distill.lookup import path_meant, require_module
 from distill.model_paths import check_model_path, trained_model
 from distill.rules import ABSENT, get
 
-# Deadline of the hub's first answer.
+# Deadline for the hub's first answer, seconds.
 _ANSWER_S = 5.0
-# The teacher that is the student itself, as it trains. A directory of that name is ./policy.
+# teacher=policy: the teacher is the student itself, as it trains. For a directory of this name,
+# write ./policy.
 OWN = "policy"
 
-# Flags of fields: a file or a directory to write, another run, a model.
+# Metadata of fields that name a file or a directory to write, another run, or a model.
 WRITTEN: Final[dict[str, Any]] = {"path": "written"}
 WRITTEN_DIRECTORY: Final[dict[str, Any]] = {"path": "written directory"}
 RUN: Final[dict[str, Any]] = {"path": "run"}
 _MODEL: Final[dict[str, Any]] = {"path": "model"}
-# A checkpoint of which nothing but a part of the weights is read.
+# A checkpoint of which only a part of the weights is read.
 HEAD: Final[dict[str, Any]] = {"path": "head"}
 
 
 def model_field(*, metadata: Mapping[str, Any] | None = None, **field: Any) -> Any:
-    """A chz field of a model's path; the directory of a run stands for its trained model."""
+    """A chz field for a model's path. The directory of a run is replaced by its trained model."""
     return chz.field(munger=_trained, metadata={**_MODEL, **(metadata or {})}, **field)
 
 
@@ -62,13 +63,13 @@ def _trained(_config: Any, path: str | None) -> str | None:
 
 
 def check_path(name: str, kind: str, text: str) -> None:
-    """Check that a path, or each of several sources of rows, is one to the operating system.
+    """Check that a path, or the path of each source of rows, is valid for the operating system.
 
     Args:
-        kind: the setting's flag: what it names.
+        kind: `path` in the metadata of the setting's field.
 
     Raises:
-        ConfigError: it is too long, has a NUL, or has what a shell would have replaced.
+        ConfigError: the path is too long, has a NUL, or has a ~ or $NAME that no shell replaced.
     """
     if kind == "function":
         return
@@ -79,7 +80,7 @@ def check_path(name: str, kind: str, text: str) -> None:
 
 
 def _no_path(text: str) -> str:
-    """Reason why a text is no path; empty if it is one, of a file or of nothing yet."""
+    """Reason why a text is not a valid path; empty if it is, also if there is no such file."""
     try:
         os.stat(text)
     except ValueError as error:
@@ -96,7 +97,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     """Check the paths that settings name, and the device.
 
     Args:
-        elsewhere: models run on a cluster that is there already, whose GPUs are not known here.
+        elsewhere: models run on an existing cluster, whose GPUs are not known here.
 
     Raises:
         ConfigError, CheckpointError, DataError: with the field, the value and the remedy.
@@ -128,7 +129,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Setting, kind and value of every path in the settings and in those within them."""
+    """Setting, kind and value of every path in the settings, including nested ones."""
     for name, field in chz.chz_fields(type(config)).items():
         value = getattr(config, name)
         within = value if isinstance(value, Mapping) else {"": value}
@@ -140,7 +141,7 @@ def _paths(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
 
 
 def check_model(name: str, path: str, *, tokenizer: bool = True) -> None:
-    """Raises CheckpointError if `path`, a directory or a hub name, holds no model."""
+    """Raise CheckpointError if there is no model at `path`, a directory or a hub name."""
     if path == OWN or is_url(path):
         return
     try:
@@ -157,10 +158,12 @@ def check_model(name: str, path: str, *, tokenizer: bool = True) -> None:
 
 
 def require_hub(name: str) -> None:
-    """Ask whether a model of the hub can be had, before libraries that take 35 s to give up.
+    """Check that a model of the hub is cached here, or that the hub answers.
+
+    Libraries that load the model would raise an error only after 35 s.
 
     Raises:
-        CheckpointError: it is not in this machine's cache, and the hub does not answer.
+        CheckpointError: the model is not in this machine's cache, and the hub does not answer.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -186,7 +189,7 @@ def require_hub_rows(place: str) -> None:
     """As `require_hub`, for a data set: OWNER/NAME[:SUBSET[:SPLIT]].
 
     Raises:
-        DataError: it is not in this machine's cache, and the hub does not answer.
+        DataError: the data set is not in this machine's cache, and the hub does not answer.
     """
     name = place.partition(":")[0]
     if not _data_set_cached(name) and (silent := _hub_silent()):
@@ -198,7 +201,7 @@ def require_hub_rows(place: str) -> None:
 
 
 def _data_set_cached(name: str) -> bool:
-    """True if either library has kept something of the data set; how much, its reader finds out."""
+    """True if `datasets` or `huggingface_hub` has cached at least a part of the data set."""
     from huggingface_hub import constants, file_download
 
     owner, _, own = name.partition("/")
@@ -206,13 +209,13 @@ def _data_set_cached(name: str) -> bool:
     fetched = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(
         repo_id=name, repo_type="dataset"
     )
-    # `datasets` writes a name's words in lower case, with underscores between them.
+    # `datasets` converts a name to snake case.
     kept = {each.name.replace("_", "").lower() for each in prepared.glob(f"{owner}___*")}
     return fetched.is_dir() or f"{owner}{own}".replace("_", "").lower() in kept
 
 
 def _hub_silent() -> str:
-    """Why the hub gives no answer; empty if it gives one."""
+    """Reason why the hub does not answer; empty if it answers."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -220,13 +223,13 @@ def _hub_silent() -> str:
         return "HF_HUB_OFFLINE is set, so that the hub is not asked"
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
-    except Exception as error:  # the hub's library changes its HTTP library, and so its errors
+    except Exception as error:  # versions of huggingface_hub use HTTP libraries with other errors
         return f"the hub at {constants.ENDPOINT} cannot be reached ({error})"
     return ""
 
 
 def _check_against_files(config: Any) -> None:
-    """Check the settings that must fit the model, where it is a directory."""
+    """Check the settings that must fit the model, if it is a local directory."""
     directory = Path(str(get(config, "model.path")))
     if not (directory / "config.json").is_file():
         return
@@ -248,7 +251,7 @@ def _check_rows(name: str, value: str) -> None:
 
 
 def _check_small_files(name: str, value: str | None, read: RowReader, check_row: RowCheck) -> None:
-    """Check the fields of all rows of files that take no time to read."""
+    """Check the fields of all rows of small files."""
     for source in [] if value is None else parse_sources(name, value):
         place = source.place
         if kind_of(place) is not Kind.FILE or Path(place).stat().st_size > _SMALL_BYTES:
@@ -259,7 +262,7 @@ def _check_small_files(name: str, value: str | None, read: RowReader, check_row:
 
 
 def check_run(name: str, path: str) -> None:
-    """Raises ConfigError if `path`, RUN or RUN:STEP, leads to no run."""
+    """Raise ConfigError if there is no run at `path`, which is RUN or RUN:STEP."""
     run = path if Path(path).exists() else path.rpartition(":")[0] or path
     if not (Path(run) / "config.json").is_file():
         raise ConfigError(
@@ -311,11 +314,11 @@ _FITTING: dict[str, Callable[[Path, Any], None]] = {
     "model.stop_tokens": check_stop_tokens,
     "lora.targets": check_targets,
 }
-# Checks of what a run reads when it begins, and not when it is resumed.
+# Kinds of paths that a run reads only at its first start, not when it is resumed.
 _OF_THE_START = ("run", "adapter")
-# A home directory, or an environment variable, at the start of a path or within.
+# A home directory at the start of a path, or an environment variable anywhere in it.
 _OF_A_SHELL = re.compile(r"~|.*\$\{?\w")
-# Characters of a path that is too long that are shown.
+# Number of characters that messages show of a long path.
 _SHOWN = 80
-# Rows of a smaller file are read at once: they take less than 0.1 s.
+# Files up to this size are read by the early checks, which takes less than 0.1 s.
 _SMALL_BYTES = 4 << 20

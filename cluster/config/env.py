@@ -27,7 +27,7 @@ from distill.rewards.registry import (
 from distill.rules import above, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, section_field
 
-# chz finds a class by its name alone once its module is imported; these are, wherever `env=` is.
+# chz finds a class by its bare name only if its module is imported, as for these classes.
 BUILT_IN: tuple[type[EnvConfig], ...] = (
     SingleTurn,
     ToolUse,
@@ -39,10 +39,10 @@ BUILT_IN: tuple[type[EnvConfig], ...] = (
 
 
 class _EnvFactory(chz.factories.subclass):
-    """Finds an environment's class by its name, or by its path."""
+    """Finds the class of an environment by its name, or by its path."""
 
     def from_string(self, factory: str) -> Callable[..., Any]:
-        """Raises ConfigError: there is none, or it is no environment."""
+        """Class of the given name or path. Raise ConfigError if it is not an environment."""
         names = [env.__name__ for env in BUILT_IN]
         if ":" in factory or "." in factory:
             path = factory if ":" in factory else ":".join(factory.rpartition(".")[::2])
@@ -69,7 +69,7 @@ class _EnvFactory(chz.factories.subclass):
 
 
 def env_field(default: type[EnvConfig] = SingleTurn) -> Any:
-    """A chz field of an environment's settings."""
+    """A chz field for the settings of an environment."""
     names = ", ".join(env.__name__ for env in BUILT_IN)
     return chz.field(
         meta_factory=_EnvFactory(EnvConfig, default_cls=default),
@@ -105,7 +105,7 @@ class RewardSettings:
     )
 
     def load(self) -> Reward:
-        """Raises ConfigError: see `load_reward`."""
+        """Load the reward. Raises ConfigError, see `load_reward`."""
         return load_reward(self.name, self.timeout_s)
 
     @property
@@ -116,7 +116,7 @@ class RewardSettings:
 
 @chz.chz
 class EnvSettings:
-    """An environment, and the reward of those that judge by one."""
+    """An environment, and the reward of environments that judge responses by a reward."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -148,7 +148,7 @@ class EnvSettings:
 
     @property
     def runs_user_code(self) -> bool:
-        """False if rollouts run nothing of the user's: SingleTurn with a built-in reward."""
+        """False if rollouts run only built-in code: SingleTurn with a built-in reward."""
         return type(self.env) is not SingleTurn or isinstance(self.reward.load(), CheckedReward)
 
     @property
@@ -159,5 +159,5 @@ class EnvSettings:
 
     @property
     def judge(self) -> str:
-        """Name of the reward or environment that judges, for people to read."""
+        """Display name of the reward or environment that judges responses."""
         return self.reward.name if self.env.judges else type(self.env).__name__

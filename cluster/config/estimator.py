@@ -1,4 +1,4 @@
-"""`estimator=auto`: as much of the teacher's distribution as this run can have."""
+"""`estimator=auto`: choose the estimator that uses most of the teacher's distribution."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from distill.settings import changed
 from learner.config import TOKEN_BUDGET
 from learner.memory import free_bytes, frozen_bytes
 
-# Of the free memory; the rest is for caches, and for whatever else starts meanwhile.
+# Fraction of the free memory that may be planned; the rest is for caches and other processes.
 _SHARE = 0.7
 
 
 def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
-    """The settings with a name for estimator=auto, and a line that says which and why; else empty.
+    """Replace estimator=auto by the chosen estimator; return also a line with the reason.
 
-    A run that has begun in `out=` keeps what it began with.
+    The line is empty if the estimator is given. If there is a run in `out=`, its estimator is kept.
 
     Raises:
-        ConfigError: no estimator fits; a teacher's server does not answer.
+        ConfigError: no estimator is possible, or a teacher's server does not answer.
         CheckpointError: a model has no readable config.
     """
     if config.objective.estimator != AUTO:
@@ -42,7 +42,7 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
 
 
 def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
-    """Bytes of the teacher's hidden state at a trained token, and of a step's at most."""
+    """Bytes of a teacher's hidden state of one trained token, and of a step's states at most."""
     width = load_config(model).get_text_config().hidden_size
     each = width * DTYPE_BYTES[config.engine.dtype_on(config.cluster.device)]
     samples = config.data.batch_size * config.sampling.group_size
@@ -54,7 +54,7 @@ def _begun(config: OpdConfig) -> tuple[str, str] | None:
         out = Path(config.out)
         record = RunRecord.of_run(out) if has_trained(out) else None
     except DataError:
-        return None  # `RunDirectory.check` refuses it
+        return None  # `RunDirectory.check` raises the error
     estimator = record and at_path(record.settings, "objective.estimator")
     return (estimator, f"the run in {config.out} began with it") if estimator else None
 
@@ -80,7 +80,7 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     width = vocab_size(load_config(config.model.path))
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)
-    if reverse and without:  # of others a sampled token tells nothing
+    if reverse and without:  # other divergences cannot be estimated from sampled tokens
         return "sampled", f"the server at {without[0]} runs without isotherm's plugin"
     if not apart:
         return "full", "every teacher fits into memory beside the learner"
@@ -101,7 +101,7 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
 
 
 def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
-    """The reason why the teachers do not fit beside a learner here; empty: they do."""
+    """Reason why the teachers do not fit into memory together with a learner; empty if they do."""
     device = resolve_device(config.cluster.device)
     config = changed(config, device=device)
     dtype = config.engine.dtype_on(device)
@@ -130,7 +130,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
 
 
 def _memory(config: OpdConfig, device: str) -> int | None:
-    """Bytes to be had; None of a GPU that this machine, from which the run is planned, lacks."""
+    """Free bytes of the device; None for a GPU if this machine has none and its size is unknown."""
     if device == "cpu":
         return free_bytes(device)
     if config.cluster.gpu_memory_gib is not None:

@@ -106,7 +106,7 @@ class DecoderSettings:
     )
 
     def sampling(self, max_new_tokens: int) -> EvalSampling:
-        """Sampling of responses of at most so many tokens."""
+        """Sampling of responses of at most `max_new_tokens` tokens."""
         return EvalSampling(
             temperature=self.temperature,
             max_new_tokens=max_new_tokens,
@@ -191,7 +191,7 @@ class EvalSettings(DecoderSettings, HeldOutSettings):
                 )
 
     def sampling(self, max_new_tokens: int) -> EvalSampling:
-        """Sampling of responses, of at most so many tokens if `max_new_tokens` is not given."""
+        """Sampling of responses. The argument is the default of `eval.max_new_tokens`."""
         return super().sampling(self.max_new_tokens or max_new_tokens)
 
 

@@ -1,4 +1,4 @@
-"""`config=FILE`: settings from YAML, TOML or JSON, a run's own config.json among them."""
+"""`config=FILE`: settings from YAML, TOML or JSON, including the config.json of a run."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from distill.settings import fields_of, is_section, path_of, setting_of
 
 CONFIG = "config"
 _CLASS = "class"
-# The key that chz writes an object's class under, in a run's config.json.
+# Key for the class of an object in a run's config.json, as chz writes it.
 WRITTEN_CLASS = "__chz_type__"
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """The settings in a file, `recipe` among them; of a run's directory, those of its config.json.
+    """Read the settings, including `recipe`, in a file or in the config.json of a run's directory.
 
-    Values are those of TOML and JSON. Scalars of YAML are texts as they are written, which are cast
-    to the type of their setting, as on the command line: `Castable`.
+    Values of TOML and JSON are returned as parsed. Scalars of YAML are returned as unparsed texts
+    (`Castable`), which are cast to the type of their setting, as on the command line.
 
     Raises:
-        ConfigError: there is no such file, or it holds no settings.
+        ConfigError: there is no such file, or it contains no settings.
     """
     file = Path(path)
     if os.path.isdir(path):
@@ -69,9 +69,9 @@ def _refused(path: str, why: str) -> ConfigError:
 
 
 def as_tree(config: Any) -> dict[str, Any]:
-    """All settings of a chz object; sections are mappings.
+    """All settings of a chz object, as for config.json; sections are mappings.
 
-    Of a setting that is an object of a class to choose, the class stands beside the fields.
+    If the class of a setting's object can be chosen, its mapping also has the class.
     """
     tree = chz.asdict(config, include_type=True)
     tree.pop(WRITTEN_CLASS)
@@ -88,7 +88,7 @@ def as_tree(config: Any) -> dict[str, Any]:
 
 
 def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
-    """A file for `config=FILE` with the settings that differ from their defaults, save `leave`."""
+    """YAML for `config=FILE` with the settings that differ from their defaults, except `leave`."""
     kept: dict[str, Any] = {"recipe": recipe}
     tree = as_tree(config)
     for path, field in fields_of(type(config)).items():
@@ -100,24 +100,24 @@ def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
 
 
 def at_path(tree: Mapping[str, Any], path: str) -> Any:
-    """Value of a setting in what `as_tree` made; None without one."""
+    """Value of a setting in a result of `as_tree`; None if it is missing."""
     section, _, name = path.rpartition(".")
     within = tree.get(section) if section else tree
     return within.get(name) if isinstance(within, Mapping) else None
 
 
 def _readable(value: Any) -> Any:
-    """Value of a setting, with an object's class under `class`."""
+    """Value of a setting, with the class of an object under the key `class`."""
     if not isinstance(value, dict) or WRITTEN_CLASS not in value:
         return value
     return {_CLASS: value.pop(WRITTEN_CLASS), **value}
 
 
 def _settings_of(tree: Any) -> dict[str, Any] | None:
-    """The mapping of settings in a file's content, a run's among them; None if there is none.
+    """Mapping of settings in the content of a file or of a config.json; None if there is none.
 
     Raises:
-        RecursionError: the content holds itself.
+        RecursionError: the content contains itself, by a YAML alias.
     """
     if isinstance(tree, dict) and tree.keys() >= {"recipe", "run_id", "settings"}:  # of a run
         settings = tree["settings"]
@@ -133,18 +133,18 @@ def _names_are_texts(tree: Any) -> bool:
 
 
 def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in `tree`, of the class `kind`, by path: `checkpoint.every`.
+    """Settings of the class `kind` in `tree`, by path, for example `checkpoint.every`.
 
-    A mapping is a section, or the fields of an object, whose class is under `class`; of a text that
-    is JSON itself, its value. A list is a text, joined by commas. None for a setting whose
-    default is None is a setting that is not given.
+    A mapping is a section, or the fields of an object with its class under the key `class`, or, for
+    a setting whose value is JSON, that value. A list is converted to a text, joined by commas.
+    None for a setting whose default is None means that the setting is not given.
 
     Returns:
-        Values, and texts that are yet to be cast, as `Castable`.
+        Values, and texts that are not cast yet, as `Castable`.
 
     Raises:
-        ConfigError: a name may be one of several settings; two names are one setting's; an element
-            of a mapping of objects is no mapping.
+        ConfigError: a name is ambiguous, a setting is given under two names, or an element of a
+            mapping of objects is not a mapping.
     """
     fields = {**chz.chz_fields(kind), **fields_of(kind)}
     found: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """A value of a setting as text, as the command line has it."""
+    """Value of a setting as text, in the form of the command line."""
     if isinstance(value, list | tuple):
         return ",".join(map(text_of, value))
     if isinstance(value, Mapping):
@@ -198,7 +198,7 @@ def _by_name(
 
 
 def _object(field: Field | None, value: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The class, if it is given, and the fields of it."""
+    """The class of an object, if given, and its fields."""
     given = dict(value)
     names = [given.pop(key) for key in (_CLASS, WRITTEN_CLASS) if key in given]
     named = Castable(text_of(names[0])) if names else None
@@ -218,7 +218,7 @@ def _value(field: Field | None, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A mapping that is one setting's value, with the texts of YAML read as JSON."""
+    """A mapping that is the value of one setting, with texts of YAML parsed as JSON."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -233,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Texts(yaml.BaseLoader):
-    """Scalars as they are written, as on the command line: `wandb: off` is no False."""
+    """YAML loader that keeps scalars as texts, as on the command line: `wandb: off` is "off"."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NULLS:
@@ -251,7 +251,7 @@ def _yaml(text: str) -> Any:
 
 
 def _castable(tree: Any) -> Any:
-    """A tree with its texts, save names, as texts that are yet to be cast."""
+    """The tree with its texts, except names, as `Castable`."""
     if isinstance(tree, dict):
         return {name: _castable(value) for name, value in tree.items()}
     if isinstance(tree, list):
@@ -269,7 +269,7 @@ def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_twice(keys: Sequence[Any], where: str = "") -> None:
-    """Raises ValueError for a name that is given twice: readers would take the last."""
+    """Raise ValueError for a name that is given twice: parsers would use the last value."""
     if twice := sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1}):
         raise ValueError(f"{', '.join(twice)} is given twice{where}")
 
@@ -280,4 +280,4 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
     ".json": _json,
 }
-SETTINGS_FILES = tuple(_READERS)  # by their ends
+SETTINGS_FILES = tuple(_READERS)  # suffixes

@@ -1,4 +1,4 @@
-"""`--help`: the settings that matter first. `--help WORD`: those of a section, or with a name."""
+"""`--help`: the most important settings. `--help WORD`: settings by section or by name."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from distill.settings import (
 )
 
 _WIDTH = 100
-# Where docs begin; a longer name has its doc on the lines beneath.
+# Column of the docs. The doc of a longer name begins on the next line.
 _INDENT = 26
 _ABOVE_ALL = [
     "Settings are key=value. config=FILE takes them from YAML, TOML or JSON, or from another run",
     "by its directory; the command line is above it.",
 ]
-# Settings of a command that --help explains without a word.
+# Largest number of settings that --help without a word explains completely.
 _FEW = 40
 _ALL = "all"
 _OF_SECTIONS = [
@@ -47,12 +47,12 @@ _MORE = [
 
 
 def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
-    """The --help of the settings class `kind`.
+    """Text of --help for the settings class `kind`.
 
     Args:
-        given: values by name, of which env= brings its fields.
+        given: values by name; env= adds the fields of its class.
         word: explain the settings with this word in a name or in the title of their section;
-            all: every setting; "": those that matter first, and every one of a command with few.
+            "all": every setting; "": the most important ones, or all if there are few.
     """
     fields, essential = fields_of(kind), flagged(kind, ESSENTIAL)
     if not word and len(fields) <= _FEW:
@@ -88,7 +88,7 @@ def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
 
 
 def _asked(word: str, title: str, names: str, essential: bool) -> bool:
-    """Whether the word after --help asks for a setting of these names, in the section `title`."""
+    """True if --help `word` explains a setting of these names, in the section `title`."""
     return not essential if word == _ALL else word.lower() in title or word.lower() in names
 
 
@@ -109,12 +109,12 @@ def settings_within(field: Field, given: Any) -> dict[str, Field]:
 
 
 def type_text(field: Field) -> str:
-    """A setting's type for people to read: choices, or a number's kind; none of an object's."""
+    """Description of a setting's type: choices, or the kind of number; empty for an object."""
     return _kind_text(field.x_type)
 
 
 def rules_text(field: Field) -> str:
-    """The rules of a setting for people to read, without those that its type tells."""
+    """Description of a setting's rules, except rules that are equal to its type's description."""
     return "; ".join(rule.text for rule in rules_of(field) if rule.text != type_text(field))
 
 
@@ -153,7 +153,7 @@ def _optional(field: Field) -> bool:
 
 
 def default_text(field: Field) -> str:
-    """A setting's default for people to read; empty for None, which the doc explains."""
+    """Description of a setting's default; empty for None, which the setting's doc explains."""
     if field._default_factory is not MISSING:
         name = getattr(field._default_factory, "__name__", "")
         return f"default {name}" if chz.is_chz(field._default_factory) else ""

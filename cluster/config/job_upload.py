@@ -1,7 +1,7 @@
-"""Paths in the upload of a submitted job: the directory that `--working-dir` packs.
+"""Paths in the upload of a submitted job, which is the directory that `--working-dir` packs.
 
-Ray unpacks it into its own session's directory on the node, and removes it with the session, or
-when its cache of uploads is full.
+Ray unpacks the upload into a directory of its session on the node. It removes that directory with
+the session, or when its cache of uploads is full.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from distill.errors import ConfigError
 
-# Where Ray unpacks uploads (ray._private.runtime_env.working_dir).
+# Directory into which Ray unpacks uploads (ray._private.runtime_env.working_dir).
 _UPLOADS = ("runtime_resources", "working_dir_files")
-# Suffixes of files that settings name, to tell their paths from names on a hub.
+# Suffixes of files in settings, which distinguish paths from names on a hub.
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".jinja", ".yaml", ".toml")
 
 
 def in_upload(path: str | Path) -> bool:
-    """True if a path lies in the unpacked upload of a job."""
+    """True if a path is in the unpacked upload of a job."""
     parts = Path(path).resolve().parts
     return any(parts[i : i + 2] == _UPLOADS for i in range(len(parts) - 2))
 
 
 def refuse_upload(setting: str, path: str | Path) -> None:
-    """Raises ConfigError for a path to write that Ray removes with the upload."""
+    """Raise ConfigError for an output path in the upload, which Ray removes."""
     if in_upload(path):
         raise ConfigError(
             f"{setting}={path} is in the upload of this job ({Path(path).resolve()}), which Ray "
@@ -34,7 +34,7 @@ def refuse_upload(setting: str, path: str | Path) -> None:
 
 
 def missing_from_upload(settings: Mapping[str, str]) -> str | None:
-    """A note on relative paths of files that the job's upload lacks; None outside of a job."""
+    """Message about relative paths that are not in the job's upload; None without such paths."""
     if not in_upload("."):
         return None
     missing = [

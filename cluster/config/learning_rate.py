@@ -1,13 +1,13 @@
-"""`lr=auto`: a learning rate by the model's width, by what is trained, and on what.
+"""`lr=auto`: a learning rate that depends on the recipe, the model's width and the use of LoRA.
 
 A rate that suits one width is too large for a wider model: with Adam every weight moves by about
-lr, and an output sums over the width. Brown et al. 2020 (table 2.1) lower it so for pre-training;
-"LoRA Without Regret" (Schulman et al., Thinking Machines 2025) fits width^-0.78 for fine-tuning of
-Llama, and ten times the rate of all weights for an adapter.
+lr, and an output sums over the width. Brown et al. 2020 (table 2.1) lower the rate with the width
+for pre-training. "LoRA Without Regret" (Schulman et al., Thinking Machines 2025) fits width^-0.78
+for fine-tuning of Llama, and a rate for adapters that is ten times that for all weights.
 
-At a width of 4096 (models of 8 B parameters) the rates are those of the field's own recipes: sft
-2e-5 (Alpaca, Llama 2), opd 1e-5 (Thinking Machines' recipe: 1e-4 with LoRA), rl 1e-6 (verl, TRL),
-dpo 5e-7 (Zephyr), reward_model 1e-5 (InstructGPT, and TRL's 1e-4 with LoRA).
+The rates at a width of 4096 (models of 8 B parameters) are those of published recipes: sft 2e-5
+(Alpaca, Llama 2), opd 1e-5 (Thinking Machines' recipe: 1e-4 with LoRA), rl 1e-6 (verl, TRL), dpo
+5e-7 (Zephyr), reward_model 1e-5 (InstructGPT, and TRL's 1e-4 with LoRA).
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ _AT_WIDTH: dict[Stage, float] = {
     "reward_model": 1e-5,
 }
 _ADAPTER = 10.0
-# Past it AdamW tends to diverge, whatever the width.
+# Above this rate AdamW tends to diverge at any width.
 LARGEST = 1e-3
 
 
 def suggested_lr(stage: Stage, hidden_size: int, *, adapter: bool) -> float:
-    """The peak rate for a model of this width; two digits of it, for it claims no more."""
+    """Peak learning rate for a model of this width, rounded to two digits."""
     rate = _AT_WIDTH[stage] * (hidden_size / _WIDTH) ** _POWER * (_ADAPTER if adapter else 1.0)
     return float(f"{min(rate, LARGEST):.1e}")
 
 
 def with_suggested_lr(given: Mapping[str, Any], stage: Stage) -> tuple[dict[str, Any], str]:
-    """The settings with a number for lr=auto, and a line that says which and why; else empty.
+    """Replace lr=auto by a number; return also a line with the reason.
+
+    The line is empty if lr is not auto.
 
     Args:
         given: values by path.
 
     Raises:
-        CheckpointError: the model that is trained has no readable config.
+        CheckpointError: the model has no readable config.
     """
     model = given.get("model.path")
-    if text_of(given.get(_LR)) != AUTO or model is None:  # without a model there is no run
+    if text_of(given.get(_LR)) != AUTO or model is None:  # a later check requires the model
         return dict(given), ""
     path = trained_model(text_of(model))
     check_model("model.path", path)

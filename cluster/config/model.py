@@ -1,4 +1,4 @@
-"""Settings of the model that is trained: its checkpoint, and how text is written for it."""
+"""Settings of the model that is trained: checkpoint, chat template and stop tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.stops import StopSettings
 
 @chz.chz
 class ModelSettings(ChatTemplateSettings, StopSettings):
-    """The model that is trained, and how text is written for it."""
+    """The model that is trained: checkpoint, chat template and stop tokens."""
 
     section: ClassVar[Section] = Section.MODEL
     main: ClassVar[str] = "path"

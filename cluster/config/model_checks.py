@@ -1,4 +1,4 @@
-"""Validation of checkpoints, servers and columns that every recipe needs."""
+"""Validation of checkpoints, tokenizers and running servers, for all recipes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokeni
 from learner.lora import check_lora
 from learner.routers import check_balances
 
-# Deadline for the info of an external teacher, seconds: an answer takes far less time.
+# Deadline for the info of a running server, seconds; an answer takes far less time.
 _INTRODUCTION_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedScorer:
-    """A teacher or a reference, as checked before the run starts.
+    """A checked teacher or reference.
 
     Attributes:
-        tokenizer: its own tokenizer; None for a running server.
-        ends: ids of the tokens at which it ends; None for a running server.
-        chat: token ids of a known chat by a running server's chat template; None for a checkpoint
-            or a server without a template.
+        tokenizer: tokenizer of the model; None for a running server.
+        ends: ids of the model's stop tokens; None for a running server.
+        chat: token ids of a known chat, rendered by a running server's chat template; None for a
+            checkpoint or a server without a template.
         scores_given: False for a running server without isotherm's plugin.
-        longest_states, scores_at_t: as of `EngineInfo`.
+        longest_states, scores_at_t: see `EngineInfo`.
     """
 
     model: str
@@ -60,7 +60,7 @@ class CheckedScorer:
 
 
 def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> CheckedScorer:
-    """Check a checkpoint or a running server; either must share the tokenizer.
+    """Check a checkpoint or a running server, which must have the student's tokenizer.
 
     Raises:
         ConfigError: the server does not answer, or has another tokenizer.
@@ -97,7 +97,7 @@ def ask_server(role: str, url: str) -> EngineInfo:
     """Info that the running server of `role` reports.
 
     Raises:
-        ConfigError: it is not an SGLang server, or does not answer.
+        ConfigError: the address is not that of an SGLang server, or does not answer.
     """
     try:
         return asyncio.run(_ask(url))
@@ -118,10 +118,10 @@ async def _ask(url: str) -> EngineInfo:
 
 
 def served_hidden_size(role: str, scorer: CheckedScorer, longest_row: int) -> int:
-    """Size of the hidden states that a teacher's engine gives.
+    """Size of the hidden states that a teacher's engine returns.
 
     Raises:
-        ConfigError: it is a running server that gives none, or not of rows of so many tokens.
+        ConfigError: a running server returns no hidden states, or not for `longest_row` tokens.
     """
     if not is_url(scorer.model):
         return load_config(scorer.model).get_text_config().hidden_size
@@ -164,7 +164,7 @@ async def _one_state(url: str) -> HiddenStates:
 def check_holds_tokenizer(
     role: str, model: str, size: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ConfigError if a model's vocabulary of `size` is smaller than the tokenizer's."""
+    """Raise ConfigError if a model's vocabulary of `size` is smaller than the tokenizer's."""
     if size < len(tokenizer):
         raise ConfigError(
             f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
@@ -174,7 +174,7 @@ def check_holds_tokenizer(
 
 
 def check_model(path: str) -> Any:
-    """The model's config, after a check of the headers of the weights files in a local directory.
+    """Check the weights files of a local directory by their headers; return the model's config.
 
     Raises:
         CheckpointError: a weights file is missing or unreadable.
@@ -189,12 +189,12 @@ def check_routers(
     config: CommonConfig,
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
 ) -> None:
-    """Raises ConfigError if router_aux_coef has no loss of the model to scale."""
+    """Raise ConfigError if router_aux_coef is set and the model has no router loss."""
     if config.learner.router_aux_coef:
         check_balances(meta_model(config.model.path))
 
 
 def check_adapter(config: CommonConfig) -> None:
-    """Raises ConfigError or CheckpointError if the run's adapter does not fit its base."""
+    """Raise ConfigError or CheckpointError if the run's adapter does not fit its base."""
     if config.lora.trains_adapter:
         check_lora(config.lora, config.model.path)

@@ -48,10 +48,12 @@ from learner.config import LearnerConfig, learner_section
 if TYPE_CHECKING:  # imports torch, which --help does not need
     from learner.checkpoint import Checkpoint
 
-# With estimator=full the teacher's engine scores this share of groups, and at least so many a step.
-# The seed makes their choice independent of the choice of the groups that the teacher samples.
+# With estimator=full the teacher's engine scores this fraction of groups, and at least this number
+# of groups per step. The seed makes their choice independent of the choice of the groups that the
+# teacher samples.
 METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
-# constant_groups=replace: most groups that a step passes over, in multiples of prompts_per_step.
+# constant_groups=replace: largest number of skipped groups per step, in multiples of
+# prompts_per_step.
 MOST_REPLACED = 3
 
 Keep = int | Literal["sample", "all", "none"]
@@ -71,7 +73,7 @@ class DataSettings(EnvSettings):
         self.data.check(self.env)
 
     def problems_title(self, prompts: str | None) -> str:
-        """Settings of the environment, its file of prompts and its reward, as text."""
+        """Environment, prompts and reward as `key=value` text."""
         title = f"env={type(self.env).__name__}"
         if self.env.reads_prompts:
             title += f" prompts={prompts}"
@@ -80,7 +82,7 @@ class DataSettings(EnvSettings):
 
 @chz.chz
 class PolicyLearnerSettings(RunLearnerSettings):
-    """The learner of a policy: AdamW, how it computes, and its actors."""
+    """Settings of a policy's learner: AdamW, its computation, and its actors."""
 
     section: ClassVar[Section] = Section.OPTIMIZER
 
@@ -160,7 +162,7 @@ class RolloutConfig(
             self.cluster.check_sleep()
 
     def _check_reference(self) -> None:
-        """Raises ConfigError for a reference model that is missing, or that nothing uses."""
+        """Raise ConfigError if a reference model is missing or unused."""
         coefficient = self.objective.reference_kl_coef
         if coefficient > 0 and self.model.reference is None and not self.lora.trains_adapter:
             raise ConfigError(
@@ -199,7 +201,7 @@ class RolloutConfig(
             )
 
     def _check_env(self) -> None:
-        """Raises ConfigError for settings that the environment does not use."""
+        """Raise ConfigError for settings that the environment does not use."""
         self.env.check_group(self.sampling.group_size)
         check_read("eval.source", self.eval.source, self.env)
 
@@ -207,10 +209,10 @@ class RolloutConfig(
         """Check that evaluations measure `checkpoint.keep_best`.
 
         Args:
-            judged: a problem has something that the reward compares with.
+            judged: rewards are meaningful for at least one problem.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: evaluations do not measure this metric.
         """
         own = self.env.evaluation().metric_names
         names = {"eval/response_length", "eval/eos_share", "eval/turns"}
@@ -226,14 +228,14 @@ class RolloutConfig(
         self.checkpoint.check_measured("eval/", names, own=own is None)
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
-        """Readers of the rows of settings, and what checks a row's fields."""
+        """Reader of rows, and check of a row's fields, for each setting that names rows."""
         checked = self.data.row_reader(self.env)
         examples = RowReader(), check_example
         return {"data.source": checked, "eval.source": checked, "sft.data": examples}
 
     @property
     def window(self) -> int:
-        """Groups in flight: leased, finished, or in weights that are not yet on the engines."""
+        """Most groups in flight: leased, finished, or in weights that are not yet on engines."""
         return self.queue.window(self.data.batch_size)
 
     @property
@@ -247,18 +249,20 @@ class RolloutConfig(
 
     @property
     def pushes(self) -> bool:
-        """True if the run has engines and a learner, whose weights they get."""
+        """True if the run has both engines and a learner, which pushes its weights to them."""
         return self.train_from is None and not self.only_keeps
 
     @property
     def adapter_versions(self) -> int:
-        """Versions of an adapter that a server may hold: those that samples may be of, and the one
-        that is being loaded."""
+        """Number of versions of an adapter that a server may hold.
+
+        These are the versions of current samples, and the version that is being loaded.
+        """
         return self.queue.max_staleness + 2
 
     @property
     def whole_steps(self) -> int:
-        """Newest steps of which all training data are kept; 0: none."""
+        """Number of newest steps of which all training data is kept; 0: none."""
         return self.keep if isinstance(self.keep, int) else 0
 
     def replays_routing(self) -> bool:
@@ -267,7 +271,7 @@ class RolloutConfig(
     @property
     @abstractmethod
     def recipe(self) -> str:
-        """The recipe's name on the command line."""
+        """Name of the recipe on the command line."""
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; a single teacher has an empty name."""
@@ -287,17 +291,17 @@ class RolloutConfig(
 
     @property
     def teacher_moves(self) -> bool:
-        """True if the teacher is the student itself, as it trains."""
+        """True if the teacher is the student itself, as it trains (teacher=policy)."""
         return False
 
     @property
     def teacher_flags(self) -> str:
-        """Further flags of SGLang for the servers of teachers."""
+        """Additional SGLang flags for the servers of teachers."""
         return ""
 
     @property
     def teachers_by_turns(self) -> Sequence[str]:
-        """Names of the teachers whose engines take turns on the same GPUs; empty if none do."""
+        """Names of the teachers whose engines take turns on the same GPUs."""
         return ()
 
     @property
@@ -339,9 +343,9 @@ class RolloutConfig(
 
     @property
     def teacher_heads(self) -> Mapping[str, str]:
-        """Checkpoints whose head alone the learner holds, by name of the teacher.
+        """Checkpoints of which the learner holds only the head, by name of the teacher.
 
-        The teacher's engines give the hidden states (`distill.states`).
+        The teacher's engines return the hidden states (`distill.states`).
         """
         if not self._compares_all or self.teacher_moves:
             return {}
@@ -355,7 +359,7 @@ class RolloutConfig(
         dtype = self.engine.dtype_on(self.cluster.device)
         copies = frozen_bytes(self.copied_teachers.values(), dtype)
         heads = sum(head_bytes(path, dtype) for path in self.teacher_heads.values())
-        # Workers of a replica share the copies, and each has every head.
+        # Workers of a replica share the copies, but each worker holds every head.
         return None if copies is None else copies + heads * self.learner.shards
 
     @property
@@ -368,7 +372,7 @@ class RolloutConfig(
         return self.objective.estimator == "full" and not self.only_keeps
 
     def policy_learner(self, resume_from: Checkpoint | None, stops: StopTokens) -> LearnerConfig:
-        """Settings of the student's learner, from the start of the run or from a checkpoint."""
+        """Settings of the student's learner, which starts from the model or from a checkpoint."""
         made = self.learner_config(
             resume_from=resume_from,
             updates_per_step=self.objective.num_substeps,
@@ -388,7 +392,7 @@ class RolloutConfig(
 
     @property
     def shares_gpus(self) -> bool:
-        """See `PolicyClusterSettings.shares_gpus`; groups that are kept need no learner."""
+        """`PolicyClusterSettings.shares_gpus`; False with rollout_only, which has no learner."""
         return self.cluster.shares_gpus and not self.only_keeps
 
     @property
@@ -471,8 +475,8 @@ class OpdConfig(TeachersSettings, RolloutConfig):
     def _scores_are_trained_on(self) -> bool:
         """True if the loss depends on the scores of the teacher's engine.
 
-        With estimator=full alone the loss uses the learner's copy of the teacher, but its engine's
-        hidden states where the learner has its head.
+        With estimator=full the loss uses the learner's copy of the teacher, or, if the learner has
+        only the head, the hidden states that the teacher's engine returns.
         """
         return bool(
             self.objective.estimator != "full"
@@ -484,8 +488,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
 
     @property
     def needs_teacher_logprobs(self) -> str:
-        """The setting, with its value, by which the loss reads log q_T of the sampled tokens; ""
-        without one."""
+        """`name=value` of the setting that makes the loss read log q_T of sampled tokens; or ""."""
         for name in ("kl_clip", "baseline", "hint_bonus_coef", "loss"):
             value = getattr(self.objective, name)
             if is_own(value) if name in ("baseline", "loss") else value:

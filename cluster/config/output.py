@@ -23,7 +23,7 @@ WandbMode = Literal["off", "offline", "online"]
 
 @chz.chz
 class CheckpointSettings:
-    """Checkpoints of a run, and which of them are kept."""
+    """Intervals between a run's checkpoints, and rules for keeping them."""
 
     section: ClassVar[Section] = Section.OUTPUT
     within: ClassVar[str] = "checkpoint."
@@ -60,7 +60,7 @@ class CheckpointSettings:
         Args:
             family: prefix of the metrics of the run's evaluations: eval/ or validation/.
             known: metrics of that family that the run measures.
-            own: an environment may measure more, under names known only in the run.
+            own: an environment may measure more, under names that are known only in the run.
 
         Raises:
             ConfigError: the run will not measure the metric.
@@ -138,19 +138,19 @@ class TrackingSettings:
 
     @property
     def trackers(self) -> list[str]:
-        """Names of the trackers, without duplicates."""
+        """Names of the run's trackers, without duplicates."""
         named = [name.strip() for name in self.track.split(",")] if self.track else []
         return list(dict.fromkeys(named + ["wandb"] * (self.wandb != "off")))
 
     @property
     def wandb_mode(self) -> str:
-        """Mode of W&B as a tracker: wandb=, or without that WANDB_MODE, by default online."""
+        """Mode of W&B: that of wandb=, else of WANDB_MODE, else online."""
         return self.wandb if self.wandb != "off" else os.environ.get("WANDB_MODE", "online")
 
 
 @chz.chz
 class OutputSettings:
-    """Output of a run, and what it does in place of training."""
+    """Output directory of a run, its checkpoints and trackers, and dry runs."""
 
     section: ClassVar[Section] = Section.OUTPUT
 
@@ -176,7 +176,7 @@ class OutputSettings:
 
     @property
     def rehearses(self) -> bool:
-        """True if a small version of the run is run in its place."""
+        """True if a small version of the run is run instead."""
         return self.dry_run == "rehearse"
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of what surrounds the learner in opd and rl: engines, rollout workers, their groups."""
+"""Settings of opd and rl besides the learner: engines, rollout workers, queue and weight push."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distill.records import OnStale
 from distill.rules import above, at_least, not_with, only_for, readable_as, setting
 from distill.settings import MAY_CHANGE, Section
 
-# Most actors of a pool; Ray is made for tens of thousands of actors in a cluster.
+# Largest number of actors of a pool. Ray supports tens of thousands of actors in a cluster.
 MOST_ACTORS = 10_000
-# Steps between two canaries, by default.
+# Default number of steps between two canaries.
 CANARY_STEPS = 10
 
 Colocation = Literal["no", "share", "sleep"]
@@ -62,11 +62,11 @@ class PolicyClusterSettings(ClusterSettings):
 
     @property
     def pair_share(self) -> float:
-        """Part of a GPU that a learner worker and the policy engine beside it have by turns."""
+        """Fraction of a GPU that a learner worker and its policy engine use in turn."""
         return min(1.0, 2 * self.gpus_per_actor)
 
     def check_sleep(self) -> None:
-        """Raises ConfigError if engines are set to sleep on GPUs of their own."""
+        """Raise ConfigError if engines would sleep although they share no GPUs."""
         if self.colocate == "sleep" and self.device == "cuda" and self.gpus_per_actor >= 1:
             raise ConfigError(
                 f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and learner "
@@ -77,7 +77,7 @@ class PolicyClusterSettings(ClusterSettings):
 
 
 class PoolSize(NamedTuple):
-    """Number of actors that a pool begins with, and the largest number that it grows to."""
+    """Number of actors at the start of a pool, and the largest number that it grows to."""
 
     smallest: int
     largest: int
@@ -87,8 +87,8 @@ class PoolSize(NamedTuple):
         """Parse a number, or a range such as 2..8.
 
         Raises:
-            ValueError: it is neither, or the smallest size is below 1 or above the largest, or the
-                largest above `MOST_ACTORS`.
+            ValueError: the text is not of this form, the smallest size is below 1 or above the
+                largest, or the largest is above `MOST_ACTORS`.
         """
         first, _, last = str(text).partition("..")
         if not (first.isdecimal() and (last or first).isdecimal()):
@@ -101,7 +101,7 @@ class PoolSize(NamedTuple):
         return size
 
     def check_place(self, name: str, cluster: ClusterSettings) -> None:
-        """Raises ConfigError for a pool that grows, in a run without a Ray cluster."""
+        """Raise ConfigError if the pool grows and the run has no Ray cluster."""
         if cluster.local and self.largest > self.smallest:
             raise ConfigError(
                 f"{name}={self.smallest}..{self.largest} with local=True: pools grow on a Ray "
@@ -115,7 +115,7 @@ _SIZE = readable_as("number of actors", PoolSize.parse, allows="1..2", refuses="
 
 @chz.chz
 class EnginePoolSettings(ServerSettings):
-    """Engines of one kind, and their servers."""
+    """Engines of the policy or of the teachers, and their servers."""
 
     section: ClassVar[Section] = Section.ENGINES
 
@@ -137,7 +137,7 @@ class EnginePoolSettings(ServerSettings):
         return PoolSize.parse(self.engines)
 
     def check_place(self, cluster: PolicyClusterSettings) -> None:
-        """Raises ConfigError for engines, or servers over several nodes, that have no place."""
+        """Raise ConfigError for pools or servers that the cluster cannot host."""
         self.size.check_place(f"{self.within}engines", cluster)
         if cluster.local and parallelism(self.server_flags).nodes > 1:
             raise ConfigError(
@@ -168,7 +168,10 @@ class PolicyPoolSettings(EnginePoolSettings):
             )
 
     def check_shared_gpus(self, cluster: PolicyClusterSettings, workers: int) -> None:
-        """Raises ConfigError if engines of several GPUs do not match those of so many workers."""
+        """Raise ConfigError if engines with several GPUs do not match the workers' GPUs.
+
+        `workers`: number of learner workers, which share their GPUs with the engines.
+        """
         gpus = parallelism(self.server_flags).gpus
         if gpus == 1 or not cluster.shares_gpus:
             return
@@ -184,7 +187,7 @@ class PolicyPoolSettings(EnginePoolSettings):
 
 
 def check_served(weights: WeightsChoice, served: bool) -> None:
-    """Raises ConfigError for a transport to SGLang servers, and engines that are none."""
+    """Raise ConfigError for a transport that needs SGLang servers, if engines are embedded."""
     if weights in ("ipc", "adapter") and not served:
         raise ConfigError(
             f"weights={weights} needs engine=sglang: the embedded engine opens no memory that is "
@@ -221,10 +224,10 @@ class WeightsSettings:
     )
 
     def check(self, policy: PolicyPoolSettings, *, served: bool) -> None:
-        """Raises ConfigError for a transport that does not reach the policy's engines.
+        """Raise ConfigError for a transport that does not reach the policy's engines.
 
         Args:
-            served: they may be SGLang servers.
+            served: the engines may be SGLang servers.
         """
         flags, transport = policy.server_flags, self.transport
         if (nodes := parallelism(flags).nodes) > 1 and transport in ("shared_memory", "ipc"):
@@ -272,7 +275,7 @@ class RolloutSettings:
 
 @chz.chz
 class QueueSettings:
-    """Prompt groups under way: how old they may become, and which of them a step takes."""
+    """Prompt groups in flight: their number, staleness and leases."""
 
     section: ClassVar[Section] = Section.SAMPLING
     within: ClassVar[str] = "queue."
@@ -305,7 +308,7 @@ class QueueSettings:
     )
 
     def check(self, prompts_per_step: int) -> None:
-        """Raises ConfigError for groups in flight that conflict with so many groups in a step."""
+        """Raise ConfigError for settings that conflict with `prompts_per_step` groups in a step."""
         most = prompts_per_step * (self.max_staleness + 1)
         given = self.groups_in_flight
         if given is not None and given > most:
@@ -324,13 +327,13 @@ class QueueSettings:
             )
 
     def window(self, prompts_per_step: int) -> int:
-        """Groups in flight, with so many groups in a step."""
+        """Largest number of groups in flight, with `prompts_per_step` groups in a step."""
         return self.groups_in_flight or prompts_per_step * min(self.max_staleness + 1, 2)
 
 
 @chz.chz
 class VerifySettings:
-    """Proofs, before and during the run, that all parties score what they should."""
+    """Checks of the scores of all parties, before and during the run."""
 
     section: ClassVar[Section] = Section.SUPERVISION
     within: ClassVar[str] = "verify."
@@ -357,7 +360,7 @@ class VerifySettings:
         return CANARY_STEPS if self.every is None else self.every
 
     def of_pushes(self, device: str) -> tuple[int, int]:
-        """Versions between two comparisons of log-probs, and of checksums; 0: none."""
+        """Number of versions between two comparisons of log-probs, and of checksums; 0: none."""
         if self.every is not None:
             return self.every, self.every
         return 1, 1 if device.startswith("cuda") else 16

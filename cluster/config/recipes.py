@@ -1,4 +1,4 @@
-"""Settings of a run, by the name of its recipe; opd and rl with an environment of their own."""
+"""Settings classes by name of the recipe, including variants of opd and rl for an environment."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def make(recipe: str, /, **settings: Any) -> CommonConfig: ...
 
 
 def make(recipe: str, /, **settings: Any) -> CommonConfig:
-    """Make a run's settings from values; a mapping gives the settings within one.
+    """Make a run's settings from values by name; nested settings are a mapping.
 
     Raises:
         ConfigError: the recipe or a name is unknown, a required setting is missing, or a value is
-            refused.
+            invalid.
     """
     kind = config_of(recipe)
     return built(kind, by_name(kind, settings))

@@ -70,7 +70,7 @@ class LearnerInputs:
     Attributes:
         longest_row: upper bound of a training row's length, tokens.
         sft_rows_D: supervised rows of all `sft.data` sources, in order.
-        sft_parts: the rows' division into the sources.
+        sft_parts: name, number of rows and weight of each source.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -87,11 +87,11 @@ class RolloutInputs(LearnerInputs):
     Attributes:
         train: problems to train on.
         held_out: problems for evaluations.
-        judged: False if no problem has anything that a reward could compare with.
+        judged: True if rewards are meaningful for at least one problem.
         digests: digest of the rows of each setting that names files, by setting.
         text_teachers: teachers whose samples an endpoint generates, by name.
-        states: hidden states that the engines of teachers give, by name of those whose head the
-            learner has.
+        states: request for hidden states to teachers' engines, by name of each teacher of which the
+            learner has the head.
     """
 
     train: EnvDataset
@@ -103,7 +103,7 @@ class RolloutInputs(LearnerInputs):
 
     @property
     def of_learner(self) -> LearnerInputs:
-        """The learner's inputs without the problems, as sent to the learner."""
+        """Only the learner's inputs, to be sent to the learner."""
         return LearnerInputs(**{f.name: getattr(self, f.name) for f in fields(LearnerInputs)})
 
 
@@ -111,7 +111,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     """Read the headers of all checkpoints, their tokenizers and every prompt, and check them.
 
     Raises:
-        ConfigError, CheckpointError, DataError: names the field or file, its value and a remedy.
+        ConfigError, CheckpointError, DataError: with the field or file, its value and a remedy.
     """
     student, tokenizer, own_template = _check_student(config)
     vocabulary = vocab_size(student)
@@ -148,7 +148,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
         vocab_size=vocabulary,
-        max_length=sys.maxsize,  # text_teachers cuts at max_new_tokens
+        max_length=sys.maxsize,  # text_teachers truncates at max_new_tokens
         stop_ids=stops.ids,
     )
     return RolloutInputs(
@@ -187,7 +187,7 @@ def _check_student(config: RolloutConfig) -> tuple[Any, PreTrainedTokenizerBase,
 def _check_scorers(
     config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, CheckedScorer]:
-    """The teachers and the reference, by their settings."""
+    """Check the teachers and the reference; return them by the names of their settings."""
     named = {
         teacher_setting(name): teacher.model for name, teacher in config.teacher_models().items()
     }
@@ -255,7 +255,7 @@ def _check_stops(
     own: frozenset[int],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Raises ConfigError if an SGLang server of the student would also stop at other tokens."""
+    """Raise ConfigError if an SGLang server of the student would stop at further tokens."""
     missing = own - set(stops.ids)
     if missing and config.engine.kind_on(config.cluster.device) == "sglang":
         names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
@@ -274,10 +274,11 @@ def _check_states(
     scorers: Mapping[str, CheckedScorer],
     longest_row: int,
 ) -> States:
-    """The hidden states that a teacher's engines are asked for, for its head in the learner.
+    """Request for hidden states to a teacher's engines, for the teacher's head in the learner.
 
     Raises:
-        ConfigError: the engine gives none, or not of rows so long, or the head is another model's.
+        ConfigError: the engine returns no hidden states, or not for rows of `longest_row` tokens,
+            or the head does not match the engine's model.
     """
     scorer, setting = scorers[role], f"{role}.head"
     check_model(head)
@@ -309,10 +310,10 @@ def _check_top(
     student_vocab: int,
     event: Sequence[int],
 ) -> None:
-    """Raises ConfigError if a teacher cannot provide the top-k log-probs of the objective.
+    """Raise ConfigError if a teacher cannot provide the top-k log-probs of the objective.
 
-    The tail bucket needs tokens outside the top k. Scores of given tokens need a server with
-    isotherm's plugin.
+    The tail bucket needs tokens outside the top k. Scores of given tokens need isotherm's plugin in
+    a running server.
     """
     if objective.asked_of_policy and not teacher.scores_given:
         raise ConfigError(
@@ -341,7 +342,7 @@ def _load_problems(
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
     read: RowReader,
 ) -> tuple[EnvDataset, EnvDataset]:
-    """Problems to train on, and held-out ones. Each fits the context of every model."""
+    """Problems to train on, and held-out problems. Each fits the context of every model."""
     rooms = [scorer.context_length for scorer in scorers]
 
     def load(env: EnvConfig, sources: Sequence[Source], max_new_tokens: int) -> list[EnvDataset]:
@@ -380,7 +381,7 @@ def _load_problems(
 
 
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
-    """Raises ConfigError if the problems leave a term of the objective without a signal."""
+    """Raise ConfigError if the problems leave a term of the objective without a signal."""
     builders_P = _builders(config, train)
     _check_some(config, train)
     unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
@@ -399,7 +400,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
 
 
 def _check_some(config: RolloutConfig, train: EnvDataset) -> None:
-    """Raises ConfigError if there is no problem to train on, or none of a source."""
+    """Raise ConfigError if there are no problems to train on, or none from one of the sources."""
     if not len(train):
         raise ConfigError(
             f"env={type(config.env).__name__} has no problem to train on", field="env"
@@ -418,7 +419,7 @@ def _check_rewards(
     builders_P: Sequence[EnvGroupBuilder],
     unjudged: Sequence[str],
 ) -> None:
-    """Raises ConfigError if rewards of the objective are not, or never, paid."""
+    """Raise ConfigError if the problems cannot pay the rewards of the objective."""
     objective = config.objective
     if objective.reward_coef > 0 and unjudged:
         several = isinstance(train, Mixture)
@@ -447,7 +448,7 @@ def _check_rewards(
 
 
 def _check_unhinted(config: RolloutConfig, teacher: str) -> None:
-    """Raises ConfigError if a teacher that sees what the student sees teaches nothing."""
+    """Raise ConfigError if a teacher with the student's own context gives no gradient."""
     objective = config.objective
     if objective.hint_bonus_coef:
         raise ConfigError(
@@ -480,7 +481,7 @@ def _check_feedback(
     builders_P: Sequence[EnvGroupBuilder],
     unjudged: Sequence[str],
 ) -> None:
-    """Raises ConfigError if teacher.feedback needs text or rewards that the problems lack."""
+    """Raise ConfigError if teacher.feedback needs text or rewards that the problems lack."""
     template = config.feedback_template()
     if template is None:
         return
@@ -514,7 +515,7 @@ def _for_teacher_messages(
     own_template: object,
     run: PreTrainedTokenizerBase,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer whose chat template writes the teacher's `teacher_messages`.
+    """Tokenizer with the chat template for `teacher_messages` of a teacher.
 
     The template of a running server is not available. If it renders a known chat differently from
     the run's template, the returned tokenizer raises an error when it renders a chat.
@@ -539,8 +540,8 @@ def _hold_out(
 ) -> tuple[EnvDataset, EnvDataset]:
     """Split problems into (train, held out) by a seeded choice.
 
-    Holds out `eval.size` problems, a number of them at most a tenth of all, from each source in
-    proportion to its size. Problems with the same prompt stay on the same side.
+    Holds out `eval.size` problems, from each source in proportion to its size. A number (not a
+    share) holds out at most a tenth of all problems. Problems with the same prompt stay together.
 
     Args:
         problems: problems of each source, as training uses them.
@@ -561,7 +562,7 @@ def _hold_out(
 
 
 def _held_out_number(size: float, total: int, most: int) -> int:
-    """Number of problems that `eval.size` stands for: below 1 a share of `total`, one at least."""
+    """Number of problems for `eval.size`: at most `most`, or a share of `total`, but at least 1."""
     if size >= 1:
         return min(int(size), most)
     return max(1, round(size * total)) if size else 0

@@ -1,4 +1,4 @@
-"""`routing_replay=`: where nothing else is said, wherever it can be done."""
+"""`routing_replay=`: on by default if the student is a mixture and all parts support it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ Config = TypeVar("Config", bound=RolloutConfig)
 
 
 def with_routing_replay(config: Config) -> tuple[Config, str]:
-    """The settings with True or False for routing_replay, and a line that says why; of a dense
-    student, and where it was said, an empty one.
+    """Settings with True or False for routing_replay, and a line with the reason.
+
+    The line is empty if the student is dense, or if routing_replay is given.
 
     Raises:
-        ConfigError: routing_replay=True of a student or an engine that cannot.
+        ConfigError: routing_replay=True is not supported by the student, learner or engine.
         CheckpointError: the student has no readable config.
     """
     wanted = config.learner.routing_replay

@@ -1,4 +1,4 @@
-"""Settings that name sources of rows: how they are read, and what they held."""
+"""Settings that name sources of rows: columns, readers, and digests of the rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distill.lookup import known_names
 from distill.rules import IN_MEMORY, above, at_least, get, needs, setting
 from distill.settings import ESSENTIAL, Section, flagged
 
-# Flag of fields that name sources of rows. What is in them must stay over a run's life; they may
-# move.
+# Metadata of fields that name sources of rows. The contents must not change while a run is resumed;
+# the files may move.
 ROWS: Final[dict[str, Any]] = {"path": "rows"}
 # A check of a row's fields, which raises DataError.
 RowCheck = Callable[[Mapping[str, Any]], object]
@@ -25,7 +25,7 @@ RowCheck = Callable[[Mapping[str, Any]], object]
 
 @chz.chz
 class PromptSettings(PromptColumns):
-    """Prompts, and how their columns are read."""
+    """Sources of prompts, and their columns."""
 
     section: ClassVar[Section] = Section.MODEL
     within: ClassVar[str] = "data."
@@ -41,11 +41,11 @@ class PromptSettings(PromptColumns):
     )
 
     def row_reader(self, env: EnvConfig) -> tuple[RowReader, RowCheck]:
-        """Reader of the rows, and what checks their fields."""
+        """Reader of the rows, and check of a row's fields."""
         return reader_of(self, env.row_fields), env.check_row
 
     def check(self, env: EnvConfig) -> None:
-        """Raises ConfigError for prompts that the environment does not read, or lacks."""
+        """Raise ConfigError for prompts that the environment does not read, or that are missing."""
         for field in ("source", *chz.chz_fields(PromptColumns)):
             check_read(f"data.{field}", getattr(self, field), env)
         if self.source is not None:
@@ -59,7 +59,7 @@ class PromptSettings(PromptColumns):
 
 @chz.chz
 class StepPromptSettings(PromptSettings):
-    """Prompts of a run, and how many a step has."""
+    """Sources of a run's prompts, their columns, and prompts per step."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -74,7 +74,7 @@ class StepPromptSettings(PromptSettings):
 
 @chz.chz
 class SftMixSettings:
-    """Supervised rows that updates train on beside rollouts."""
+    """Supervised rows that updates train on in addition to rollouts."""
 
     section: ClassVar[Section] = Section.MODEL
     within: ClassVar[str] = "sft."
@@ -99,7 +99,7 @@ class SftMixSettings:
 
 @chz.chz
 class RowSettings(Columns):
-    """Rows of a run, how their columns are read, and how many a step has."""
+    """Sources of a run's rows, their columns, and rows per step."""
 
     section: ClassVar[Section] = Section.MODEL
     within: ClassVar[str] = "data."
@@ -131,7 +131,7 @@ class RowSettings(Columns):
 
 
 def check_read(setting: str, value: object, env: EnvConfig) -> None:
-    """Raises ConfigError for a value about a file of problems, if the environment reads none."""
+    """Raise ConfigError for a setting of a file of problems, if the environment reads no file."""
     if value and not env.reads_prompts:
         raise ConfigError(
             f"{setting}={value} changes nothing: env={type(env).__name__} reads no file",
@@ -141,10 +141,10 @@ def check_read(setting: str, value: object, env: EnvConfig) -> None:
 
 
 def unweighted_sources(setting: str, value: str) -> list[Source]:
-    """The sources of a setting whose rows are each taken once.
+    """Sources of a setting of which each row is used once, so weights are not allowed.
 
     Raises:
-        ConfigError: see `parse_sources`; or one has a weight.
+        ConfigError: a source has a weight, or as `parse_sources`.
     """
     sources = parse_sources(setting, value)
     if any(source.weight != 1 for source in sources):
@@ -165,10 +165,13 @@ def by_source(metrics: Iterable[str], rows: str | None) -> list[str]:
 
 
 def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:
-    """A reader of rows by the names of their columns.
+    """Reader of rows with the given names of columns.
+
+    Args:
+        fields: allowed fields; None: any.
 
     Raises:
-        ConfigError: a column is to be read as a field that is none of `fields`; None: any is one.
+        ConfigError: a column is mapped to another field.
     """
     for field, column in columns.columns.items():
         if fields is not None and field not in fields:
@@ -181,7 +184,7 @@ def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:
 
 
 def digests_of(config: object, readers: Mapping[str, RowReader]) -> dict[str, str]:
-    """SHA-256 of the rows that each setting flagged `ROWS` names, by the reader that read them."""
+    """SHA-256 of the rows of each setting with the metadata `ROWS`, from the readers by setting."""
     found = {}
     for name in flagged(type(config), ROWS):
         value = get(config, name)

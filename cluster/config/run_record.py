@@ -1,4 +1,4 @@
-"""Record of a run, as it wrote it into out/config.json, and the steps that `out` holds of it."""
+"""Record of a run in out/config.json, and the steps that are saved in `out`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 from cluster.jsonl_log import read_lines, read_object
 from distill.errors import DataError
 
-# Folders of checkpoints in `out`; a run that only keeps groups marks there what it has kept.
+# Directories in `out` with an entry for each saved step: checkpoints, and the marks of a run that
+# only keeps groups.
 CHECKPOINTS, KEPT = "checkpoints", "kept"
 SAVED_IN = (CHECKPOINTS, KEPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Contents of a config.json; what it lacks is empty.
+    """Contents of a config.json. Missing fields are empty.
 
     Attributes:
-        settings: as `cluster.config.files.as_tree` writes them.
+        settings: settings in the format of `cluster.config.files.as_tree`.
         data: digest of each source of rows, by its setting.
-        stop_tokens: of `StopTokens.to_json`.
-        forked_from: of `Fork.to_json`.
-        versions: of the packages that the run used.
+        stop_tokens: result of `StopTokens.to_json`.
+        forked_from: result of `Fork.to_json`.
+        versions: versions of the packages that the run used.
     """
 
     recipe: str = ""
@@ -41,7 +42,7 @@ class RunRecord:
         """Record of the run in `out`; None if there is no config.json.
 
         Raises:
-            DataError: the file cannot be read, or one of its fields is of another kind.
+            DataError: the file cannot be read, or one of its fields has the wrong type.
         """
         path = out / "config.json"
         written = read_object(path)
@@ -58,21 +59,21 @@ class RunRecord:
 
     @property
     def supervised(self) -> bool:
-        """True of a run that samples nothing: it trains on rows, or pairs of them."""
+        """True if the run trains on given rows or pairs, and samples nothing."""
         return self.recipe in ("sft", "dpo", "reward_model")
 
 
 def saved_steps(out: Path) -> set[int]:
-    """Steps of which `out` has a checkpoint, whole or damaged; 0 is the start of a fork."""
+    """Steps with a checkpoint in `out`, intact or damaged; 0 is the start of a fork."""
     names = [path.name for folder in SAVED_IN for path in (out / folder).glob("step-*")]
     return {int(match[1]) for name in names if (match := re.match(r"step-(\d+)", name))}
 
 
 def has_trained(out: Path) -> bool:
-    """True if a step was trained or kept in `out`: other settings may not go on there.
+    """True if a step was trained or kept in `out`, so that its settings may no longer change.
 
     Raises:
-        DataError: its metrics cannot be read.
+        DataError: the metrics of the run cannot be read.
     """
     steps = (line["step"] for line in read_lines(out / "metrics.jsonl", {"step"}))
     return any(saved_steps(out)) or any(step != 0 for step in steps)

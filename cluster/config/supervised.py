@@ -1,4 +1,4 @@
-"""Settings of the recipes that train on data that is there already: sft, dpo, reward_model."""
+"""Settings of the recipes that train on given data: sft, dpo, reward_model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from distill.rules import above, at_least, get, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, changed, section_field
 
 _STEPS = 100
-# The steps of a run whose epochs have no length yet: its rows are to be read first.
+# Placeholder for the steps of a run with epochs=, until its rows have been read.
 _UNREAD = 1 << 31
 
 
 def _steps(config: SupervisedConfig, steps: int | None) -> int:
-    """The steps given, or those of `epochs`; raises ConfigError for both."""
+    """The given steps, or a placeholder if `epochs` is given. Raises ConfigError for both."""
     if config.epochs is None:
         return _STEPS if steps is None else steps
     if steps is not None:
@@ -41,9 +41,9 @@ class SupervisedConfig(CommonConfig):
     """Settings that sft, dpo and reward_model share."""
 
     section: ClassVar[Section] = Section.MODEL
-    # Rows that stay together; 2: those of a pair.
+    # Number of rows that stay together; 2: a pair.
     rows_per_unit: ClassVar[int] = 1
-    # Fields of its rows, what checks them, and all metrics of held-out rows.
+    # Fields of the rows, the check of a row, and all metrics of held-out rows.
     row_fields: ClassVar[Collection[str]] = PAIR_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_pair)
     measured: ClassVar[Collection[str]]
@@ -67,13 +67,13 @@ class SupervisedConfig(CommonConfig):
     eval: RowEvaluationSettings = section_field(RowEvaluationSettings)
 
     def check_keep_best(self) -> None:
-        """Raises ConfigError if evaluations do not measure `checkpoint.keep_best`."""
+        """Raise ConfigError if evaluations do not measure `checkpoint.keep_best`."""
         known = [f"validation/{name}" for name in self.measured]
         known += by_source(known, self.eval.source or self.data.source)
         self.checkpoint.check_measured("validation/", known, own=False)
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
-        """Readers of the rows of settings, and what checks a row's fields."""
+        """Reader of rows, and check of a row's fields, for each setting that names rows."""
         checked = reader_of(self.data, self.row_fields), self.check_row
         return {"data.source": checked, "eval.source": checked}
 
@@ -88,7 +88,7 @@ class SupervisedConfig(CommonConfig):
         self.require_work_for_all(self.data.batch_size, f"batch_size={self.data.batch_size}")
 
     def trained_on(self, units: int) -> Self:
-        """The settings with the steps that `epochs` of so many rows (pairs) come to."""
+        """The settings with `epochs` converted to steps. `units`: number of rows (pairs)."""
         if self.epochs is None:
             return self
         # Rounding must not add a step: 0.1 * 30 / 3 is a little above 1.
@@ -98,7 +98,7 @@ class SupervisedConfig(CommonConfig):
 
 @chz.chz
 class SftConfig(SupervisedConfig):
-    """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
+    """recipe=sft: supervised fine-tuning, with the loss only on completions and assistant turns."""
 
     section: ClassVar[Section] = Section.MODEL
     row_fields: ClassVar[Collection[str]] = EXAMPLE_FIELDS

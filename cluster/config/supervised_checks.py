@@ -44,10 +44,16 @@ from learner.export import check_export
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedInputs:
-    """A checked sft, dpo or reward_model run; a pair is two rows, the chosen one first.
+    """Inputs of a checked sft, dpo or reward_model run.
 
-    `parts` are the sources, sized in rows or pairs; `digests` are of the rows of each setting;
-    `padding` is a reward model's; `overlap` counts the held-out units with a trained prompt.
+    Attributes:
+        rows_D: rows to train on. A pair is two consecutive rows, the chosen one first.
+        parts: name, size in rows or pairs, and weight of each source.
+        digests: digest of the rows of each setting that names files, by setting.
+        held_out: held-out rows of each source.
+        overlap: number of held-out rows or pairs whose prompt is also trained on.
+        padding: padding token of a reward model.
+        warning: message for the user.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,13 +67,13 @@ class SupervisedInputs:
     warning: str | None = None
 
     def longest_rows(self, rows_per_unit: int) -> int:
-        """Tokens of the longest rows that run together: so many, each padded to the longest."""
+        """Tokens of the longest unit: `rows_per_unit` rows, each padded to the longest row."""
         held_out = (source.rows_D for source in self.held_out)
         return rows_per_unit * max(map(len, chain(self.rows_D, *held_out)))
 
 
 def check_sft(config: SftConfig) -> SupervisedInputs:
-    """Reads the checkpoint's headers, the tokenizer, and every row.
+    """Read and check the checkpoint's headers, the tokenizer, and every row.
 
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
@@ -84,7 +90,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
 
 
 def check_dpo(config: DpoConfig) -> SupervisedInputs:
-    """Reads the checkpoints' headers, the tokenizer, and every pair.
+    """Read and check the checkpoints' headers, the tokenizer, and every pair.
 
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
@@ -103,14 +109,14 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
 
 
 def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
-    """Reads the checkpoint's headers, the tokenizer, and every pair.
+    """Read and check the checkpoint's headers, the tokenizer, and every pair.
 
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     meta_reward_model(config.model.path)
     limits, stops, tokenizer = _limits(config, meta_reward_model, fresh=(HEAD_WEIGHT,))
-    # A token more goes behind each row: see `scored_row`.
+    # `scored_row` appends a token to each row.
     context = context_length(load_config(config.model.path))
     limits["max_length"] = min(limits["max_length"], context - 1)
     inputs = _pair_inputs(config, limits, stops, tokenizer)
@@ -137,10 +143,11 @@ def _supervised_inputs(
     stops: StopTokens,
     tokenizer: PreTrainedTokenizerBase,
 ) -> SupervisedInputs:
-    """The rows to train on, and the held-out ones.
+    """Load the rows to train on, and the held-out rows.
 
     Args:
-        read: reads all sources, for `load`, which returns the units of one.
+        read: the reader that `load` uses.
+        load: returns the units of one source.
     """
     rows_D: list[TrainingRow] = []
     parts: list[MixedPart] = []
@@ -174,7 +181,7 @@ def _hold_out_rows(
     sources: Sequence[Source],
     units_by_source: Sequence[Sequence[ExampleRows]],
 ) -> tuple[list[Sequence[ExampleRows]], list[HeldOut]]:
-    """Units to train on, by source, and held-out rows.
+    """Split units into units to train on, by source, and held-out rows.
 
     Raises:
         ConfigError: no unit of a source can be held out.
@@ -201,10 +208,10 @@ def _rows_apart(
     load: Callable[[str], Sequence[ExampleRows]],
     trained_units: Sequence[Sequence[ExampleRows]],
 ) -> tuple[list[HeldOut], int]:
-    """The rows of each source of `eval.source`, and how many units have a prompt that is trained.
+    """Rows of each source of `eval.source`, and the number of units with a trained prompt.
 
     Raises:
-        ConfigError: a source is trained on as well.
+        ConfigError: a source is also in `data.source`.
     """
     trained = {source.place for source in parse_sources("data.source", config.data.source)}
     keys = {key for units in trained_units for key in unit_keys(units)}
@@ -225,7 +232,7 @@ def _rows_apart(
 def _without_end(
     rows_D: Sequence[TrainingRow], stops: StopTokens, tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    """A warning where rows train no token at which a server of the model would stop."""
+    """Warning if rows have no trained token at which a server of the model would stop, or None."""
     endless = [row for row in rows_D if not hits(row.tokens_T[row.loss_mask_T], stops.ids).any()]
     if not endless:
         return None
@@ -246,7 +253,7 @@ def _pair_inputs(
     stops: StopTokens,
     tokenizer: PreTrainedTokenizerBase,
 ) -> SupervisedInputs:
-    """The pairs of a dpo or reward_model run; `limits` are the loader's."""
+    """Inputs of a dpo or reward_model run. `limits`: arguments for the loader of pairs."""
     read = reader_of(config.data, config.row_fields)
 
     def pairs(place: str) -> list[ExampleRows]:
@@ -261,8 +268,10 @@ def _limits(
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
     fresh: Collection[str] = (),
 ) -> tuple[dict[str, Any], StopTokens, PreTrainedTokenizerBase]:
-    """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
-    tokenizer. `meta_model` and `fresh` are as `check_export` takes them."""
+    """Arguments for the loaders of supervised data, the model's stop tokens, and its tokenizer.
+
+    `meta_model` and `fresh`: see `check_export`.
+    """
     model = check_model(config.model.path)
     if config.learner.packing:
         check_packs(meta_model(config.model.path))
@@ -277,7 +286,7 @@ def _limits(
                 field="data.max_length",
             )
         limit = config.data.max_length
-    # Supervised tokens are trained as they are: each is an outcome of its own.
+    # Supervised tokens are trained unchanged, so each stop token is a separate outcome.
     tokenizer = config.model.choose_template(load_tokenizer(config.model.path))
     check_model_files(config.model.path, tokenizer)
     stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])

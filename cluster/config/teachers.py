@@ -34,7 +34,7 @@ _NOT_ALONE = not_with("rollout_only", why="the student's weights stay, and so wo
 
 
 def teacher_setting(name: str) -> str:
-    """Setting of a teacher; a single one has an empty name."""
+    """Setting of a teacher. The name of a single teacher is empty."""
     return f"teachers.{name}" if name else "teacher"
 
 
@@ -65,7 +65,7 @@ class LocalTeacherSettings(ServerSettings):
             )
 
     def require_checkpoint(self, what: str) -> None:
-        """Raises ConfigError for a running server, whose scores `what` does not prove."""
+        """Raise ConfigError for a running server: the command `what` does not check its scores."""
         if self.model is not None and is_url(self.model):
             raise ConfigError(
                 f"teacher={self.model} must be a checkpoint here: {what} shakes no hands, so "
@@ -189,7 +189,7 @@ class TeacherSettings(EnginePoolSettings):
 
     @property
     def moves(self) -> bool:
-        """True if the teacher is the student itself, as it trains."""
+        """True if the teacher is the student itself, as it trains (teacher=policy)."""
         return self.model == OWN
 
     @property
@@ -227,7 +227,7 @@ class TeacherSettings(EnginePoolSettings):
         return found
 
     def check_share(self, steps: int) -> None:
-        """Raises ConfigError if no step of the run's `steps` is left for teacher.sample_share."""
+        """Raise ConfigError if teacher.sft_steps leaves no step for teacher.sample_share."""
         if self.sample_share and self.sft_steps == steps:
             raise ConfigError(
                 f"teacher.sample_share={self.sample_share} changes nothing with "
@@ -242,7 +242,7 @@ class TeacherSettings(EnginePoolSettings):
         engine: PolicyEngineSettings,
         cluster: PolicyClusterSettings,
     ) -> None:
-        """Raises ConfigError for teachers that cannot take turns on GPUs."""
+        """Raise ConfigError for teachers that cannot take turns on GPUs."""
         if self.gpus == "own":
             return
         several = self.gpus == "shared"
@@ -281,7 +281,7 @@ class TeacherSettings(EnginePoolSettings):
     def check_policy_turns(
         self, policy: PolicyPoolSettings, weights: WeightsSettings, cluster: PolicyClusterSettings
     ) -> None:
-        """Raises ConfigError for policy engines that cannot take turns with the teachers'."""
+        """Raise ConfigError if policy engines cannot take turns with the teachers' engines."""
         if self.gpus != "policy":
             return
         setting, why = "", ""
@@ -309,7 +309,7 @@ class TeacherSettings(EnginePoolSettings):
     def check_learner_turns(
         self, policy: PolicyPoolSettings, cluster: PolicyClusterSettings, workers: int
     ) -> None:
-        """Raises ConfigError for a learner that cannot take turns with policy and teachers."""
+        """Raise ConfigError if the learner cannot take turns with the engines on its GPUs."""
         if cluster.colocate == "no":
             return
         setting, why = "cluster.colocate", ""
@@ -334,7 +334,7 @@ class TeacherSettings(EnginePoolSettings):
             raise ConfigError(f"{how}: {why}", field=setting)
 
     def template(self, correct_threshold: float) -> FeedbackTemplate | None:
-        """Template of the prompts that the teacher sees; None to use those of the rows."""
+        """Template of the prompts that the teacher sees; None to use the prompts of the rows."""
         if self.feedback is None:
             return None
         return FeedbackTemplate(text=self.feedback, correct_reward_threshold=correct_threshold)
@@ -347,12 +347,12 @@ class TeacherSettings(EnginePoolSettings):
         only_keeps: bool,
         replays: bool,
     ) -> None:
-        """Raises ConfigError for settings that conflict with the objective, or with the run.
+        """Raise ConfigError for settings that conflict with the objective, or with the run.
 
         Args:
             models: all teachers, by name.
-            only_keeps: groups are kept, and not trained on.
-            replays: groups of another run are trained on, without engines.
+            only_keeps: the run samples and stores groups, without training.
+            replays: the run trains on groups of another run, without engines.
         """
         self._check_feedback(objective)
         if self.moves:
@@ -383,7 +383,7 @@ class TeacherSettings(EnginePoolSettings):
         *,
         engines_train: bool,
     ) -> None:
-        """Raises ConfigError for a teacher without the head that it needs, or a useless one."""
+        """Raise ConfigError if a teacher's head is missing or unused."""
         for name, teacher in models.items():
             setting = teacher_setting(name)
             if objective.estimator == "full" and is_url(teacher.model) and teacher.head is None:
@@ -409,7 +409,7 @@ class TeacherSettings(EnginePoolSettings):
             )
 
     def _check_own(self) -> None:
-        """Raises ConfigError for settings that conflict with teacher=policy."""
+        """Raise ConfigError for settings that conflict with teacher=policy."""
         for name in ("sft_steps", "sample_share"):
             if (value := getattr(self, name)) and self.samples_from is None:
                 raise ConfigError(
@@ -440,7 +440,7 @@ class TeachersSettings:
     teacher: TeacherSettings = section_field(TeacherSettings)
     teachers: Mapping[str, TeacherConfig] = chz.field(
         default_factory=dict,
-        # chz gives them in an order that differs between processes.
+        # Their order in chz differs between processes.
         munger=lambda _, teachers: dict(sorted(teachers.items())),
         doc="several teachers, instead of teacher: teachers.NAME.model=... and "
         "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",

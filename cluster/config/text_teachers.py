@@ -1,4 +1,4 @@
-"""Teachers whose samples an endpoint writes: asked once, and held to all of their prompts."""
+"""Teachers whose samples come from an endpoint: one test request, and checks of their prompts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from distill.envs.base import EnvDataset
 from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import TrainSampling
 
-# A first answer may wait for a model to be loaded.
+# The endpoint may have to load its model before the first answer.
 _PATIENCE = Patience(attempt_s=120.0, all_s=180.0, attempts=3, useless=1)
-# Tokens of the first answer, which only shows that there is one.
+# Largest number of tokens of the test request's answer, which is not used.
 _FEW = 16
-# Of the prompts of each, so many are tried with an answer: a template refuses all, or few.
+# Number of prompts per teacher that are rendered with an answer: a template rejects all, or few.
 _TRIED = 8
 
 
 def text_teachers(
     config: RolloutConfig, encoder: ExampleEncoder, train: EnvDataset
 ) -> Mapping[str, TextTeacher]:
-    """By the teachers' names, those of which an endpoint writes the samples.
+    """Teachers whose samples come from an endpoint, by name.
 
-    Each is asked for one short answer to a prompt of its own.
+    Each endpoint receives one test request for a short answer to one of its prompts.
 
     Raises:
-        ConfigError: it does not answer, or cannot be asked what is to be answered.
+        ConfigError: an endpoint does not answer, or cannot answer a teacher's prompts.
     """
     made: dict[str, TextTeacher] = {}
     for name, address in config.text_endpoints().items():
@@ -48,7 +48,7 @@ def text_teachers(
 def _prompts_of(
     config: RolloutConfig, address: EndpointAddress, train: EnvDataset, teacher: str
 ) -> Sequence[Prompt]:
-    """The prompts of a teacher, in words; there is one at least."""
+    """Prompts of a teacher, as texts or chats; at least one."""
     setting = f"{address.url_setting}={address.url}"
     prompts: list[Prompt] = []
     for problem in range(len(train)):
@@ -82,7 +82,7 @@ def _prompts_of(
 def _check_turn(
     address: EndpointAddress, encoder: ExampleEncoder, prompt: Prompt, max_new_tokens: int
 ) -> None:
-    """Raises ConfigError for an answer that the student's template cannot write."""
+    """Raise ConfigError if the student's template cannot render an answer to the prompt."""
     try:
         written_sample(encoder, prompt, "ok", ended=True, max_new_tokens=max_new_tokens)
     except DataError as error:
@@ -101,7 +101,7 @@ async def _ask_once(address: EndpointAddress, prompt: Prompt, sampling: TrainSam
         async with text_endpoint(address, patience=_PATIENCE, max_concurrent=1) as endpoint:
             await endpoint.answer(prompt.in_words, short)
     except UselessAnswer:
-        pass  # a model that thinks has not said anything yet
+        pass  # a reasoning model has written no answer within so few tokens
     except EngineError as error:
         raise ConfigError(
             f"{error}. It is asked for samples before the run starts: put it right, or leave "

@@ -1,8 +1,7 @@
-"""User code tried once before a run: an environment, a reward, an advantage or a loss of somebody's
-own.
+"""Trial of user code before a run: a custom environment, reward, advantage, loss or divergence.
 
-What is built in is not. A problem may be at fault and not the code, so what goes wrong on one is
-tried on another.
+Built-in code is not tried. The cause of a failure may be the problem and not the code, so after a
+failure the other problems are tried.
 """
 
 from __future__ import annotations
@@ -30,26 +29,28 @@ from distill.objective.settings import is_own
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.rewards.registry import CheckedReward
 
-# First groups of the run among which problems are chosen.
+# Number of the run's first groups from which problems are chosen.
 _LOOKED_AT = 32
-# So many of these are tried, with these responses besides the right one, for so many seconds.
+# Number of problems that are tried, responses in addition to the right one, and seconds after which
+# no further trial starts.
 _TRIED = 4
 _RESPONSES = ("", "0", "no answer")
 _ENOUGH_S = 10.0
-# For the child to start, on top of what a reward may take.
+# Seconds for the child process to start, in addition to the time limit of a reward.
 START_S = 30.0
 _OURS = ("distill.", "actors.")
 _WAY_OUT = "Correct it, or start without this trial: rollout.smoke_test=False"
 
 
 def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[str], None]) -> None:
-    """Play the run's first problems in a process of their own, without a model.
+    """Play the run's first problems in a separate process, without a model.
 
-    Each is given the right response, wrong ones and an empty one: all of them come in a run.
+    Each problem gets the right response, wrong ones and an empty one, because all of them occur in
+    a run.
 
     Raises:
         ConfigError: the environment or the reward fails on two problems (or on the only one), or
-            does not end; with its error, file and line, the problem, and the response.
+            does not end. The message has the error, file and line, problem and response.
     """
     if not config.rollout.smoke_test or not _has_user_code(config):
         return
@@ -79,7 +80,7 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Play:
-    """A problem played with a response; `label` names both in messages."""
+    """One problem with one response. `label`: both, for messages."""
 
     problem: str
     label: str
@@ -87,11 +88,11 @@ class _Play:
 
 
 def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] | None:
-    """The first problem that fails and what went wrong. All are played in one process first.
+    """First problem that fails, with its error, or None. First, all are played in one process.
 
     Raises:
-        ConfigError: one does not end.
-        NotTried: they cannot be sent to another process.
+        ConfigError: a play does not end.
+        NotTried: the plays cannot be sent to another process.
     """
     together = Trials(trials={play.label: play.trial for play in plays}, enough_s=_ENOUGH_S)
     try:
@@ -103,7 +104,7 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
     for play in plays:
         if play.label in wrong:
             return play.problem, wrong
-    for play in plays:  # the process hung or ended, and could not say in which
+    for play in plays:  # the process hung or died without reporting the play
         try:
             wrong = tried(play.trial, timeout_s)
         except TimeoutError:
@@ -118,12 +119,11 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
 
 
 def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None:
-    """Finds an advantage, a loss and a divergence of the user's own, and tries each on made-up
-    numbers, in a process of its own.
+    """Try custom advantage, loss and divergence functions on made-up numbers, in another process.
 
     Raises:
-        ConfigError: one cannot be imported or called so; it raises, hangs, or answers in another
-            form than the objective needs.
+        ConfigError: a function cannot be imported or called with the objective's arguments, raises,
+            does not end, or returns a result of the wrong form.
     """
     objective = config.objective
     trials: list[tuple[str, Callable[[], None]]] = []
@@ -161,7 +161,7 @@ def _has_user_code(config: RolloutConfig) -> bool:
 def _problems(
     config: RolloutConfig, inputs: RolloutInputs
 ) -> Iterator[tuple[str, EnvGroupBuilder]]:
-    """The first problems, by name, that the run will train on; judged ones, if there are."""
+    """The run's first training problems, by name; only judged ones, if any."""
     stream = EnvStream(
         inputs.train,
         group_size=config.sampling.group_size,
@@ -177,7 +177,7 @@ def _trial(
     config: RolloutConfig, inputs: RolloutInputs, builder: EnvGroupBuilder, said: str
 ) -> Callable[[], None]:
     if isinstance(builder, SingleTurnGroupBuilder) and isinstance(builder.reward, CheckedReward):
-        # Its environment is ours: no tokenizer has to travel.
+        # The environment is built in, so only the reward is tried, without the tokenizer.
         return RewardTrial(reward=builder.reward, response=said, answer=builder.answer or "")
     tokenizer, ends = inputs.tokenizer, inputs.stops.ids
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
