@@ -1,1 +1,1 @@
-"""Placement on the cluster: connecting, roles, resources, storage that its nodes share."""
+"""Placement of actors on the cluster: connection, roles, resources and shared storage."""

@@ -1,4 +1,4 @@
-"""Checks of an on-policy run before it: of the run itself, of its dry run and of its rehearsal."""
+"""Checks before an on-policy run, its dry run or its rehearsal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from distill.settings import changed
 def checked(
     config: RolloutConfig, say: Callable[[str], None]
 ) -> tuple[RolloutConfig, RolloutInputs]:
-    """Choose what is set to `auto` (device, engine, estimator), and check the run.
+    """Replace settings that are `auto` (device, engine, estimator), and check the run.
 
     Args:
         say: prints a line for each choice.
 
     Raises:
-        IsothermError: the run cannot work as it is set.
+        IsothermError: the run cannot work with these settings.
     """
     config, device = with_device(config)
     config, engine = with_engine(config)
@@ -38,12 +38,12 @@ Config = TypeVar("Config", bound=RolloutConfig)
 
 
 def with_engine(config: Config) -> tuple[Config, str]:
-    """The settings with a name for engine=auto, and a line that says why; else an empty one.
+    """Replace engine=auto by the kind of engine; return also a line with the reason.
 
-    The device is chosen already (`with_device`).
+    The line is empty if the kind is given. The device must already be chosen (`with_device`).
 
     Raises:
-        ConfigError: SGLang was asked for and is not installed; or another setting needs it.
+        ConfigError: SGLang is needed, by engine=sglang or another setting, and is not installed.
     """
     kind = config.engine.kind_on(config.cluster.device)
     said = "" if config.train_from is not None else engine_note(config.engine.kind, kind)

@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster, or a local start; refuses what cannot work before anything waits."""
+"""Connection to a Ray cluster or a local Ray. Addresses that cannot work are rejected early."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from cluster.handles.node import starts_here
 from cluster.placement.local_head import LocalHead, hush_token_setup, local_head
 from distill.errors import ConfigError
 
-# A head that is there answers in milliseconds; Ray itself would try for more than a minute.
+# A running head answers in milliseconds; Ray itself would retry for more than a minute.
 _ANSWER_S = 10.0
-# An autoscaler writes its first report seconds after the head is up.
+# An autoscaler writes its first report a few seconds after the head has started.
 _REPORT_S = 20.0
 _TOKEN = (
     "put the cluster's token into ~/.ray/auth_token (or RAY_AUTH_TOKEN, or a file that "
@@ -46,18 +46,18 @@ _TOKEN = (
 
 @contextmanager
 def connect(namespace: str, local_cpus: int) -> Iterator[None]:
-    """Ray, for as long as the context lasts: RAY_ADDRESS's cluster, or else one started here.
+    """Context manager that connects to the cluster of RAY_ADDRESS, or to a Ray started here.
 
-    A Ray that is already initialised is used as it is, and left so. One started here has
+    If Ray is already initialised, it is used and not shut down. A Ray that is started here has
     `local_cpus` CPUs.
 
     Raises:
-        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process; or
-            Ray cannot start here.
+        ConfigError: the cluster of RAY_ADDRESS does not answer, or rejects this process; or Ray
+            cannot start here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # before the lines of actors
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # the prefix of actors' lines
     if ray.is_initialized():
         yield
         return
@@ -73,20 +73,20 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
 
 
 def cluster_gpus() -> float:
-    """GPUs of the nodes that are up, in the cluster that is connected or that RAY_ADDRESS names.
+    """Number of GPUs of the running nodes, in the connected cluster or in that of RAY_ADDRESS.
 
     Raises:
-        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process.
+        ConfigError: the cluster of RAY_ADDRESS does not answer, or rejects this process.
     """
     return get_cluster_status(head_address()).total_resources().get("GPU", 0.0)
 
 
 def autoscales() -> bool:
-    """True if that cluster has an autoscaler, so that nodes may come that it lacks now.
+    """True if the cluster has an autoscaler, which may add nodes.
 
-    Every cluster's monitor reports its nodes' types: under an autoscaler they are those of its
-    configuration, without one each node is a type of its own, called `node_<id>`. Waits a while for
-    the first report of a cluster that has just come up.
+    The monitor of every cluster reports the types of its nodes. With an autoscaler they are those
+    of its configuration; without one each node has its own type, `node_<id>`. If the cluster has
+    just started, wait a while for its first report.
 
     Raises:
         ConfigError: as `cluster_gpus`.
@@ -99,7 +99,7 @@ def autoscales() -> bool:
 
 
 def _node_types(address: str) -> list[str] | None:
-    """Node types in the autoscaler's report, which its two generations keep in different places."""
+    """Node types in the autoscaler's report, which is in different places in its two versions."""
     client = GcsClient(address)
     if is_autoscaler_v2(fetch_from_server=True, gcs_client=client):
         status = get_cluster_status(address)
@@ -111,10 +111,10 @@ def _node_types(address: str) -> list[str] | None:
 
 
 def head_address() -> str:
-    """Address of the connected cluster's head, or of the one that RAY_ADDRESS names, if it answers.
+    """Address of the head of the connected cluster, or of the cluster of RAY_ADDRESS.
 
     Raises:
-        ConfigError: it does not, or refuses this process.
+        ConfigError: the head does not answer, or rejects this process.
     """
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address
@@ -124,7 +124,7 @@ def head_address() -> str:
 
 
 def join_local(head: LocalHead, namespace: str) -> None:
-    """Connects this process to the Ray that was started on this machine.
+    """Connect this process to the Ray that was started on this machine.
 
     Raises:
         ConfigError: Ray cannot start here.
@@ -143,7 +143,7 @@ def _join(address: str, namespace: str) -> None:
 
 @contextmanager
 def _joining(address: str) -> Iterator[None]:
-    """Turns what Ray raises meanwhile into ConfigErrors."""
+    """Context manager that converts Ray's errors to ConfigErrors."""
     try:
         yield
     except ConfigError:
@@ -164,7 +164,7 @@ def _joining(address: str) -> Iterator[None]:
 
 
 def _named_head(address: str) -> str:
-    """Address of the head that RAY_ADDRESS names; one that is named by host and port answers."""
+    """Address of the head for a value of RAY_ADDRESS. A head given as HOST:PORT must answer."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"RAY_ADDRESS={address} is a Ray client's address, and a run's driver must be in the "
@@ -180,7 +180,7 @@ def _named_head(address: str) -> str:
 
 
 def _require_answer(address: str) -> None:
-    """Raises ConfigError unless a Ray head of this version answers there, and lets us in."""
+    """Raise ConfigError unless a Ray head of this version answers and accepts this process."""
     _, separator, port = address.rpartition(":")
     if "://" in address or not separator or not port.isdigit():
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""`device=` of a run: cpu or cuda, decided once, before the checks and choices that need it.
+"""`device=` of a run: cpu or cuda, chosen once, before checks and choices that depend on it.
 
-A run's GPUs are those of this machine or, if it joins a cluster, those of the cluster: of nodes
-that are up, and of nodes that an autoscaler may start. Ray does not tell a driver which types of
-nodes its autoscaler has. So device=cuda reserves GPUs and waits for them, and device=auto is
-refused where an autoscaler may bring GPUs and no node has one yet.
+A run's GPUs are those of this machine or, if it joins a cluster, those of the cluster: of running
+nodes, and of nodes that an autoscaler may start. A driver cannot query which types of nodes an
+autoscaler has. So device=cuda reserves GPUs and waits for them. device=auto raises an error if
+there is an autoscaler and no node has a GPU yet.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def with_device(config: Config) -> tuple[Config, str]:
     """Replace device=auto by cpu or cuda, and check the settings that depend on the device.
 
     Returns:
-        The settings, and a line that gives the reason; an empty line if the device is plain.
+        The settings, and a line with the reason; empty if no reason is needed.
 
     Raises:
-        ConfigError: device=cuda, and there is no GPU and none may come; device=auto on a cluster
-            whose autoscaler may start GPU nodes; RAY_ADDRESS names no cluster that answers; or
+        ConfigError: device=cuda, and there is no GPU and no autoscaler; device=auto on a cluster
+            whose autoscaler may start GPU nodes; the cluster of RAY_ADDRESS does not answer; or
             another setting does not fit the device.
     """
     device, said = _decided(config)
@@ -46,19 +46,21 @@ def with_device(config: Config) -> tuple[Config, str]:
 
 
 def gpus_elsewhere(config: CommonConfig) -> bool:
-    """True if the run's GPUs are not this machine's: a cluster's, or those that a plan supposes."""
+    """True if the run's GPUs are those of a cluster, or those that a dry run assumes."""
     return _supposes_gpus(config) or joins_cluster(local=config.cluster.local)
 
 
 def check_cluster(config: CommonConfig) -> None:
-    """Check that the cluster answers which the run joins or its plan asks; imports nothing but Ray.
+    """Check that the cluster answers if the run joins it, or if its plan needs it.
+
+    Imports only Ray.
 
     Raises:
-        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process.
+        ConfigError: the cluster of RAY_ADDRESS does not answer, or rejects this process.
     """
     named = config.only_plans and config.cluster.device != "auto"
     if joins_cluster(local=config.cluster.local) and not named and not _supposes_gpus(config):
-        from cluster.placement.connect import head_address  # Ray, of no use to local runs
+        from cluster.placement.connect import head_address  # imports Ray; not for local runs
 
         head_address()
 
@@ -74,15 +76,15 @@ def _decided(config: CommonConfig) -> tuple[str, str]:
         return "cuda", ""
     if joins_cluster(local=config.cluster.local):
         return _of_cluster(config)
-    import torch  # which --help does without
+    import torch  # not for --help
 
     return _by_count(config, torch.cuda.device_count(), "this machine"), ""
 
 
 def _of_cluster(config: CommonConfig) -> tuple[str, str]:
     if config.only_plans and config.cluster.device == "cuda":
-        return "cuda", ""  # a plan of what was asked for needs no cluster
-    from cluster.placement.connect import autoscales, cluster_gpus  # Ray, of no use to local runs
+        return "cuda", ""  # a plan for a given device needs no cluster
+    from cluster.placement.connect import autoscales, cluster_gpus  # imports Ray
 
     gpus = cluster_gpus()
     if gpus or not autoscales():
@@ -121,9 +123,9 @@ def _refuse_on_cpu(config: CommonConfig) -> None:
 
 
 def _require_gpus_of_their_own(config: CommonConfig) -> None:
-    """Raise ConfigError if two learner workers could meet on one GPU: NCCL would refuse.
+    """Raise ConfigError if two learner workers could share a GPU, which NCCL rejects.
 
-    Halves of GPUs are safe where each worker's bundle is a whole one, with a policy engine in it.
+    Halves of GPUs are safe if each bundle is a whole GPU with one worker and one policy engine.
     """
     workers, share = config.learner.workers, config.cluster.gpus_per_actor
     if workers == 1 or share >= 1 or config.only_keeps:

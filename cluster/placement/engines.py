@@ -1,4 +1,4 @@
-"""Engines of an opd or rl run, and what they share with the learner on its GPUs."""
+"""Engine settings of an opd or rl run, and the GPU memory that engines and learner share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RunEngines:
     """Settings of each engine of a run.
 
     Attributes:
-        config: the run's settings; the device is chosen already.
-        stops: where samples end; None: as the checkpoints have it.
+        config: settings of the run; the device must already be chosen.
+        stops: tokens at which samples end; None: those of the checkpoints.
     """
 
     config: RolloutConfig
@@ -33,7 +33,7 @@ class RunEngines:
         return self._engine(model, log_path, self.config.policy.server_flags)
 
     def teacher(self, model: str, log_path: str) -> EngineConfig:
-        """Settings of a teacher's engine, which may be asleep while those of others are awake.
+        """Settings of a teacher's engine, which may take turns on its GPUs with other engines.
 
         Raises: as `policy`.
         """
@@ -42,7 +42,10 @@ class RunEngines:
         return self._by_turns(engine) if taken else engine
 
     def _by_turns(self, engine: EngineConfig) -> EngineConfig:
-        """The engine on whole GPUs, but for what others keep there that do not have the turn."""
+        """Settings of an engine that takes turns.
+
+        It uses whole GPUs, except for the memory that others keep there outside of their turns.
+        """
         beside, config = 0, self.config
         if config.cluster.device == "cuda":
             from actors.sglang.memory import ASLEEP_BYTES  # imports torch
@@ -54,10 +57,10 @@ class RunEngines:
         return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
 
     def policy(self, model: str, log_path: str) -> EngineConfig:
-        """Settings of a policy engine, which may be on the learner's GPUs, or on a teacher's.
+        """Settings of a policy engine, which may share GPUs with the learner or with teachers.
 
         Raises:
-            ConfigError: engines sleep, and the size of the learner beside them is unknown.
+            ConfigError: engines sleep, and the size of the learner on their GPUs is unknown.
         """
         config = self.config
         engine = chz.replace(
@@ -76,7 +79,7 @@ class RunEngines:
         return chz.replace(engine, sleeps=True, gpu_share=share, gpu_beside=beside)
 
     def evaluation(self, model: str, log_path: str) -> EngineConfig:
-        """Settings of a policy engine on GPUs that it does not share with the learner."""
+        """Settings of a policy engine that shares no GPUs with the learner."""
         config = self.config
         engine = self._engine(model, log_path, config.policy.server_flags)
         if config.weights.transport != "adapter":
@@ -90,7 +93,7 @@ class RunEngines:
 
     def _engine(self, model: str, log_path: str, server_flags: str) -> EngineConfig:
         engine, cluster = self.config.engine, self.config.cluster
-        gpus = parallelism(server_flags).gpus  # an engine with several has whole ones
+        gpus = parallelism(server_flags).gpus  # an engine with several GPUs has whole GPUs
         return engine.config(
             model,
             cluster.device,
@@ -105,14 +108,14 @@ class RunEngines:
 
 
 def by_turns(learner: LearnerConfig, config: RolloutConfig) -> LearnerConfig:
-    """The learner's settings where it has its part of each GPU by turns with engines that sleep."""
+    """Settings of a learner that uses its part of each GPU in turn with engines that sleep."""
     settings = chz.replace(learner.learner, offload_optimizer=True)
     share, taken = learner_part(config)
     return chz.replace(learner, learner=settings, gpu_part=share, gpu_taken=taken)
 
 
 def learner_part(config: CommonConfig) -> tuple[float, int]:
-    """Share of its GPU that a learner worker may fill, and bytes that engines asleep keep of it."""
+    """Fraction of its GPU that a learner worker may fill, and bytes that sleeping engines keep."""
     if not (isinstance(config, RolloutConfig) and config.engines_sleep):
         return min(1.0, config.cluster.gpus_per_actor), 0
     from actors.sglang.memory import ASLEEP_BYTES  # imports torch
@@ -135,7 +138,7 @@ def lends_weights(config: RolloutConfig) -> bool:
 
 def lent_bytes(config: RolloutConfig) -> int:
     """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
-    import torch  # here, since settings alone do not need it
+    import torch  # not at module level: settings do not need it
 
     from learner.memory import largest_bucket
 
@@ -144,7 +147,7 @@ def lent_bytes(config: RolloutConfig) -> int:
 
 
 def _learner_beside(config: RolloutConfig) -> int:
-    """Bytes that a learner worker takes of its GPU, at most, while engines are awake there."""
+    """Most bytes that a learner worker uses of its GPU while engines are awake there."""
     return learner_resting(config) + (lent_bytes(config) if lends_weights(config) else 0)
 
 
@@ -152,7 +155,7 @@ def learner_resting(config: RolloutConfig) -> int:
     """Bytes that a learner worker holds on its GPU while engines generate.
 
     Raises:
-        ConfigError: the size of its model, or of a teacher's copy, is unknown.
+        ConfigError: the size of the model, or of a teacher's copy, is unknown.
     """
     if (memory := config.learner_memory()) is None:
         unknown = config.frozen_in_learner() is None

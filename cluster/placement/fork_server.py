@@ -1,12 +1,12 @@
 """Processes of forked Ray workers: the stand-in, the parent's service, the guard and the worker.
 
-    raylet -starts-> stand-in -asks-> parent -forks-> guard -forks-> Ray's worker
+    raylet -starts-> stand-in -requests fork-> parent -forks-> guard -forks-> Ray's worker
 
-If Ray kills the stand-in, the guard kills the worker, also one that is stopped or stuck. When the
-worker ends, its stand-in ends in the same way. Where no parent answers, a worker starts as it would
-without one. `forked_workers` starts the parent.
+If Ray kills the stand-in, the guard kills the worker, even if the worker is stopped or stuck. When
+the worker ends, its stand-in ends with the same exit code or signal. If no parent answers, the
+stand-in starts a normal worker. `forked_workers` starts the parent.
 
-This file is the stand-in's program, so it imports nothing that takes time.
+This file is the stand-in's program, so it imports no slow modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _stand_in(address: str, arguments: list[str]) -> None:
-    """Stands for a fork if a Ray worker is to be started, else becomes what is."""
+    """Run as the stand-in of a forked Ray worker. Other programs are executed directly."""
     if arguments and arguments[0].endswith(_WORKER):
         channel = socket.socket(socket.AF_UNIX)
         with suppress(OSError):
@@ -40,7 +40,7 @@ def _stand_in(address: str, arguments: list[str]) -> None:
 
 
 def _ask(channel: socket.socket, arguments: list[str]) -> bool:
-    """Asks for a fork; returns True if there is one."""
+    """Request a fork from the parent; return True if it was made."""
     import json
 
     request = {
@@ -56,27 +56,27 @@ def _ask(channel: socket.socket, arguments: list[str]) -> bool:
 
 
 def _end_as(channel: socket.socket) -> None:
-    """Waits for the fork's end, and ends this process as it did."""
+    """Wait until the worker ends, and end this process with its exit code or signal."""
     status = _FAILED
     with suppress(OSError):
-        status = channel.recv(len(_FAILED)) or _FAILED  # nothing: the guard was killed
+        status = channel.recv(len(_FAILED)) or _FAILED  # empty: the guard was killed
     code = os.waitstatus_to_exitcode(int.from_bytes(status, "little"))
     if code < 0:
-        with suppress(OSError):  # of signals that cannot be handled
+        with suppress(OSError):  # SIGKILL and SIGSTOP have no handlers
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def serve(listener: socket.socket, ended: int) -> None:
-    """The parent: forks for each that asks, until the other end of the pipe `ended` is closed."""
+    """Run the parent: fork for each request, until the other end of the pipe `ended` is closed."""
     import select
     import shutil
 
     os.setsid()
     _close_all_but(listener.fileno(), ended)
     directory, modules = os.path.dirname(listener.getsockname()), _plain_path()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how guards ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
     while ended not in select.select([listener, ended], [], [])[0]:
         channel, _ = listener.accept()
         if os.fork() == 0:
@@ -88,7 +88,8 @@ def serve(listener: socket.socket, ended: int) -> None:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Closes descriptors, standard ones too: a shell would wait for whoever holds its pipes."""
+    """Close all other descriptors. A shell would wait for processes that keep its pipes open, so
+    standard input and outputs are replaced by /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
@@ -99,7 +100,7 @@ def _close_all_but(*kept: int) -> None:
 
 
 def _plain_path() -> list[str]:
-    """Module path of an interpreter that is started here, without its script and PYTHONPATH."""
+    """`sys.path` of an interpreter that is started here, without its script and PYTHONPATH."""
     import json
     import subprocess
 
@@ -109,7 +110,7 @@ def _plain_path() -> list[str]:
 
 
 def _guard(channel: socket.socket, modules: list[str]) -> None:
-    """Forks the worker that is asked for; ends it when the stand-in ends, and tells of its end."""
+    """Fork the requested worker, kill it when the stand-in ends, and report its exit status."""
     import json
     import threading
 
@@ -118,7 +119,7 @@ def _guard(channel: socket.socket, modules: list[str]) -> None:
     body = b""
     while len(body) < int.from_bytes(head, "little"):
         if not (part := channel.recv(1 << 20)):
-            os._exit(1)  # the stand-in was killed before it had asked
+            os._exit(1)  # the stand-in was killed before it had sent the whole request
         body += part
     if (worker := os.fork()) == 0:
         channel.close()
@@ -138,7 +139,7 @@ def _guard(channel: socket.socket, modules: list[str]) -> None:
 
 
 def _work(request: dict[str, Any], descriptors: list[int], modules: list[str]) -> None:
-    """Becomes the worker that was asked for, as if Python had been started for it."""
+    """Run the requested worker in this fork, with the state of a newly started Python."""
     import ctypes
     import random
     import runpy
@@ -147,19 +148,19 @@ def _work(request: dict[str, Any], descriptors: list[int], modules: list[str]) -
     import numpy as np
     import torch
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with its guard
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the guard dies
     os.setsid()
     for standard, passed in enumerate(descriptors):
         os.dup2(passed, standard)
         os.close(passed)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115 - open until the process ends
     sys.stdout = sys.__stdout__ = open(1, "w", 1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    os.nice(max(0, request["niceness"] - os.nice(0)))  # less would take a privilege
-    # In a process that is started torch reads this, which Ray may set for the actor first: to 1.
+    os.nice(max(0, request["niceness"] - os.nice(0)))  # lowering it needs a privilege
+    # A newly started process reads OMP_NUM_THREADS when it imports torch. Ray may set it to 1.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     tempfile.tempdir = None
     random.seed()
@@ -171,7 +172,7 @@ def _work(request: dict[str, Any], descriptors: list[int], modules: list[str]) -
 
 
 def end_after(run: Callable[[], None]) -> None:
-    """Runs, and ends this process as Python ends, without returning to the code that was forked."""
+    """Call `run`, and end this process like Python does. Never returns to the forked code."""
     import atexit
     import threading
     import traceback
@@ -181,7 +182,7 @@ def end_after(run: Callable[[], None]) -> None:
         run()
     except SystemExit as asked:
         code = asked.code
-    except BaseException:  # printed as Python does before it exits with 1
+    except BaseException:  # like an uncaught exception in Python
         traceback.print_exc()
         code = 1
     if not isinstance(code, int | None):

@@ -1,10 +1,11 @@
-"""Ray workers forked from one process that has imported what the actors of a run need.
+"""Ray workers forked from one process that has already imported the modules of a run's actors.
 
-Most of what a small run costs is importing: each of its six processes takes seconds of CPU for
-torch and transformers before it does anything. Where a run starts Ray itself, on a machine without
-GPUs, its workers are forks of one process that has imported them, the parent, which is a fork of
-the driver from before it imports Ray. `fork_server` has the processes, and how they end.
-ISOTHERM_FORK_WORKERS=off turns it all off; the path of a parent's socket takes that parent.
+Imports take most of the time of a small run: each of its six processes needs seconds of CPU to
+import torch and transformers. If a run starts Ray itself, on a machine without GPUs, its workers
+are forks of one process with these imports, the parent. The parent is a fork of the driver, made
+before the driver imports Ray. `fork_server` describes the processes and how they end.
+ISOTHERM_FORK_WORKERS=off disables forked workers; the path of a parent's socket selects that
+parent.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from cluster.process_memory import long_lived
 from distill.gpu import no_gpu_here
 
 SETTING = "ISOTHERM_FORK_WORKERS"
-# What actors import before they work. Each must leave the parent with one thread. Not Ray: it takes
-# its settings, and whose worker it is, from the environment of its first import.
+# Modules that actors import. No module may start a thread in the parent. Ray must not be imported:
+# it reads its settings, and the identity of a worker, from the environment at its first import.
 _MODULES = (
     "actors.embedded.engine",
     "actors.rollout.evaluator",
@@ -41,7 +42,7 @@ _MODULES = (
 class Parent:
     """Parent of the Ray workers of this process, and of the processes that it starts.
 
-    Its socket is there from the beginning, so that Ray can be started before `start`.
+    The constructor creates its socket, so that Ray can be started before `start`.
     """
 
     def __init__(self) -> None:
@@ -57,8 +58,8 @@ class Parent:
         self._ended, self._open = os.pipe()  # the parent ends when this process closes `_open`
 
     def start(self) -> None:
-        """Imports what actors need, and forks. Where that is not safe workers are not forked."""
-        with long_lived():  # and frozen, or collections would copy the pages that forks share
+        """Import the modules of actors, and fork the parent, unless forking is unsafe."""
+        with long_lived():  # frozen, because garbage collection would copy pages shared with forks
             for name in _MODULES:
                 importlib.import_module(name)
         if _is_fork_safe() and os.fork() == 0:
@@ -67,13 +68,13 @@ class Parent:
         os.close(self._ended)
 
     def end(self) -> None:
-        """Has the parent end, without waiting for it. Its workers end with their stand-ins."""
+        """Make the parent end, without waiting for it. Its workers end with their stand-ins."""
         os.environ.pop(SETTING)
         os.close(self._open)
 
 
 def parent_of_workers() -> Parent | None:
-    """A parent that is yet to be started; None if there is one already, or shall be none."""
+    """A parent that is not started yet; None if there is one already, or forking is disabled."""
     apart = sys.platform == "linux" and no_gpu_here()  # CUDA does not survive a fork
     return Parent() if apart and SETTING not in os.environ and "ray" not in sys.modules else None
 
@@ -84,10 +85,10 @@ def _program(address: str) -> str:
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Context in which a Ray is started whose workers are forks, if there is a parent."""
+    """Context in which Ray is started such that its workers are forks, if there is a parent."""
     program, python = _program(os.environ.get(SETTING, "off")), sys.executable
     if os.access(program, os.X_OK):
-        sys.executable = program  # of which Ray makes the command that starts a worker
+        sys.executable = program  # Ray starts workers with this command
     try:
         yield
     finally:
@@ -95,8 +96,11 @@ def forked_workers() -> Iterator[None]:
 
 
 def _is_fork_safe() -> bool:
-    """True if no thread would be missing in a fork. OpenBLAS and pyarrow's allocator restart."""
-    if (child := os.fork()) == 0:  # OpenBLAS ends its threads before a fork
+    """True if this process has no threads that a fork would need.
+
+    OpenBLAS and pyarrow's allocator restart their threads in a fork.
+    """
+    if (child := os.fork()) == 0:  # makes OpenBLAS end its threads
         os._exit(0)
     os.waitpid(child, 0)
     names = set[str]()

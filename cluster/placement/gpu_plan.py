@@ -1,6 +1,6 @@
-"""Memory plan of a run's GPUs, role by role, and whether it fits: `dry_run=True` prints it.
+"""Plan of GPU memory by role, with a check that it fits. `dry_run=True` prints it.
 
-Nothing here looks at a GPU. Sizes follow from configs and checkpoints' headers, by the functions
+The plan needs no GPU. Sizes are computed from configs and checkpoints' headers, by the functions
 that engines and learner workers use when they start (actors/sglang/memory.py and
 learner/memory_plan.py).
 """
@@ -25,16 +25,16 @@ _UNKNOWN = "sizes unknown: its files are not on this machine"
 
 
 def server_memory(engine: EngineConfig) -> ServerMemory | None:
-    """GPU memory of an engine's server; None if its checkpoint is not here."""
+    """GPU memory of an engine's server; None if its checkpoint is not on this machine."""
     return ServerMemory.of_checkpoint(engine) if weight_files(engine.model) else None
 
 
 class GpuPlan:
-    """Lines on the GPU memory of one run.
+    """Lines about the GPU memory of one run.
 
     Args:
-        engines: settings by role; those that run elsewhere left out.
-        longest_rows: see `LearnerConfig`; 0: not known.
+        engines: settings by role, without engines that the run does not start.
+        longest_rows: see `LearnerConfig`; 0: unknown.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class GpuPlan:
         self._total = gpu_bytes() if asked is None else int(asked * GIB)
 
     def lines(self) -> list[str]:
-        """Raises ConfigError if a role does not fit onto its part of a GPU."""
+        """Lines of the plan. Raises ConfigError if a role does not fit into its part of a GPU."""
         if self._total is None:
             first = "memory   of a GPU unknown, no driver answers here: gpu_memory_gib=80, say"
         else:
@@ -60,12 +60,12 @@ class GpuPlan:
         return [first, *lines, *self._slow_layers()]
 
     def _slow_layers(self) -> list[str]:
-        """A line if the learner's layers would run by transformers' reference code."""
+        """Warning if the learner's layers would run with transformers' slow reference code."""
         if self._config.only_keeps or has_linear_attention_kernels():
             return []
         try:
             config = load_config(self._config.model.path).get_text_config()
-        except CheckpointError:  # of the hub, which is not asked
+        except CheckpointError:  # the model is on the hub and not cached
             return []
         if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
             return []

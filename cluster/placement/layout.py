@@ -1,4 +1,4 @@
-"""Plan that `dry_run` prints: roles, their resources and memory, and what a push moves.
+"""Plan that `dry_run` prints: roles, their resources and memory, and the weight push.
 
 describe_layout(config)     the roles of a run -> RolePlan -> a table, and sums
 """
@@ -34,11 +34,13 @@ from learner.memory import frozen_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """Members of one kind: what they need, their largest number, and what they hold.
+    """Resources and memory of the members of a role.
 
     Attributes:
-        memory: bytes of one member; 0: small; None: not known.
-        note: what else there is in its memory.
+        demand: number of members at the start, and the resources of one.
+        most: largest number of members.
+        memory: bytes of one member; 0: small; None: unknown.
+        note: further contents of its memory, whose size is not included.
     """
 
     demand: ResourceDemand
@@ -48,15 +50,15 @@ class RolePlan:
 
 
 def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
-    """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing.
+    """Text of the plan that `dry_run` prints. Starts nothing.
 
-    The device is chosen already (`with_device`).
+    The device must already be chosen (`with_device`).
 
     Args:
-        longest_rows: see `LearnerConfig`; 0: not known.
+        longest_rows: see `LearnerConfig`; 0: unknown.
 
     Raises:
-        ConfigError: a role does not fit onto its part of a GPU.
+        ConfigError: a role does not fit into its part of a GPU.
     """
     device = config.cluster.device
     assert device != "auto", "the device of a run is chosen before its plan is made"
@@ -84,7 +86,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
 
 
 def _memory(config: CommonConfig, role: str) -> tuple[int | None, str]:
-    """Bytes of one member, as far as they are known before it starts, and of what."""
+    """Bytes of one member that are known before its start (None: unknown), and a note."""
     device = config.cluster.device
     if role == LEARNER:
         learner = config.learner_memory()
@@ -116,13 +118,14 @@ def render(
     push: str = "",
     cores: int | None = None,
 ) -> str:
-    """A table of the roles, and the sums beneath it: for a start, and grown to the most.
+    """Table of the roles, and sums of resources at the start and at the largest sizes.
 
     Args:
-        colocate: roles that share nodes, set by set.
-        turns: roles whose members of one index are on the same GPUs, where one is awake.
-        push: what a push of weights moves.
-        cores: of this machine, where the run starts Ray on it; Ray then grants what is asked for.
+        colocate: sets of roles that share nodes.
+        turns: roles whose members of the same index take turns on the same GPUs.
+        push: description of a weight push.
+        cores: CPU cores of this machine, if the run starts Ray here; Ray then grants more CPUs than
+            there are cores.
     """
     header = ("role", "count", "each", "in all", "memory of one")
     rows = [header, *(_row(role) for role in roles)]
@@ -169,7 +172,7 @@ def _span(least: int, most: int) -> str:
 
 
 def _needed(demands: Sequence[ResourceDemand], counts: Sequence[int]) -> dict[str, float]:
-    """Resources of so many members of each."""
+    """Total resources, with `counts` members of each demand."""
     return sum_of(
         {name: amount * demand.bundles * count for name, amount in demand.resources.items()}
         for demand, count in zip(demands, counts, strict=True)

@@ -1,13 +1,13 @@
-"""Ray of a run on one machine, started by a process of its own: the head.
+"""Local Ray of a run, started by a separate process: the head.
 
     driver -starts-> head -starts-> GCS, raylet, Ray's workers
 
-Ray comes up while the driver imports torch. When the driver ends or is killed, the head's standard
-input is closed, and the head ends Ray; a driver that has finished does not wait for that. The head
-is in a session of its own: timeout(1), shells and batch systems signal a whole process group, and
-the driver needs Ray to answer a signal with a checkpoint.
+Ray starts while the driver imports torch. When the driver ends or is killed, the head's standard
+input is closed, and the head shuts Ray down; a driver that has finished does not wait for this. The
+head has its own session: timeout(1), shells and batch systems send signals to a whole process
+group, and after a signal the driver still needs Ray to write a checkpoint.
 
-The head's process runs `run_head`. Nothing that takes time is imported at module level.
+The head's process runs `run_head`. No slow modules are imported at module level.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from threading import Thread
 from cluster.placement.forked_workers import forked_workers, parent_of_workers
 from distill.errors import ConfigError
 
-# Ray gives its own processes 30 s to find each other, which a busy machine may take away.
+# Attempts to start Ray, whose processes must find each other within 30 s. A busy machine may need
+# longer.
 _STARTS = 3
-# Longest that Ray may take to start and to end. After them the head is killed, and the kernel kills
-# its children, raylet and GCS, with it: Ray waits without a deadline for one that is stuck.
+# Time limits for Ray's start and shutdown, seconds. Afterwards the head is killed, and the kernel
+# kills its children, raylet and GCS: Ray waits without a deadline for a stuck process.
 START_S = 180
 END_S = 30
-# How much longer the driver waits for a start, so that the head's own alarm comes first.
+# Additional time that the driver waits for a start, so that the head's own alarm comes first.
 _ALARM_S = 10
-# The same for a start that the driver has left: without the driver's fork of workers it may hang.
+# Time limit for a start after the driver has ended: without the parent of workers it may hang.
 ABANDONED_S = 1
 
-# `-m` would look for modules in the working directory, which the driver may not do.
+# `-m` would search modules in the working directory, which may not be on the driver's path.
 _PROGRAM = f"""
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -49,12 +50,12 @@ _running: LocalHead | None = None
 
 
 class LocalHead:
-    """A head, from the start of its process; `address` waits until Ray is up."""
+    """A head process. `address` waits until Ray has started."""
 
     def __init__(self, cpus: int) -> None:
         self._workers = parent_of_workers()
-        # Workers do the run's work; Ray would give them a lower priority than all else here. Ray
-        # would also report every call of an actor, for lists of tasks that nobody reads.
+        # By default, Ray gives workers a lower priority than all other processes, and reports every
+        # actor call for its lists of tasks, which are not used here.
         defaults = {
             "RAY_worker_niceness": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -72,10 +73,10 @@ class LocalHead:
         self._address: str | None = None
 
     def address(self) -> str:
-        """HOST:PORT of the head.
+        """HOST:PORT of the head. Waits until Ray has started.
 
         Raises:
-            ConfigError: Ray cannot start here, and what may help.
+            ConfigError: Ray cannot start here; the message has a remedy.
         """
         if self._address is None:
             self._address = self._told()
@@ -84,7 +85,7 @@ class LocalHead:
     def _told(self) -> str:
         assert self._process.stdout is not None
         late = {"error": f"not up within {START_S} s, as on a machine with much other work"}
-        # A head that is late is ended by its own alarm; one that is stopped is not.
+        # The head's own alarm ends a head that is late, but not one that is stopped (SIGSTOP).
         if not select.select([self._process.stdout], [], [], START_S + _ALARM_S)[0]:
             told = late
         elif line := self._process.stdout.readline():
@@ -98,7 +99,7 @@ class LocalHead:
         return told["address"]
 
     def end(self) -> None:
-        """Has the head end Ray, without waiting for it."""
+        """Make the head shut Ray down, without waiting for it."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -108,7 +109,7 @@ class LocalHead:
 
 @contextmanager
 def local_head(cpus: int) -> Iterator[LocalHead]:
-    """The head of this process: the running one, or one started for the context's duration."""
+    """Context manager with the head of this process: a running one, or a new one."""
     global _running
     if _running is not None:
         yield _running
@@ -122,10 +123,10 @@ def local_head(cpus: int) -> Iterator[LocalHead]:
 
 
 def run_head(cpus: int) -> None:
-    """Body of the head's process: starts Ray, prints its address or the error, waits for the end
-    of standard input."""
+    """Run the head's process: start Ray, print its address or error as JSON, and wait until
+    standard input is closed."""
     told = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever Ray prints
+    os.dup2(2, 1)  # Ray's own output goes to standard error
     signal.alarm(START_S)
     abandoned = Thread(target=_until_abandoned, daemon=True)
     abandoned.start()
@@ -133,12 +134,12 @@ def run_head(cpus: int) -> None:
 
     try:
         reply = {"address": _start(cpus)}
-    except Exception as error:  # Ray raises bare ones, too
+    except Exception as error:  # Ray raises also bare Exceptions
         reply = {"error": f"{error}. {_remedy(error)}"}
     with suppress(BrokenPipeError):  # the driver has ended
         print(json.dumps(reply), file=told, flush=True)
         told.close()
-    _print_nothing()  # or a shell would wait for this process, too
+    _print_nothing()  # otherwise a shell would wait for this process, too
     signal.alarm(0)
     abandoned.join()
     signal.alarm(END_S)
@@ -146,8 +147,7 @@ def run_head(cpus: int) -> None:
 
 
 def _until_abandoned() -> None:
-    """Wait for the end of standard input. A start after that, and what Ray says of it, concern
-    nobody."""
+    """Wait until standard input is closed. Then limit the time of a start, and drop its output."""
     sys.stdin.read()
     signal.alarm(ABANDONED_S)
     _print_nothing()
@@ -159,14 +159,14 @@ def _print_nothing() -> None:
 
 
 def _start(cpus: int) -> str:
-    """Starts Ray; returns its address."""
+    """Start Ray; return its address."""
     import ray
 
     hush_token_setup()
     for start in range(1, _STARTS + 1):
         try:
             with forked_workers():
-                # Named, because a bare init would join whatever cluster was last started here.
+                # Without an address, Ray would join the cluster that was last started here.
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -184,7 +184,7 @@ def _start(cpus: int) -> str:
 
 
 def hush_token_setup() -> None:
-    """Drops Ray's warning that its tokens are on: there is nothing for anybody to do."""
+    """Suppress Ray's message that token authentication is on, which needs no action."""
     setup = "ray._private.authentication.authentication_token_setup"
     on = "Token authentication is enabled"
     logging.getLogger(setup).addFilter(lambda record: not record.getMessage().startswith(on))

@@ -1,4 +1,4 @@
-"""Room on a Ray cluster for every actor of a run. A local run does not import this."""
+"""Reservation of a Ray cluster's resources for all actors of a run. Not used with local=True."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def placed_on_ray(
     say: Callable[[str], None],
     poll: Callable[[], None],
 ) -> Iterator[Placement]:
-    """Room on the cluster for every actor of the run, for as long as it lasts.
+    """Context manager that reserves resources for all actors, and downloads models to their nodes.
 
     Args:
-        resumes: the run goes on from a checkpoint in its directory.
-        say, poll: as `Placement.reserve` takes them.
+        resumes: the run continues from a checkpoint in its directory.
+        say, poll: see `Placement.reserve`.
 
     Raises:
-        ConfigError: the cluster is too small, or does not have room within the deadline; or a node
-            lacks a model that its actors load, or has another `out/`.
+        ConfigError: the cluster is too small, or has no free resources within the deadline; or a
+            node does not have a model that its actors load, or has another `out/`.
         CheckpointError: a model cannot be downloaded to a node.
     """
     placement = Placement(
@@ -52,7 +52,7 @@ def placed_on_ray(
 def _require_visible(
     config: CommonConfig, placement: Placement, directory: RunDirectory, resumes: bool
 ) -> None:
-    """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
+    """Raise ConfigError if a node does not have its actors' models, or has another `out/`."""
     models = model_paths(config)
     by_disk = isinstance(config, RolloutConfig) and config.weights.transport == "disk"
     reads_out = not config.only_keeps and (resumes or by_disk)
@@ -64,7 +64,7 @@ def _require_visible(
 
 
 def _models_of_nodes(config: CommonConfig, placement: Placement) -> dict[str, set[str]]:
-    """Models that each node loads, by the node's id."""
+    """Models that each node loads, by node id."""
     models: dict[str, set[str]] = {}
     for role, paths in model_paths(config).items():
         for node in placement.nodes(role):

@@ -1,23 +1,23 @@
-"""Placement groups of a run: a bundle of resources per actor, reserved before any is created.
+"""Placement groups of a run: a bundle of resources per actor, reserved before actors are created.
 
     placement = Placement(demands, name=...)
-    placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
-    actor_class.options(**placement.options("policy", 0))  into its bundle
+    placement.reserve(deadline_s=..., say=..., poll=...)   all of them, or an error
+    actor_class.options(**placement.options("policy", 0))  in its bundle
     actor_class.options(**placement.options("policy", 0, 1))  on the second of its nodes
-    index = placement.add("policy")                        one more, perhaps on a node to come
+    index = placement.add("policy")                        another member, perhaps on a future node
     placement.ready("policy", index)
     placement.remove("policy", index)
     placement.release()
 
-A member that restarts goes back into its bundle. Ray moves the bundles of a lost node to another
-node that has room, and restarts their members there. Between the loss and Ray's noticing it, a new
-member would be sent to the dead node, and die with it: give it restarts.
+A member that restarts stays in its bundle. Ray moves the bundles of a lost node to another node
+with free resources, and restarts their members there. Until Ray detects the loss, a new member is
+sent to the dead node, and dies with it, so it needs restarts.
 
-A member that takes several nodes has a group of its own, of one bundle a node (STRICT_SPREAD).
-One that shares several bundles of a node with members of other roles has a group with those
-(STRICT_PACK): a policy engine of two GPUs and the two learner workers there, or engines of several
-teachers that take turns on two GPUs. So have members that are together: the learner workers of one
-replica.
+A member on several nodes has its own group, with one bundle per node (STRICT_SPREAD). A member that
+shares several bundles of a node with members of other roles is in one group with them
+(STRICT_PACK): a policy engine with two GPUs and the two learner workers there, or engines of
+several teachers that take turns on two GPUs. The same holds for members that must be on one node,
+such as the learner workers of one replica.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from cluster.placement.resources import (
 from distill.errors import ConfigError
 
 _POLL_S, _FIRST_POLL_S = 0.5, 0.05
-# Between two of `say`'s lines while nothing changes, seconds.
+# Interval between equal lines of `say`, seconds.
 _SAY_EVERY_S = 10.0
-# Where there is room, Ray finds it sooner than this.
+# Delay before the first line, seconds. If there are free resources, Ray assigns them sooner.
 _SAY_FROM_S = 1.0
-# How long what the head said of a placement group is believed, seconds.
+# Longest age of a cached table of a placement group, seconds.
 _TABLE_S = 0.4
-# How long a run holds a part of what it needs, and how long it gives that back, seconds. Ray tries
-# a waiting group again within a second. The first is random, so that of two runs one gives back.
+# Time that a run holds a part of its groups, and time that it then releases them, seconds. Ray
+# retries a waiting group within a second. The first is random, so that one of two runs is first.
 _HELD_S, _GIVEN_BACK_S = (30.0, 60.0), 3.0
 
 
@@ -70,16 +70,16 @@ class _Sharers:
 
     @property
     def name(self) -> str:
-        """Name of the group that they have."""
+        """Name of their group."""
         return "+".join(demand.name for demand in self.demands)
 
     @property
     def together(self) -> int:
-        """Number of consecutive bundles that are on one node."""
+        """Number of consecutive bundles that must be on one node."""
         return math.lcm(*(n for demand in self.demands for n in (demand.span, demand.together)))
 
     def place(self, number: int) -> tuple[str, int]:
-        """Group of a shared bundle, and its index there: one group, or one for each node."""
+        """Group of a shared bundle, and its index there. There is one group, or one per node."""
         if self.together == 1:
             return self.name, number
         return _own_group(self.name, number // self.together), number % self.together
@@ -90,7 +90,7 @@ class _Sharers:
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """A bundle of a placement group, by its index: the first of so `many` that a member has."""
+    """Bundles of a member: `many` of them in `group`, from the index `bundle` on."""
 
     group: PlacementGroup
     bundle: int
@@ -100,11 +100,10 @@ class _Bundle:
 class Placement:
     """The bundles of one run.
 
-    A role's initial members are placed together: all or none, on as few nodes as Ray can (weights
-    are pushed through shared memory to engines on the learner's node). The roles of each
-    tuple in `colocate` share bundles: their members of one index are on one node. A member with a
-    span shares the bundles of as many members of the others: member i those of i * span and the
-    next.
+    A role's initial members are placed together: all or none, on as few nodes as possible, because
+    weights are pushed through shared memory to engines on the learner's node. The roles of each
+    tuple in `colocate` share bundles: their members of the same index are on one node. Member i
+    with a span shares the bundles of the other roles' members from i * span to (i + 1) * span - 1.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Placement:
         self._demands = {demand.name: demand for demand in demands}
         unknown = [role for roles in colocate for role in roles if role not in self._demands]
         assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
-        # By role; one whose members are together has bundles of the same kind.
+        # By role. A role with members that must be together has its own shared bundles.
         self._sharers = {d.name: _Sharers((d,)) for d in demands if d.needed and d.together > 1}
         for roles in colocate:
             together = _Sharers(tuple(d for d in demands if d.name in roles and d.needed))
@@ -128,18 +127,19 @@ class Placement:
         self._tables: dict[Any, dict[str, Any]] = {}
         self._tables_read = 0.0
         self._next_index = {demand.name: demand.count for demand in demands}
-        self._free: defaultdict[str, list[int]] = defaultdict(list)  # reserved, of no member
+        self._free: defaultdict[str, list[int]] = defaultdict(list)  # reserved, but without member
 
     def reserve(
         self, *, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
     ) -> None:
-        """Reserves every initial member's bundle.
+        """Reserve the bundles of all initial members. If this fails, no bundle stays reserved.
 
-        `say` gets a line about what is waited for; `poll` is called twice a second and may raise.
-        Nothing stays reserved unless all is.
+        Args:
+            say: called with a line about the roles that wait for resources.
+            poll: called twice a second; it may raise.
 
         Raises:
-            ConfigError: the cluster can never hold the roles, or did not within the deadline.
+            ConfigError: the cluster is too small, or had no free resources within the deadline.
         """
         try:
             self._require_possible()
@@ -150,7 +150,7 @@ class Placement:
             raise
 
     def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
-        """Arguments for `actor_class.options`: resources, and one bundle of a member's several."""
+        """Arguments for `actor_class.options`: resources, and the member's bundle number `part`."""
         resources = dict(self._demands[role].resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
@@ -170,8 +170,10 @@ class Placement:
         return self._demands[role].span
 
     def add(self, role: str) -> int:
-        """One more member, in the bundle of an initial one that was removed, or in a group of its
-        own, which is not waited for; returns its index."""
+        """Add a member; return its index.
+
+        It gets the bundle of a removed initial member, or a new group, which may not be placed yet.
+        """
         if self._free[role]:
             return self._free[role].pop()
         index = self._next_index[role]
@@ -185,7 +187,7 @@ class Placement:
         return index
 
     def ready(self, role: str, index: int) -> bool:
-        """True if the member's bundle has a node; a lost node's has none until it is moved."""
+        """True if the member's bundle has a node. Bundles of a lost node have none until moved."""
         if not self._demands[role].needed:
             return True
         placed = self._bundles.get((role, index))
@@ -195,11 +197,11 @@ class Placement:
         return _is_placed(self._table(placed.group), alone)
 
     def lacking(self, role: str, index: int) -> str:
-        """Resources that a member whose bundle has no node waits for, and those of the cluster."""
+        """Message for a member whose bundle has no node: needed resources, and the cluster's."""
         return f"{self._demands[role].each}: {_what_there_is()}"
 
     def _table(self, group: PlacementGroup) -> dict[str, Any]:
-        """A group's table, at most a second old: a lost node's members all ask for the same one."""
+        """Table of a group, cached briefly: all members of a lost node need the same table."""
         now = time.monotonic()
         if now - self._tables_read > _TABLE_S:
             self._tables_read = now
@@ -209,7 +211,7 @@ class Placement:
         return self._tables[group.id]
 
     def nodes(self, *roles: str) -> list[str]:
-        """Ids of the nodes that hold bundles of these roles."""
+        """Ids of the nodes with bundles of these roles."""
         found: set[str] = set()
         for (role, _), placed in self._bundles.items():
             if role in roles:
@@ -218,11 +220,10 @@ class Placement:
         return sorted(found)
 
     def remove(self, role: str, index: int) -> None:
-        """Frees an added member's bundle, and kills the member if it still runs there.
+        """Free the bundle of an added member, and kill the member if it still runs.
 
-        A role's initial members share a group, and Ray frees groups only whole: their bundles stay
-        reserved until `release`, and the next member to be added has one of them. So do those of
-        initial members that have groups of their own.
+        The bundle of an initial member stays reserved until `release`, because Ray frees only whole
+        groups, and is reused by the next `add`.
         """
         if index < self._demands[role].count:
             self._free[role].append(index)
@@ -232,7 +233,7 @@ class Placement:
             remove_placement_group(group)
 
     def release(self) -> None:
-        """Frees everything, and kills what still runs there."""
+        """Free all bundles, and kill actors that still run in them."""
         groups, self._groups = self._groups, {}
         self._bundles.clear()
         for group in groups.values():
@@ -266,7 +267,7 @@ class Placement:
                 name, _ = together.place(i)
                 group = PlannedGroup(together.name, [], together=together.together > 1)
                 planned.setdefault(name, group).bundles.append(together.bundle(i))
-        # Those that need much of one node come before others take parts of it.
+        # Groups that need much of one node first, before others take parts of it.
         return dict(sorted(planned.items(), key=lambda item: not item[1].together))
 
     def _assign_bundles(self) -> None:
@@ -309,15 +310,15 @@ class Placement:
                 say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
                 said_at, said = waited, line
             if waited > held_until and len(unplaced) < len(self._groups):
-                if not self._lacking():  # else nodes are still to come, and nobody else has them
+                if not self._lacking():  # otherwise nodes are missing, and no other run holds them
                     self._give_back(poll)
                 held_until = time.monotonic() - started + random.uniform(*_HELD_S)
             time.sleep(_FIRST_POLL_S if waited < _SAY_FROM_S else _POLL_S)
 
     def _give_back(self, poll: Callable[[], None]) -> None:
-        """Release the groups that have room, and create all of them again after a pause.
+        """Release the placed groups, and create all groups again after a pause.
 
-        Otherwise two runs that start together could each hold what the other one waits for.
+        Otherwise two runs that start together could each hold resources that the other waits for.
         """
         self.release()
         until = time.monotonic() + _GIVEN_BACK_S
@@ -327,7 +328,7 @@ class Placement:
         self._create_all()
 
     def _who(self, groups: Iterable[PlannedGroup]) -> str:
-        """Roles of these groups, with what they need."""
+        """Roles of these groups, with their resources."""
         names: list[str] = []
         for group in groups:
             together = self._shared_by(group)
@@ -335,7 +336,7 @@ class Placement:
         return ", ".join(str(self._demands[name]) for name in dict.fromkeys(names))
 
     def _require_possible(self) -> None:
-        """Raises ConfigError if the nodes could not hold the roles, idle, and none can come."""
+        """Raise ConfigError if the idle nodes could not hold the roles, without an autoscaler."""
         lacking = self._lacking()
         if not lacking or autoscales():
             return
@@ -350,14 +351,14 @@ class Placement:
         )
 
     def _lacking(self) -> list[str]:
-        """Names of the groups that the nodes which are up could not hold, idle."""
+        """Names of the groups that the running nodes could not hold even if they were idle."""
         return lacking_of(self._planned(), [node["Resources"] for node in _nodes()])
 
     def _shared_by(self, group: PlannedGroup) -> _Sharers | None:
         return next((s for s in self._sharers.values() if s.name == group.role), None)
 
     def _by_turns(self) -> str:
-        """Remedy of pairs that each have two GPUs, and could have one by turns."""
+        """Remedy if each pair of roles has two GPUs, and could share one; else empty."""
         gpus = [[d.needed.get("GPU", 0) for d in s.demands] for s in self._sharers.values()]
         if not any(min(needed) >= 1 for needed in gpus if len(needed) > 1):
             return ""
@@ -368,12 +369,12 @@ class Placement:
 
 
 def _own_group(role: str, index: int) -> str:
-    """Name of the group that one member has to itself."""
+    """Name of a group with only one member."""
     return f"{role}-{index}"
 
 
 def _is_placed(table: Mapping[str, Any], bundle: int | None = None) -> bool:
-    """True if the bundle has a node, or all of the group's have; by the group's table."""
+    """True if a bundle has a node, according to the group's table. None: all of its bundles."""
     if bundle is None or table.get("state") != "RESCHEDULING":
         return table.get("state") == "CREATED"
     return bool(table["bundles_to_node_id"][bundle])

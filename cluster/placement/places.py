@@ -1,4 +1,4 @@
-"""Places of a run's actors, as those who create actors see them."""
+"""Interface to the places of a run's actors, for code that creates actors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 
 class Places(Protocol):
-    """A place for each actor, by its role and index: on a Ray cluster, or in this process."""
+    """A place for each actor, by role and index: on a Ray cluster, or in this process."""
 
     def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
-        """Arguments for `actor_class.options`: resources, and one of a member's places."""
+        """Arguments for `actor_class.options`: resources, and the member's place number `part`."""
         ...
 
     def span(self, role: str) -> int:
@@ -22,20 +22,23 @@ class Places(Protocol):
         ...
 
     def lacking(self, role: str, index: int) -> str:
-        """Resources that a member whose place has no node waits for, and those that there are."""
+        """Message for a member whose place has no node: needed and available resources."""
         ...
 
     def add(self, role: str) -> int:
-        """One more member; returns its index."""
+        """Add a member; return its index."""
         ...
 
     def remove(self, role: str, index: int) -> None:
-        """Frees an added member's place."""
+        """Free the place of an added member."""
         ...
 
 
 def place_of(places: Places, role: str, no_progress_s: float) -> dict[str, Any]:
-    """`placed` and `lacking` of a role's `ActorSpec`; `no_progress_s` is the run's deadline."""
+    """Arguments `placed` and `lacking` for the `ActorSpec` of a role.
+
+    `no_progress_s`: deadline of the run, seconds.
+    """
 
     def lacking(index: int) -> str:
         return (
@@ -47,7 +50,7 @@ def place_of(places: Places, role: str, no_progress_s: float) -> dict[str, Any]:
 
 
 class LocalPlaces:
-    """The places of a run with `local=True`: this process has room, and pools keep their size."""
+    """Places of a run with `local=True`: all actors are in this process, and pools do not grow."""
 
     def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
         return {}

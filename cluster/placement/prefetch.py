@@ -1,7 +1,7 @@
-"""Downloads of models that are named on the hub: once a node, before an actor starts to load one.
+"""Downloads of models from the hub, once per node, before actors load them.
 
-Without them every actor of a node would ask the hub for the same files, and wait for them within
-its own start deadline. Models that are paths, and those that a node's cache has, are left alone.
+Otherwise every actor of a node would download the same files, within its own start deadline. Models
+that are paths, and models in a node's cache, are skipped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from distill.errors import CheckpointError, first_line
 from distill.gpu import gib
 from distill.pace import downloading_s
 
-# Longest that nodes take to look into their caches, and to ask the hub for sizes.
+# Deadline for nodes to look into their caches, and to request sizes from the hub, seconds.
 _LOOK_S = 120.0
-# Longest a download takes, but for its bytes.
+# Constant part of a download's deadline, seconds.
 _BEGIN_S = 120.0
 _POLL_S = 0.5
 
@@ -32,16 +32,16 @@ def prefetch(
     say: Callable[[str], None],
     poll: Callable[[], None],
 ) -> None:
-    """Download to each node what its cache lacks of its models.
+    """Download to each node those files of its models that are not in its cache.
 
     Args:
         models: paths, and names on the hub, by the id of the Ray node that loads them.
-        say: gets a line for each download.
-        poll: is called twice a second, and may raise.
+        say: called with a line for each download.
+        poll: called twice a second; it may raise.
 
     Raises:
         ConfigError: a node does not answer.
-        CheckpointError: a model cannot be downloaded, or not in time.
+        CheckpointError: a download failed, or exceeded its deadline.
     """
     downloads = _planned(models)
     for each in downloads:
@@ -64,7 +64,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Download:
-    """Models that a node lacks, and their bytes."""
+    """Models that are missing on a node, and their size."""
 
     node: str
     names: list[str]
@@ -116,11 +116,11 @@ def _planned(models: Mapping[str, Collection[str]]) -> list[_Download]:
     return downloads
 
 
-# What nodes do. An error is a value: Ray would wrap it into its own.
+# Functions that run on nodes. They return errors, because Ray would wrap a raised error.
 
 
 def _look(names: list[str]) -> dict[str, int | str]:
-    """Bytes that this node's cache lacks of each model, or why that is not known."""
+    """Bytes of each model that are missing in this node's cache, or an error message."""
     found: dict[str, int | str] = {}
     for name in names:
         try:

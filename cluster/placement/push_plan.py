@@ -30,8 +30,10 @@ def describe_push(config: RolloutConfig) -> str:
 
 
 def push_line(parameters: int | None, dtype: str, engines: int) -> str:
-    """Size of a weight push: so many parameters (None: all of a model whose size is not known), in
-    the engines' precision, to each engine."""
+    """Text with the size of a push of `parameters` parameters to each engine, in `dtype`.
+
+    None: the size of the model is unknown.
+    """
     to = f"to {_engines(engines)} after each step"
     if parameters is None:
         return f"every parameter in {dtype} {to}; size unknown"
@@ -47,9 +49,9 @@ def _engines(count: int) -> str:
 
 
 def _to_teacher(config: RolloutConfig) -> str:
-    """Text on the pushes of an EMA or lagged teacher to its engines; empty without such a teacher.
+    """Text about pushes of an EMA or lagged teacher to its engines; empty without such a teacher.
 
-    These pushes precede the push to the policy engines. They are of whole models.
+    They precede the push to the policy engines. They push whole models.
     """
     if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
         return ""
@@ -78,7 +80,7 @@ def _way(config: RolloutConfig) -> str:
 
 
 def require_lenders(config: RolloutConfig) -> None:
-    """Raises ConfigError if weights=ipc would place engines on GPUs without a learner worker."""
+    """Raise ConfigError if weights=ipc would place engines on GPUs without a learner worker."""
     if config.weights.transport != "ipc" or config.cluster.local:
         return
     gpus = parallelism(config.policy.server_flags).gpus

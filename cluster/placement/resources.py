@@ -1,4 +1,4 @@
-"""Resources of members and nodes: what a role needs, and what certainly does not fit."""
+"""Resource demands of roles, and a check for demands that certainly do not fit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 Resources = Mapping[str, float]
 
-# Resources are multiples of a ten-thousandth in Ray; sums of floats are not.
+# Ray's resources are multiples of 1e-4; sums of floats are not exact.
 _CLOSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceDemand:
-    """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them.
+    """Resource demand of the members of a role.
 
-    One that takes several `nodes` needs these resources on each. One with a `span` needs them in so
-    many bundles of one node, each of which it shares with members of other roles. Consecutive
-    members, so many `together`, are on one node; with 1, each is wherever there is room.
+    Attributes:
+        count: number of members.
+        resources: CPU, GPU or custom resources of one bundle.
+        nodes: number of nodes that one member uses, with a bundle on each.
+        span: number of bundles of one node that a member shares with members of other roles.
+        together: number of consecutive members that must be on one node; 1: any node.
     """
 
     name: str
@@ -29,7 +32,7 @@ class ResourceDemand:
 
     @property
     def bundles(self) -> int:
-        """Number of bundles that one member takes."""
+        """Number of bundles of one member."""
         return self.nodes * self.span
 
     @property
@@ -38,7 +41,7 @@ class ResourceDemand:
 
     @property
     def each(self) -> str:
-        """Resources of one member, for people."""
+        """Resources of one member, as text."""
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         span = f"{self.span} x " if self.span > 1 else ""
         return f"{nodes}{span}{describe(self.resources)}"
@@ -49,11 +52,11 @@ class ResourceDemand:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """Bundles of one group, for a role, or for several that share them.
+    """Bundles of one placement group, for a role or for several roles that share them.
 
     Attributes:
-        apart: each on a node of its own.
-        together: all on one node.
+        apart: each bundle must be on a different node.
+        together: all bundles must be on one node.
     """
 
     role: str
@@ -63,21 +66,21 @@ class PlannedGroup:
 
     @classmethod
     def of_one(cls, demand: ResourceDemand) -> PlannedGroup:
-        """For one member alone."""
+        """Group for one member."""
         return cls(demand.name, [demand.needed] * demand.nodes, apart=demand.nodes > 1)
 
 
 def describe(resources: Resources) -> str:
-    """'1 CPU, 0.5 GPU'; 'nothing' where nothing is needed."""
+    """Resources as text, '1 CPU, 0.5 GPU'; 'nothing' if there are none."""
     order = sorted(resources.items(), key=lambda item: (item[0] not in ("CPU", "GPU"), item[0]))
     return ", ".join(f"{amount:g} {name}" for name, amount in order if amount) or "nothing"
 
 
 def lacking_of(planned: Mapping[str, PlannedGroup], nodes: Sequence[Resources]) -> list[str]:
-    """Groups that certainly do not fit on these nodes, idle, beside the groups before them.
+    """Names of groups that certainly do not fit on these nodes, even idle, after earlier groups.
 
-    Certain: the nodes hold too few such bundles, or the sum exceeds the cluster. Whether bundles of
-    many sizes can be packed in any other case is for Ray to find out.
+    This is certain if the nodes hold too few of the bundles, or if the sum exceeds the cluster. If
+    bundles of several sizes can be packed in other cases is left to Ray.
     """
     total, spent = sum_of(nodes), {}
     lacking = []
@@ -95,7 +98,7 @@ def lacking_of(planned: Mapping[str, PlannedGroup], nodes: Sequence[Resources]) 
 
 
 def _common(bundles: Sequence[Resources]) -> dict[str, float]:
-    """Resources that every one of the bundles takes at least."""
+    """Minimum over the bundles of each resource that all of them need."""
     return {
         name: min(bundle.get(name, 0) for bundle in bundles)
         for name in bundles[0]

@@ -20,17 +20,17 @@ from distill.settings import changed
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
-KEEPER = "keeper"  # replaces the learner where groups are kept and not trained
-EVALUATION = "evaluation"  # policy engines that serve evaluations only
+KEEPER = "keeper"  # replaces the learner if groups are only kept
+EVALUATION = "evaluation"  # policy engines that serve only evaluations
 
 
 def teacher_role(teacher: str) -> str:
-    """Name of a teacher's role, which is also that of its pool."""
+    """Name of a teacher's role and of its pool."""
     return f"teacher {teacher}" if teacher else "teacher"
 
 
 def teacher_roles(config: RolloutConfig) -> dict[str, str]:
-    """Role of each teacher, by teacher name. A teacher that is the live policy has its role."""
+    """Role of each teacher, by teacher name. A teacher that is the live policy has role POLICY."""
     if config.teacher_moves and config.teacher_rule is None:
         return {"": POLICY}
     return {name: teacher_role(name) for name in config.teacher_models()}
@@ -119,7 +119,7 @@ def turn_roles(config: CommonConfig) -> tuple[str, ...]:
 
 
 def colocated(config: CommonConfig) -> list[tuple[str, ...]]:
-    """Roles whose actors are placed together: the i-th of one beside the i-th of the others."""
+    """Sets of roles whose i-th actors share a place."""
     if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return []
     turns = turn_roles(config)
@@ -155,7 +155,7 @@ def cpus_at_most(config: CommonConfig) -> float:
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     return sum(
         largest.get(role.name, role.count) * role.bundles * role.resources.get("CPU", 0)
-        for role in placed_roles(changed(config, device="cpu"))  # whose plan needs no torch
+        for role in placed_roles(changed(config, device="cpu"))  # the plan for cuda imports torch
     )
 
 
@@ -190,7 +190,7 @@ def _compute(config: CommonConfig) -> dict[str, float]:
 
 
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
-    """Checkpoints that each role loads, by the setting that names them."""
+    """Checkpoints that each role loads, by role and setting."""
     if not isinstance(config, RolloutConfig):
         reference = config.model.reference if isinstance(config, DpoConfig) else None
         named = {

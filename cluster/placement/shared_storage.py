@@ -1,4 +1,4 @@
-"""Check, before a run starts, that its nodes see the files that its settings name."""
+"""Check, before a run starts, that its nodes have the files in its settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ _SHARED = (
 def require_visible(
     paths: Mapping[str, str], nodes: Sequence[str], *, deadline_s: float = 60.0
 ) -> None:
-    """Raises ConfigError if a path (by the setting that names it) is missing on one of the nodes.
+    """Raise ConfigError if a path is missing on one of the nodes.
 
-    Only what exists here as a path is looked for there: hub names and URLs are left alone. `nodes`
-    are Ray's node ids.
+    Args:
+        paths: paths by setting. Those that do not exist here, such as hub names and URLs, are
+            skipped.
+        nodes: Ray's node ids.
     """
     local = {
         name: str(Path(path).absolute()) for name, path in paths.items() if Path(path).exists()
@@ -47,10 +49,10 @@ def require_visible(
 def require_same_directory(
     name: str, directory: str, nodes: Sequence[str], *, deadline_s: float = 60.0
 ) -> None:
-    """Raises ConfigError if `directory` is not, on every node, the very directory that is here.
+    """Raise ConfigError if `directory`, which must exist here, is not the same on every node.
 
-    A path that exists everywhere may still be a disk of each node's own: a random word is written
-    here and read there. The directory must exist.
+    A path that exists on every node may be on each node's own disk, so a random word is written
+    here and read there.
     """
     word = secrets.token_hex(16)
     file = Path(directory).absolute() / f".visible-{secrets.token_hex(4)}"
@@ -80,7 +82,7 @@ def read_here(path: str) -> str | None:
 
 
 def on_node(function: Any, node: str) -> Any:
-    """The function as a task of a Ray node, which waits for no resources."""
+    """The function as a task on a Ray node, which needs no free resources."""
     return ray.remote(function).options(
         num_cpus=0,
         max_retries=0,
@@ -91,7 +93,7 @@ def on_node(function: Any, node: str) -> Any:
 def ask_nodes(
     function: Any, arguments: tuple[Any, ...], nodes: Iterable[str], what: str, deadline_s: float
 ) -> dict[str, Any]:
-    """Runs the function on each node and returns the results by node.
+    """Run the function on each node; return the results by node.
 
     Raises:
         ConfigError: a node did not answer within the deadline: it is lost, or its mount hangs.
