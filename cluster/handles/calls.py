@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from cluster.handles import errors
 from cluster.handles.local_actor import LocalActor, LocalReference
 
-# Our asyncio actors wait for objects in threads, where Ray warns of a blocked event loop.
+# The run's asyncio actors wait for objects in threads, where Ray warns of a blocked event loop.
 os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
 Value = TypeVar("Value")
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 def wait(
     references: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Return (done, not done) once `num_returns` are done or the timeout has passed."""
+    """Wait until `num_returns` are done or the timeout has passed; return (done, not done)."""
     if not references:
         return [], []
     if not isinstance(references[0], LocalReference):
@@ -49,13 +49,13 @@ def ended(references: Iterable[Any]) -> list[Any]:
 
 
 async def end_of(reference: Any) -> None:
-    """Wait until a call has ended, in whatever way. `get` has its value or error then."""
+    """Wait until a call has ended, with a value or an error, which `get` then returns or raises."""
     with suppress(Exception):
         await reference
 
 
 def get(reference: Any, timeout: float | None = None) -> Any:
-    """Value of a call.
+    """Wait for a call and return its value.
 
     Raises:
         GetTimeoutError: the call did not end in time.
@@ -72,7 +72,7 @@ def get(reference: Any, timeout: float | None = None) -> Any:
 
 
 def put(value: Any) -> Any:
-    """Store `value` in Ray's object store; returns a reference to it."""
+    """Store `value` in Ray's object store, and return a reference."""
     import ray
 
     return ray.put(value)
@@ -89,7 +89,7 @@ def in_store(value: Any) -> bool:
 
 
 def kill(handle: Any, *, no_restart: bool = True) -> None:
-    """End an actor immediately; it may be dead already."""
+    """Kill an actor immediately. The actor may already be dead."""
     if isinstance(handle, LocalActor):
         handle.end()
     else:
@@ -99,14 +99,14 @@ def kill(handle: Any, *, no_restart: bool = True) -> None:
 
 
 def is_alive(handle: Any) -> bool:
-    """True unless Ray is restarting the actor, or has given it up."""
+    """True unless Ray is restarting the actor, or the actor is dead for good."""
     import ray._private.state
 
     return ray._private.state.actors(handle._actor_id.hex()).get("State") == "ALIVE"
 
 
 def this_actor() -> Any:
-    """Handle of the Ray actor whose process this is; None in another process."""
+    """Handle of the Ray actor that runs in this process; None in other processes."""
     import ray
 
     try:
@@ -116,9 +116,9 @@ def this_actor() -> Any:
 
 
 def in_thread(call: Callable[[], Value], name: str) -> concurrent.futures.Future[Value]:
-    """Call a function in a thread of its own, of this name.
+    """Call a function in a new daemon thread with this name.
 
-    The thread is a daemon: a process that gives up ends although an actor keeps it waiting.
+    A daemon thread does not keep the process alive while it waits for an actor that hangs.
     """
     future: concurrent.futures.Future[Value] = concurrent.futures.Future()
 

@@ -1,4 +1,4 @@
-"""Engines behind Ray, as the `ScoringModel` that actors expect."""
+"""Pool of engine actors that implements `ScoringModel`."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from distill.rewards.model_reward import RewardInput
 
 logger = logging.getLogger(__name__)
 
-# An engine that failed is left alone for so long, unless there is a new one in its place, seconds.
+# Seconds without requests for an engine that failed, unless a new engine replaces it.
 _REST_S = 5.0
 _POLL_S = 0.1
-# An engine that does not tell its queue within this is judged by what was sent there from here.
+# Deadline in seconds for an engine's queue length. If the engine is late, the pool's own count is
+# used.
 TELL_S = 0.2
-# Of the system's: workers must not choose alike, whatever seeds an environment sets.
+# The system's generator, so that workers do not choose alike, whatever seeds an environment sets.
 _RANDOM = random.SystemRandom()
-# A session leaves its engine once that is so much busier than another: its samples, and how many
-# times as many. Its prefix is computed again elsewhere.
+# A session leaves its engine if the load there is more than _SPILL_FACTOR times that of another
+# engine plus _SPILL samples. Its prefix is then computed again.
 _SPILL, _SPILL_FACTOR = 16, 2
-# Sessions that a pool remembers; the oldest are forgotten.
+# Maximum number of sessions that a pool remembers; the oldest are forgotten first.
 _MOST_SESSIONS = 4096
-# Callers go in one call up to so many tokens to score.
+# Tokens after which no more callers are added to a scoring call.
 _MOST_TOKENS = 1 << 16
-# Answers that are wrong (not those that never come) are asked for so many times.
+# Number of attempts after wrong answers. Lost engines are limited by the pool's patience instead.
 _TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
 class _ScoreCall:
-    """Requests that go with the next scoring of their engine, and whoever waits for them."""
+    """Requests of one caller for a scoring call, and the future of their scores."""
 
     requests: list[ScoreRequest]
     answer: asyncio.Future[list[Score]]
@@ -56,17 +57,22 @@ class _ScoreCall:
 
 @dataclass(slots=True, eq=False)
 class _PooledEngine:
-    """An engine of a pool: what is under way there, and until when it is left alone.
+    """An engine of a pool, with its load and its state after failures.
 
-    Scoring that several callers ask for in one turn of the event loop is one call of the engine.
+    Scoring requests of several callers in one iteration of the event loop are one call of the
+    engine.
 
     Attributes:
-        life: its number, for `Score.scored_by` and `Sample.sampled_by`; None: nobody counts.
-        load: samples under way, as far as they were sent from here; `sent`: since the beginning.
-        requests: the same in requests.
-        mailbox: carries its `generate` requests; None: each is a call.
-        asked: what the next calls are made for; `riders` go with the first of them.
-        telling: a call for the length of its queue.
+        life: number of the engine's process lifetime, for `Score.scored_by` and
+            `Sample.sampled_by`; None: not recorded.
+        mailbox: sends `generate` requests; None: each request is a call.
+        load: number of samples in progress that this pool has sent.
+        sent: number of samples that this pool has sent so far.
+        requests: number of requests in progress that this pool has sent.
+        rests_until: time (`time.monotonic`) until which the engine gets no requests.
+        asked: requests for the next scoring calls.
+        riders: requests that are added to the next scoring call, but do not cause one.
+        telling: pending call for the length of the engine's queue.
     """
 
     handle: Any
@@ -82,9 +88,10 @@ class _PooledEngine:
     telling: asyncio.Task[tuple[int | None, int]] | None = None
 
     async def tell(self) -> tuple[int | None, int]:
-        """Length of its queue, and `sent` when it was asked; those who ask meanwhile share a call.
+        """Length of the engine's queue, and the value of `sent` when it was requested.
 
-        The length is None if the engine is late or dead, which a request itself will find out.
+        Concurrent callers share one call. The length is None if the engine is late or dead; a later
+        request to the engine then raises the error.
         """
         if self.telling is None or self.telling.done():
             self.telling = asyncio.create_task(self._tell())
@@ -120,26 +127,26 @@ class _PooledEngine:
         loop = asyncio.get_running_loop()
         asked = _ScoreCall(requests, loop.create_future())
         self.asked.append(asked)
-        loop.call_soon(self._call)  # after others of this turn have asked
+        loop.call_soon(self._call)  # after other callers in this iteration of the event loop
         scores = await asked.answer
         if self.life is None:
             return scores
         return [replace(score, scored_by=self.life) for score in scores]
 
     def _call(self) -> None:
-        """Begins a call for those that have asked, or for the first of them if they are many."""
+        """Start a scoring call for the waiting requests, up to the limit of tokens."""
         together, tokens = [], 0
         while self.asked and tokens <= _MOST_TOKENS:
             together.append(self.asked.pop(0))
             tokens += sum(len(request.tokens_T) for request in together[-1].requests)
-        if together:  # they have not gone with an earlier one
+        if together:  # not already sent by an earlier call
             riders, self.riders = self.riders, []
             call = asyncio.get_running_loop().create_task(self._answer(together, riders))
             self.calls.add(call)
             call.add_done_callback(self.calls.discard)
 
     async def _answer(self, together: Sequence[_ScoreCall], riders: Sequence[_ScoreCall]) -> None:
-        """Gives all of them their scores, or the error."""
+        """Score the requests in one call, and set the scores or the error of each."""
         everyone = [*together, *riders]
         try:
             requests = RecordList(r for each in everyone for r in each.requests)
@@ -148,7 +155,7 @@ class _PooledEngine:
             _fail(riders, EngineError(f"what it went along with failed: {error}"))
             if len(together) == 1 or _is_loss(error):
                 _fail(together, error)
-            else:  # one of them may be at fault
+            else:  # the requests of one caller may have caused the error
                 apart = [self._answer([each], []) for each in together if not each.answer.done()]
                 await asyncio.gather(*apart)
             return
@@ -171,39 +178,40 @@ class _PooledEngine:
 
 
 class EnginePool:
-    """One `ScoringModel` made of several identical ones.
+    """A `ScoringModel` made of several identical engines.
 
-    Each request goes to the better of two random ones by their own queues, which hold what other
-    copies of this pool sent, too: the busiest of n is then O(log log n) above the mean
-    (Mitzenmacher 2001), and no order of engines favours the first. Later requests of a session (the
-    turns of a group's episodes) go where its first one went, for there its prefix is cached, unless
-    that engine is far busier than another.
+    Each request goes to the less busy of two random engines, by their own queues, which include
+    requests of other copies of this pool. The busiest of n engines is then O(log log n) above the
+    mean (Mitzenmacher 2001), and the order of engines has no effect. Later requests of a session
+    (the turns of a group's episodes) go to the engine of the first request, where the prefix is
+    cached, unless that engine is far busier than another.
 
-    A request whose engine is lost goes to another, and waits for one where there is none; so
-    engines may die, come back and join while requests are under way. Pickles.
+    If an engine is lost, its requests are sent to another engine, and wait if there is none. So
+    engines may die, restart and join while requests are in progress. Pools can be pickled.
     """
 
     def __init__(self, name: str, members: Mapping[str, Any], patience_s: float = 0) -> None:
         """
         Args:
-            name: of the pool in messages, `policy` say.
-            members: Ray actor handles of plain engine classes, by the name to call each.
-            patience_s: longest a request waits for an engine that answers; 0 tries each once.
+            name: name of the pool in messages, such as `policy`.
+            members: handles of engine actors, by name.
+            patience_s: longest time in seconds that a request waits for an engine that answers; 0:
+                try each engine once.
         """
         self._name, self._patience_s = name, patience_s
         self._members: dict[str, _PooledEngine] = {}
-        self._left: list[tuple[str, _PooledEngine]] = []  # with requests that were under way
-        self.answers = 0  # so many there have been
-        self._homes: dict[str, _PooledEngine] = {}  # of sessions, the latest last
+        self._left: list[tuple[str, _PooledEngine]] = []  # removed engines with pending requests
+        self.answers = 0  # number of answers so far
+        self._homes: dict[str, _PooledEngine] = {}  # session -> its engine, the latest last
         self.update(members)
 
     def update(
         self, members: Mapping[str, Any], lives: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Replaces the engines of the pool; requests under way stay where they are.
+        """Replace the engines of the pool. Requests in progress stay at their engines.
 
         Args:
-            lives: numbers of their lives, for `Score.scored_by`, of those that have one.
+            lives: numbers of the engines' process lifetimes, for `Score.scored_by`, by name.
         """
         old = self._members
         self._members = {
@@ -216,16 +224,17 @@ class EnginePool:
         self._left = [m for m in (*self._left, *old.items()) if m[1].requests and m[1] not in kept]
 
     def each(self) -> dict[str, EnginePool]:
-        """Every engine by itself, for what must not be left to one of them (the handshake)."""
+        """A pool for each engine, for calls that every engine must answer (the handshake)."""
         return {
             name: EnginePool(name, {name: member.handle}) for name, member in self._members.items()
         }
 
     @property
     def under_way(self) -> dict[str, int]:
-        """Requests under way, by engine that has any; those at engines that have left, too.
+        """Number of requests in progress, by engine; engines that were removed are included.
 
-        Of a thousand engines a worker asks a few, and every worker tells the driver of them.
+        Engines without requests are left out: a worker uses only a few of a thousand engines, and
+        every worker reports this mapping to the driver.
         """
         counts: dict[str, int] = {}
         for name, member in (*self._members.items(), *self._left):
@@ -242,14 +251,15 @@ class EnginePool:
     async def ride(
         self, name: str, requests: Sequence[ScoreRequest], patience_s: float
     ) -> tuple[list[Score], bool]:
-        """Scores requests by one engine, in the next batch that this pool sends it to score.
+        """Score requests by one engine, together with the next batch that this pool sends to it.
 
-        Returns their scores, and whether there was such a batch within `patience_s`; else they went
-        alone.
+        Returns:
+            The scores, and True if there was such a batch within `patience_s` seconds; otherwise
+            the requests were sent alone.
 
         Raises:
             EngineLost: the engine is not in the pool.
-            EngineError: it died, or could not score what the requests went along with.
+            EngineError: the engine died, or could not score the batch.
         """
         if (member := self._members.get(name)) is None:
             raise EngineLost(f"{name} is not among the {self._name} engines here")
@@ -265,7 +275,10 @@ class EnginePool:
         return await self._send("decode_score", len(requests), list(requests))
 
     async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
-        """The scores by a pool of reward models (`distill.rewards.model_reward.RewardScorer`)."""
+        """Score conversations by a pool of reward models.
+
+        See `distill.rewards.model_reward.RewardScorer`.
+        """
         return await self._send("rewards", len(conversations), list(conversations))
 
     async def _choose(self, able: Sequence[_PooledEngine], session: str) -> _PooledEngine:
@@ -283,7 +296,7 @@ class EnginePool:
             chosen = home
         if session:
             self._homes.pop(session, None)
-            self._homes[session] = chosen  # the latest last
+            self._homes[session] = chosen  # moves the session to the end
             while len(self._homes) > _MOST_SESSIONS:
                 del self._homes[next(iter(self._homes))]
         return chosen
@@ -320,14 +333,14 @@ class EnginePool:
     async def _pick(
         self, tried: set[int], deadline: float, error: Exception | None, session: str
     ) -> _PooledEngine:
-        """An engine that did not fail lately: the session's, or the less busy one of two.
+        """Choose an engine that has not failed recently: the session's, or the less busy of two.
 
         Raises:
-            EngineLost: there is none until the deadline.
+            EngineLost: there is no such engine before the deadline.
         """
         while True:
             now = time.monotonic()
-            # Without patience every engine is asked once, whatever became of it lately.
+            # Without patience every engine is tried once, even if it has failed recently.
             able = [
                 member
                 for member in self._members.values()
@@ -351,10 +364,11 @@ def _fail(everyone: Sequence[_ScoreCall], error: Exception) -> None:
 
 
 async def _loads(members: Sequence[_PooledEngine]) -> list[int]:
-    """Samples at each engine, by its own queue; by our count if one of them does not answer.
+    """Number of samples at each engine, by its own queue.
 
-    What was sent there while it was asked counts, too: many requests are made at the same time,
-    when slots are freed, and none of them has arrived when the first asks.
+    If one engine does not answer, the pool's own counts are used. Samples that were sent while the
+    queue length was requested are added: when slots are freed, many requests are made at the same
+    time, and none has arrived when the first one requests the queue length.
     """
     told = await asyncio.gather(*(member.tell() for member in members))
     if any(length is None for length, _ in told):
@@ -366,5 +380,5 @@ async def _loads(members: Sequence[_PooledEngine]) -> list[int]:
 
 
 def _is_loss(error: Exception) -> bool:
-    """True if the engine is gone, as opposed to having answered badly."""
+    """True if the engine is lost; False if it answered with an error."""
     return isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError | EngineError)

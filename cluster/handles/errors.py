@@ -1,9 +1,9 @@
-"""Errors of actors' calls: Ray's classes, or stand-ins of the same names where Ray is missing.
+"""Errors of actors' calls: Ray's classes, or stand-ins of the same names if Ray is not installed.
 
     except errors.RayError as error:
 
 A class is looked up when an error is handled, not at import. So a run with `local=True` does not
-load Ray before its first error, and a machine without Ray can have such runs.
+load Ray before its first error, and works on a machine without Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Classification of Ray's errors: why a call failed, and which actors are dead."""
+"""Classification of Ray's errors: the reason of a failed call, and which actors are dead."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from cluster.handles import calls, errors
 from distill.errors import EngineLost
 
-# How long an actor may take to prove that it is alive when a call has failed, seconds.
+# Seconds in which an actor must answer a ping after a failed call.
 _PING_S = 5.0
 
 
 def is_death(error: BaseException) -> bool:
-    """True if the actor that was asked is gone, as opposed to having raised something itself."""
+    """True if the called actor is dead; False if the call raised an error."""
     return isinstance(error, errors.RayActorError) and not isinstance(error, errors.RayTaskError)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error first raised: in the actor, or in one that it had called, and so on."""
+    """Original error, raised in the actor or in an actor that it has called, at any depth."""
     while isinstance(error, errors.RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error
 
 
 def reason_of(error: BaseException) -> str:
-    """The line of an actor's death or failure that has the reason.
+    """Line with the reason of an actor's death or failure.
 
-    Of a lost server the whole message: the reason is in the end of its log.
+    For a lost server the whole message, because the reason is in the end of the server's log.
     """
     cause = root_cause(error)
     if isinstance(cause, EngineLost):
@@ -35,13 +35,13 @@ def reason_of(error: BaseException) -> str:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
         return type(cause).__name__
-    # A constructor's traceback ends with what went wrong; other deaths say it first.
+    # The reason is the last line of a constructor's traceback, and the first line of other deaths.
     last = isinstance(cause, errors.RayActorError) and "creation task" in lines[0]
     return lines[-1 if last else 0]
 
 
 def dead_among(actors: Mapping[str, Any]) -> list[str]:
-    """Names of the actors that no longer answer. Actors that are merely busy are not dead."""
+    """Names of the dead actors. An actor that is only busy is not dead."""
     pings = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
     if not pings:
         return []

@@ -1,11 +1,11 @@
-"""Actors in this process: what a recipe runs on without Ray, for a notebook, a debugger and tests.
+"""Actors in this process, for runs without Ray in a notebook, a debugger or a test.
 
-    LocalActor(RolloutActor, ...)     a plain class, in a thread of its own
-    actor.method.remote(argument)     a `LocalReference`, to be awaited or got
+    LocalActor(RolloutActor, ...)     runs a plain class in a separate thread
+    actor.method.remote(argument)     returns a `LocalReference`, for `await` or `calls.get`
                                       (cluster/handles/calls.py)
 
 Driver, supervisor, queue, handshake and push are the same code as on a cluster. A thread cannot be
-ended from outside, so what hangs there outlives its actor, and a crash is the end of the run.
+killed, so a call that hangs outlives its actor, and a crash ends the run.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ _CLOSE_S = 10.0
 
 
 class LocalReference:
-    """The value of a call to be. Whoever stops awaiting it does not stop the call, as on Ray."""
+    """Reference to the future value of a call. As on Ray, cancelling an await keeps the call."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
 
     def __await__(self) -> Generator[Any, None, Any]:
         call = asyncio.wrap_future(self.future)
-        # Retrieved here: asyncio would print the traceback of a call that nobody awaits any more.
+        # Marks the exception as retrieved: otherwise asyncio prints the traceback of a call whose
+        # await was cancelled.
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         return asyncio.shield(call).__await__()
 
 
 class LocalActor:
-    """A handle of a plain object that lives in a thread of its own.
+    """Handle of a plain object that runs in a separate thread.
 
-    The object is made in that thread, and its methods run there one after the other; asynchronous
-    ones, if it has any, side by side. Calls of a concurrency group have a second thread. What they
-    raise arrives as it does from Ray's actors.
+    The object is created in that thread, and its methods run there sequentially, or concurrently if
+    the class has asynchronous methods. Calls in a concurrency group run in a second thread. Errors
+    are raised in the same form as by Ray's actors.
     """
 
-    _aside: ThreadPoolExecutor | None = None  # of whatever concurrency group
+    _aside: ThreadPoolExecutor | None = None  # thread of all concurrency groups
 
     def __init__(self, plain: type, *arguments: Any, **settings: Any) -> None:
         self._name = plain.__name__
@@ -89,13 +90,13 @@ class LocalActor:
         return _Method(by(self._call), by(self._call_aside))
 
     def _plain(self) -> Any:
-        """The object; raises what kept it from being made."""
+        """The object. Raises the error of its constructor, if it failed."""
         if self._failure is not None:
             raise self._failure
         return self._object
 
     def end(self) -> None:
-        """Ends the object's tasks, and what its `close` ends; calls are refused from now on."""
+        """Cancel the object's tasks and call its `close`; later calls are refused."""
         if self._ended:
             return
         self._ended = True
@@ -103,7 +104,7 @@ class LocalActor:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._aside.shutdown(wait=False, cancel_futures=True)
         elif self._loop is not None:
-            with suppress(TimeoutError):  # it is busy for good: the thread ends with the process
+            with suppress(TimeoutError):  # if the loop hangs, its thread ends with the process
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
@@ -136,7 +137,7 @@ class LocalActor:
         call = self._await(function)
         try:
             return asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError:  # the loop was closed since `_refusal` was asked
+        except RuntimeError:  # the loop was closed after the check of `_refusal`
             call.close()
             if refused := self._refusal():
                 return refused
@@ -176,7 +177,7 @@ class LocalActor:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs the loop until it is stopped, and closes its descriptors: an epoll, a socket pair."""
+    """Run the loop until it is stopped, then close it to release its file descriptors."""
     try:
         loop.run_forever()
     finally:

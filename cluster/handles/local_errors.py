@@ -1,4 +1,4 @@
-"""Stand-ins for Ray's errors: what actors in this process raise where Ray is not installed."""
+"""Stand-ins for Ray's errors, which actors in this process raise if Ray is not installed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ class RayError(Exception):
 
 
 class GetTimeoutError(RayError, TimeoutError):
-    """A call was not answered in time."""
+    """Raised if a call was not answered in time."""
 
 
 class ObjectLostError(RayError):
-    """An object is gone with its node. Never raised in one process."""
+    """Raised if an object was lost with its node. Never raised in one process."""
 
 
 class RayActorError(RayError):
-    """The actor that was called has ended."""
+    """Raised if the called actor has ended."""
 
     def __init__(self, *, error_msg: str) -> None:
         super().__init__(error_msg)
 
 
 class RayTaskError(RayError):
-    """A call raised an error, which is its `cause`."""
+    """Raised if a call raised an error, which is the `cause`."""
 
     def __init__(self, function_name: str, traceback_str: str, cause: Exception) -> None:
         super().__init__(function_name, traceback_str)
@@ -33,7 +33,7 @@ class RayTaskError(RayError):
         return self.args[1].strip()
 
     def as_instanceof_cause(self) -> RayTaskError:
-        """The same error, as an instance of the cause's class too."""
+        """Return this error as an instance of both RayTaskError and the cause's class."""
         kind = type(self.cause)
         if issubclass(RayTaskError, kind):
             return self

@@ -1,12 +1,12 @@
-"""Many `generate` requests of one caller to one engine, in few calls of its actor.
+"""Mailbox that sends many `generate` requests of one caller to one engine in few actor calls.
 
-    post       requests of one turn of the caller's event loop; returns at once
-    collect    one call that waits while answers are due. It returns those that have ended, and that
-               end within min(10 ms, 5 % of the age of the first)
+    post       sends the requests of one iteration of the caller's event loop; returns immediately
+    collect    waits for an answer, and returns all answers that are ready, including those that
+               follow within min(10 ms, 5 % of the first answer's duration)
 
-A call of a Ray actor costs 1.6 ms of CPU on both sides together, whatever it carries, and a step of
-short answers is dozens of requests that are made and answered at the same moments. One call that
-returns when all of its requests are answered would hold short answers back for long ones.
+A call of a Ray actor costs 1.6 ms of CPU on both sides together, regardless of its content, and a
+step of short answers has dozens of requests that are made and answered at the same time. A single
+call that returns when all of its requests are answered would delay short answers until the longest.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from distill.errors import EngineError, EngineLost
 if TYPE_CHECKING:
     from ray.exceptions import RayTaskError
 
-# Answers are collected for this part of the first one's age, and at most so long.
+# Further answers are gathered for this share of the first answer's duration, and at most for this
+# time in seconds.
 _GATHERED_PART, _GATHERED_S = 0.05, 0.01
-# A `collect` without an answer returns after this; a caller that is dead by then asks no more.
+# Seconds after which a `collect` without an answer returns. A dead caller does not call it again.
 _ASKED_AGAIN_S = 20.0
 # Deadline for the bytes of a few rows' hidden states.
 _FETCH_S = 120.0
 
-# A request's number, and how many samples it has or why it has none.
+# Number of a request, and the number of its samples or the error.
 _Answer = tuple[int, "int | RayTaskError"]
 
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """Answers for one caller that it has not collected yet."""
+    """Requests in progress and uncollected answers of one caller."""
 
     answers: list[_Answer] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -55,17 +56,17 @@ class _Box:
     collected_at: float = field(default_factory=time.monotonic)
 
     def is_left(self, for_s: float) -> bool:
-        """True if nothing is under way, and nobody has collected for so long."""
+        """True if no request is in progress, and nothing was collected for `for_s` seconds."""
         idle_s = time.monotonic() - self.collected_at
         return not self.under_way and not self.collecting and idle_s >= for_s
 
 
 class Mailbox:
-    """The engine's end: answers requests of all callers side by side.
+    """Engine's side: answers the requests of all callers concurrently.
 
     Args:
-        forget_after_s: answers that nobody has collected for so long are dropped: their caller is
-            dead.
+        forget_after_s: seconds after which uncollected answers are dropped, because their caller
+            must be dead.
     """
 
     def __init__(self, engine: Any, forget_after_s: float = 60.0) -> None:
@@ -101,7 +102,7 @@ class Mailbox:
         box.ready.set()
 
     async def collect(self, client: str) -> tuple[list[_Answer], list[Sample]]:
-        """Answers that have ended, and their samples; none if none ends within 20 s."""
+        """Wait for answers and return them with their samples; empty if there is none in 20 s."""
         box = self._boxes.setdefault(client, _Box())
         box.collecting += 1
         try:
@@ -120,7 +121,10 @@ class Mailbox:
 
 
 def _as_sent(error: BaseException) -> Exception:
-    """The error; what it says, if it could not be read at the caller's end with others' answers."""
+    """Return the error, or its text as a RuntimeError if it cannot be pickled and unpickled.
+
+    An error that cannot be unpickled would make all answers of the call unreadable.
+    """
     if not isinstance(error, Exception):
         return EngineLost("its engine has cancelled it")
     try:
@@ -131,13 +135,13 @@ def _as_sent(error: BaseException) -> Exception:
 
 
 def with_mailbox(hosted: type) -> type:
-    """The class of an engine's actor, with a mailbox beside the methods it has.
+    """Create a subclass of an engine's actor class with a mailbox.
 
-    Hidden states that it gives stay in the object store of its node, as objects that it owns: its
-    scores have references to them, and only a learner's worker fetches what these lead to.
+    Hidden states of scores stay in the object store of the engine's node, as objects that the
+    engine owns. The scores contain references, and only a learner's worker fetches the objects.
 
     Args:
-        hosted: has an asynchronous `generate`. Sent by value, as `deferred` makes it.
+        hosted: class with an asynchronous `generate`, created by `deferred` and sent by value.
     """
 
     def make(self: Any, *arguments: Any, **settings: Any) -> None:
@@ -173,10 +177,10 @@ def _stored(scores: Sequence[Score]) -> list[Score]:
 
 
 async def with_states(scores: Sequence[Score]) -> list[Score]:
-    """Scores with the hidden states that their references lead to, fetched from the store.
+    """Replace references to hidden states in scores by the hidden states from the store.
 
     Raises:
-        EngineError: they are lost, or did not come in time.
+        EngineError: the hidden states are lost, or did not arrive in time.
     """
     return await asyncio.to_thread(_fetched, scores)
 
@@ -194,16 +198,15 @@ def _fetched(scores: Sequence[Score]) -> list[Score]:
 
 
 class MailboxEnd:
-    """The caller's end, for one event loop at a time.
+    """Caller's side, for one event loop at a time.
 
-    Answers of a request whose caller was cancelled are dropped. Pickles: as one that nobody has
-    used.
+    The answer to a cancelled request is dropped. A pickled copy starts without requests.
     """
 
     def __init__(self, handle: Any) -> None:
         """
         Args:
-            handle: of an actor whose class `with_mailbox` made.
+            handle: handle of an actor whose class was created by `with_mailbox`.
         """
         self._handle = handle
         self._numbers = itertools.count()
@@ -217,16 +220,16 @@ class MailboxEnd:
         return MailboxEnd, (self._handle,)
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """The engine's answer.
+        """Send a request to the engine and return its samples.
 
         Raises:
             RayActorError: the engine's process has ended.
-            RayTaskError: what the engine raised, as that error too.
+            RayTaskError: the engine raised an error; also an instance of that error's class.
         """
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         self._waiting[number] = answer = loop.create_future()
         self._outgoing.append((number, request))
-        loop.call_soon(self._post)  # after others of this turn have asked
+        loop.call_soon(self._post)  # after other requests in this iteration of the event loop
         try:
             return await answer
         finally:
@@ -235,10 +238,11 @@ class MailboxEnd:
     def _post(self) -> None:
         outgoing = [each for each in self._outgoing if each[0] in self._waiting]
         self._outgoing = []
-        if not outgoing:  # they have gone with an earlier one, or were cancelled
+        if not outgoing:  # sent by an earlier call, or cancelled
             return
         if self._collecting is None or self._collecting.done():
-            self._client = secrets.token_hex(8)  # an earlier `collect` may still take its answers
+            # A new name: an earlier `collect` that still runs would take the answers.
+            self._client = secrets.token_hex(8)
             self._collecting = asyncio.create_task(self._collect(self._client))
         posting = asyncio.create_task(self._send(self._client, outgoing))
         self._tasks.add(posting)
@@ -253,7 +257,7 @@ class MailboxEnd:
             self._fail(numbers, error)
 
     async def _collect(self, client: str) -> None:
-        """Hands answers over until nobody waits for one."""
+        """Collect answers until no request waits for one."""
         while self._waiting:
             try:
                 answers, samples = await self._handle.collect.remote(client)
@@ -276,7 +280,7 @@ class MailboxEnd:
 
 
 def mailbox_of(handle: Any) -> MailboxEnd | None:
-    """The mailbox of an engine; None if its actor has none, as in this process."""
+    """Mailbox end for an engine; None if its actor has no mailbox, as for local actors."""
     if isinstance(handle, LocalActor) or not hasattr(handle, "post"):
         return None
     return MailboxEnd(handle)

@@ -1,6 +1,6 @@
-"""The node of this process and its cluster: Ray's answers, or this machine's without Ray.
+"""Facts about this process's node and cluster, from Ray or, without Ray, from this machine.
 
-The Ray of a run is one that it starts or a cluster that it joins, told without importing Ray.
+The functions do not import Ray. A run either starts Ray or joins a cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOOPBACK = "127.0.0.1"
 def _connected_ray() -> Any:
     """The module `ray` if this process is connected to a cluster; else None. Imports nothing.
 
-    While another thread imports it (an error of a call needs its classes), it lacks names.
+    The module may be incomplete while another thread imports it, for the classes of a call's error.
     """
     ray: Any = sys.modules.get("ray")
     return ray if hasattr(ray, "is_initialized") and ray.is_initialized() else None
@@ -27,7 +27,7 @@ def is_connected() -> bool:
 
 
 def node_id() -> str:
-    """Ray's id of this node; `this process` without Ray."""
+    """Ray's id of this node; "this process" without Ray."""
     ray = _connected_ray()
     return "this process" if ray is None else ray.get_runtime_context().get_node_id()
 
@@ -56,5 +56,9 @@ def starts_here() -> bool:
 
 
 def joins_cluster(*, local: bool) -> bool:
-    """True if a run joins a cluster, whose GPUs are not this machine's. `local`: its setting."""
+    """True if a run joins a cluster, whose GPUs are not this machine's.
+
+    Args:
+        local: the run's setting `local`.
+    """
     return not local and not starts_here()

@@ -1,7 +1,7 @@
-"""Lists of records that pickle as columns: an array for a field, not an array for each record.
+"""Lists of records that are pickled as columns: one array per field, not one per record.
 
-A step of short answers has hundreds of samples and scores of a few tokens each. Most of the time
-goes into their arrays one by one: each is pickled, and sent by Ray as a buffer of its own.
+A step of short answers has hundreds of samples and scores of a few tokens each. As separate arrays,
+each would be pickled and sent by Ray as a separate buffer, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Record = TypeVar("Record")
 
 
 class RecordList(list[Record]):
-    """A list of instances of one dataclass. It is unpickled as a plain list of equal records.
+    """List of instances of one dataclass, which is unpickled as a plain list of equal records.
 
-    Arrays of the unpickled records are views of their field's column.
+    Arrays of the unpickled records are views of the columns.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -30,14 +30,14 @@ class RecordList(list[Record]):
 
 
 class _Rows(NamedTuple):
-    """Arrays of any lengths, end to end."""
+    """Concatenated arrays, and the length of each."""
 
     flat: np.ndarray
     lengths: list[int]
 
 
 class _Tuples(NamedTuple):
-    """Columns of tuples of one length, at least 1."""
+    """Columns of tuples that have the same length, at least 1."""
 
     columns: tuple[Any, ...]
 
