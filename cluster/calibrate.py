@@ -1,4 +1,4 @@
-"""`python -m cluster.calibrate student=DIR teacher=DIR temperature=T`: the handshake by itself."""
+"""`python -m cluster.calibrate student=DIR teacher=DIR temperature=T`: the handshake alone."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class CalibrateConfig(LocalEngineConfig):
 
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:
-    """Prints the agreement table; raises CalibrationError (exit code 3) on disagreement."""
-    from distill.models.loading import ends_of  # torch, which settings do without
+    """Print the agreement table; raise CalibrationError (exit code 3) on disagreement."""
+    from distill.models.loading import ends_of  # imports torch, which settings must not
 
     student = load_tokenizer(config.model.path)
     prints = {"student": asdict(fingerprint(student))}
     ends: list[frozenset[int] | None] = [ends_of(config.model.path, student)]
-    if not is_url(config.teacher.model):  # a running server is asked, in the handshake
+    if not is_url(config.teacher.model):  # the handshake checks a running server
         teacher = load_tokenizer(config.teacher.model)
         check_same_tokenizer(student, teacher)
         prints["teacher"] = asdict(fingerprint(teacher))
@@ -98,7 +98,7 @@ async def _handshake(
     config: CalibrateConfig, tokenizer: TokenizerProbe, stops: StopTokens
 ) -> CalibrationReport:
     from cluster.handshake.handshake import handshake
-    from learner.learner import Learner  # torch, which settings do without
+    from learner.learner import Learner  # imports torch, which settings must not
 
     with tempfile.TemporaryDirectory() as scratch:
         learner_config = LearnerConfig.of(

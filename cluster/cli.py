@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 from difflib import get_close_matches
 
-# Imported only when asked for: a command's imports are most of its start-up time.
+# Modules are imported when their command is called: imports are most of a command's start-up time.
 _COMMANDS = {
     "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft, dpo, reward_model, ..."),
     "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run the command in `sys.argv`, and return the exit code."""
     if sys.argv[1:] == ["--version"]:
         print(f"isotherm {importlib.metadata.version('isotherm')}")
         return 0
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _meant(word: str) -> str:
-    """Remedy for a word that is no command; empty if nothing is like it."""
+    """Remedy for a word that is not a command; empty if no command is similar."""
     from cluster.train import RECIPES
 
     if word in RECIPES or word.startswith("recipe="):

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: settings from `key=value`, errors turned into exit codes."""
+"""Common parts of the commands: settings from `key=value`, and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_command(
     run: Callable[[Config, Console], None],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse `argv` (None: the process's) into the settings, run, and return the exit code.
+    """Parse `argv` (None: `sys.argv`) into settings, run the command, and return the exit code.
 
     A command's `main` is `partial(run_command, ItsConfig, its_function)`.
     """
@@ -38,10 +38,10 @@ def run_command(
 
 
 def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
-    """Settings from `key=value` arguments, and from the file that config= names beneath them.
+    """Parse settings from `key=value` arguments, which override the file that config= names.
 
     Raises:
-        ConfigError: what is written cannot be meant.
+        ConfigError: an argument is invalid.
         HelpAsked: --help or --version is among the arguments.
     """
     given = Arguments.of(argv).settings(config_class)
@@ -51,7 +51,7 @@ def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
 
 
 def run_and_report(run: Callable[[Console], Any]) -> int:
-    """Run, print the error that ended it on stderr, and return the exit code."""
+    """Run a command, print an error to stderr, and return the exit code."""
     console = make_console()
     try:
         run(console)
@@ -62,9 +62,10 @@ def run_and_report(run: Callable[[Console], Any]) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        with suppress(OSError):  # nobody reads it any more; the exit code tells
+        with suppress(OSError):  # stderr may be closed; the exit code is still returned
             print(f"error: {complaint(error)}", file=sys.stderr, flush=True)
         return code
     finally:
-        discard_lost_outputs()  # or the interpreter fails to flush them, and exits with 120
+        # Otherwise the interpreter fails to flush closed outputs, and exits with code 120.
+        discard_lost_outputs()
     return 0

@@ -1,8 +1,8 @@
-"""Console of the commands. Output that cannot be written does not end a run.
+"""Console of the commands, whose write errors do not end a run.
 
-A full disk loses lines and recovers. A closed pipe (`| head`) or a lost terminal is final: standard
-output, and standard error if it is lost as well, then go to /dev/null. The files in `out/` are not
-affected; `lost_output` tells a run why nothing is printed any more.
+While a disk is full, lines are lost. A closed pipe (`| head`) or a lost terminal is permanent:
+standard output, and standard error if it is lost as well, are then redirected to /dev/null. The
+files in `out/` are not affected. `lost_output` returns the reason to the run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _LOST = {
     errno.EIO: "the terminal was closed",
 }
 
-# A path, a token or a model's words: `[/INST]` is no markup there, and `rows.jsonl:100:` no emoji.
+# Printed paths, tokens and model outputs must not be parsed: `[/INST]` is not markup, and
+# `rows.jsonl:100:` not an emoji.
 _AS_IT_IS: Any = {"markup": False, "emoji": False}
 
 
 def make_console() -> Console:
-    """Console of standard output; a terminal keeps its own width."""
+    """Create a console of standard output. On a terminal it has the terminal's width."""
     output = cast(IO[str], _Output(sys.stdout))
     if sys.stdout.isatty():
         return Console(file=output, **_AS_IT_IS)
@@ -35,19 +36,19 @@ def make_console() -> Console:
 
 
 def log_console(file: IO[str]) -> Console:
-    """Console of a log, wide enough never to wrap a line."""
+    """Create a console for a log, without line wrapping."""
     return Console(file=file, width=200, soft_wrap=True, **_AS_IT_IS)
 
 
 def lost_output(console: Console) -> str | None:
-    """Reason why the console's output is lost for good, or None while it is written."""
+    """Reason why the console's output is permanently lost; None if it is not."""
     return console.file.lost if isinstance(console.file, _Output) else None
 
 
 def discard_lost_outputs() -> None:
-    """Redirect standard output and standard error to /dev/null where nobody reads them any more.
+    """Redirect standard output and standard error to /dev/null if their reader is gone.
 
-    Later writes, also those of libraries and of the interpreter's exit, then succeed.
+    Later writes then succeed, also in libraries and at the interpreter's exit.
     """
     poll = select.poll()
     for descriptor in (1, 2):
@@ -63,7 +64,7 @@ class _Output:
     """Standard output that survives a full disk, a closed pipe and a lost terminal.
 
     Attributes:
-        lost: why it is lost for good; None while it is written.
+        lost: reason why the output is permanently lost; None if it is not.
     """
 
     def __init__(self, stream: IO[str]) -> None:

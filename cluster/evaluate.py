@@ -54,7 +54,7 @@ class EvaluatedSettings(PromptSettings):
 
 @chz.chz
 class EvaluatedDecoderSettings(DecoderSettings):
-    """The serving decoder, and how many problems it answers."""
+    """The serving decoder, and the number of problems."""
 
     section: ClassVar[Section] = Section.EVALUATION
 

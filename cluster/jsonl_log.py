@@ -1,7 +1,7 @@
-"""Files of JSON, and of JSON lines that grow while a run goes on, whole line by whole line.
+"""JSON files, and JSON lines files to which a run appends complete lines.
 
-A process that is killed loses no line that it appended. On a disk that takes no more, lines wait in
-memory for the next append; the run goes on.
+A killed process loses no line that it has appended. If the disk is full, lines are kept in memory
+until the next append, and the run continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _CHUNK = 1 << 16
 
 
 class LineFile:
-    """Appends lines to a file, unbuffered. Opened by the first; pickles as its path."""
+    """File to which lines are appended without buffering. Opened at the first append.
+
+    Pickled as its path.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -36,13 +39,18 @@ class LineFile:
         return LineFile, (self.path,)
 
     def append(self, line: bytes, *, later: bool = False) -> None:
-        """`line` without the newline; `later` leaves it to the next flush."""
+        """Append a line.
+
+        Args:
+            line: content without the newline.
+            later: write the line at the next flush.
+        """
         self._waiting += line + b"\n"
         if not later:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits, as far as the disk takes it."""
+        """Write the waiting lines, as many as fit on the disk."""
         if not self._waiting:
             return
         try:
@@ -62,7 +70,7 @@ class LineFile:
             self._complained = False
 
     def sync(self) -> None:
-        """Flushes and syncs to disk: what was written survives a crash of the machine."""
+        """Flush and sync to disk, so that written lines survive a crash of the machine."""
         self.flush()
         try:
             os.fsync(self._open())
@@ -70,14 +78,14 @@ class LineFile:
             self._complain(error)
 
     def close(self) -> None:
-        """Writes what waits; the next append opens the file again."""
+        """Write the waiting lines and close the file. The next append opens the file again."""
         self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _open(self) -> int:
-        """The descriptor, at the end of the last whole line: one that was cut short is cut off."""
+        """Open the file if necessary, and truncate it after the last complete line."""
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -100,7 +108,7 @@ class LineFile:
 
 
 def last_line(path: Path) -> bytes:
-    """The last whole line, without its newline; b"" where there is none."""
+    """Last complete line of a file, without its newline; b"" if there is none."""
     if not path.is_file():
         return b""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -123,10 +131,10 @@ def _end_of_last_line(descriptor: int, size: int) -> int:
 
 
 def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
-    """The file's objects; none without a file. A last line still being written is left out.
+    """Read the objects of a file; empty without a file. An incomplete last line is left out.
 
     Raises:
-        DataError: names the line that is no object with the `required` fields.
+        DataError: a line is not an object with the `required` fields; the message names the line.
     """
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -150,10 +158,10 @@ def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None without a file.
+    """Read the JSON object in a file; None without a file.
 
     Raises:
-        DataError: it cannot be read, or is no object.
+        DataError: the file cannot be read, or does not contain an object.
     """
     try:
         found = json.loads(path.read_bytes()) if path.is_file() else None
@@ -165,7 +173,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def step_of(line: bytes | str) -> float:
-    """Step of a line; infinity for one that a crash cut short, so that it counts as later."""
+    """Step of a line; infinity for a line that a crash has cut, so that it counts as later."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -173,26 +181,26 @@ def step_of(line: bytes | str) -> float:
 
 
 def write_rows(setting: str, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes the file that `setting` names, a row a line; whole or not at all.
+    """Write rows to the file that `setting` names, one row per line, atomically.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     _write(setting, path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_json(setting: str, path: Path, value: Mapping[str, Any]) -> None:
-    """Writes the file that `setting` names, as one JSON object; whole or not at all.
+    """Write one JSON object to the file that `setting` names, atomically.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     _write(setting, path, [json.dumps(value, indent=1) + "\n"])
 
 
 def _write(setting: str, path: Path, texts: Iterable[str]) -> None:
     try:
-        # Half a surrogate pair, which UTF-8 cannot hold, stays the escape that JSON has for it.
+        # UTF-8 cannot encode an unpaired surrogate, which is written as a JSON escape.
         with (
             whole_write(path) as partial,
             partial.open("w", encoding="utf-8", errors="backslashreplace") as file,

@@ -1,4 +1,4 @@
-"""Memory of a process that trains or serves: Python's collector, and malloc."""
+"""Settings of garbage collection and malloc for a process that trains or serves."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 
 from distill.main_memory import keep_freed_memory
 
-# New containers after which the collector looks for unreachable cycles among them. A step of short
-# answers makes Python's own 700 many times over, and leaves hardly a cycle.
+# Allocations after which garbage collection runs. A step of short answers reaches Python's default
+# of 700 many times, and creates hardly any cycles.
 _COLLECT_AFTER = 20_000
 
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """Context of the imports of a process that trains or serves; prepares it for what follows.
+    """Context manager for the imports of a process that trains or serves.
 
-    The collector is off during them: they would cost a fifth more with it, and free nothing.
-    Modules live as long as the process, so their objects are left out of every later collection,
-    that at the interpreter's end included.
+    Garbage collection is disabled during the imports, which would otherwise take a fifth longer.
+    Modules live as long as the process, so their objects are excluded from all later collections,
+    including the one at the interpreter's exit.
     """
     gc.disable()
     try:

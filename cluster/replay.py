@@ -45,21 +45,21 @@ _USAGE = f"""{__doc__}
 """
 # Settings, or their sections, that a step with kept groups depends on.
 _OF_STEP = ("objective.", "learner.", "sft.", "teachers.", "teacher.model.")
-# Metrics that a step measures, and does not compute: they differ between machines.
+# Metrics that are measured, not computed, and so differ between machines.
 _MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s", "rollout/ahead_share")
-# For a run whose learner had several workers: the allowed relative gap of a tensor's norm, and the
-# smallest norm that a gap is relative to, as a share of the norm of all tensors.
+# For a run whose learner had several workers: maximum relative gap of a tensor's norm, and the
+# minimum denominator of a gap, as a share of the norm of all tensors.
 _ALLOWED, _LEAST = 0.01, 1e-3
-# Characters of a text that are shown.
+# Maximum number of characters of a printed text.
 _SHOWN = 60
 
 
 def replay(arguments: list[str], console: Console) -> None:
-    """Repeat the step, and print the result.
+    """Replay the step, and print the result.
 
     Raises:
-        ConfigError: the step, or one between, was not kept; or a setting is wrong.
-        RunFailed: the repeated step differs from the original.
+        ConfigError: the step, or a step between, was not kept; or a setting is invalid.
+        RunFailed: the replayed step differs from the original.
     """
     if HELP in arguments:
         raise HelpAsked(_USAGE)
@@ -84,7 +84,7 @@ def _whole(name: str, text: str, least: int) -> int:
 
 
 def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
-    """The run's settings, with some changed; raises ConfigError for one that changes no step."""
+    """Settings of the run with changes. Raises ConfigError if a change does not affect steps."""
     recipe, given = Arguments.of([f"config={out}"]).take("recipe")
     kind = CONFIGS.get(recipe or "")
     if kind is None or not issubclass(kind, RolloutConfig):
@@ -272,7 +272,7 @@ class StepReplay:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command, and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_and_report(lambda console: replay(arguments, console))
 

@@ -1,4 +1,4 @@
-"""A run, from prompts to pushed weights: what the driver does, in order.
+"""A run from prompts to pushed weights: the work of the driver, in order.
 
   prompts -> rollout workers <=> policy engines, reward model    requests in batches, by mailbox
                  |     +===> teachers, reference                 scores at each segment's own T
@@ -9,23 +9,23 @@
     one_step -> learner: load, train -> Publisher -> engines: acknowledge the version
                  ^--- credit for new groups <--- publish
 
-  run waits for             unblocked by                    ends at the latest
-  every actor's start       its first answer                its role's start deadline
+  run waits for             unblocked by                    deadline
+  every actor's start       its first answer                start deadline of its role
   push and handshake        engines, learner                no_progress_s
-  a step's groups           deliveries                      Watchdog: nobody makes progress
-  the learner's step        load, train, push               no_progress_s without progress of it
+  a step's groups           deliveries                      Watchdog: no actor makes progress
+  the learner's step        load, train, push               no_progress_s without its progress
   an evaluation             its responses                   no_progress_s, after five tries
   a checkpoint              the learner, its writer         no_progress_s; 600 s after failures
-  a full disk               room on it                      1,800 s, then the run fails
+  a full disk               free space                      1,800 s, then the run fails
   last canaries             answers of scorers              30 s after a signal
 
-While it waits, the driver looks for signals twice a second, and coroutines advance (`Background`):
-heartbeats and restarts of each actor (`Supervisor`), announcements to workers, statuses of workers
-and of the queue (`Fleet`), canaries, engines that join, the evaluation beside training.
-A learner that is lost, or whose work fails, goes back to a checkpoint wherever the run needs it
-(`_repeated`, `recover`); `Driver.answer_of_learner` tells its errors from those of engines.
+During every wait the driver checks for signals twice a second, and coroutines advance
+(`Background`): heartbeats and restarts of each actor (`Supervisor`), announcements to workers,
+statuses of workers and of the queue (`Fleet`), canaries, engines that join, and evaluations that
+run concurrently with training. If the learner is lost or its work fails, it returns to a checkpoint
+(`_repeated`, `recover`); `Driver.answer_of_learner` distinguishes its errors from those of engines.
 
-sft, dpo, reward_model and train_from= are the same run with a learner and nothing else.
+sft, dpo, reward_model and train_from= are the same run with only a learner.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
     from cluster.runtime.learner_alone import LearnerAlone
 
 Value = TypeVar("Value")
-# Longest that a step which had begun may still take when a signal ends the run, seconds.
+# Time limit in seconds of a step in progress when a signal ends the run.
 _STEP_S = 600.0
 
 
 def run(config: CommonConfig, console: Console) -> None:
-    """Run to the end. `outcomes.exit_code` maps what this raises to the command's exit code.
+    """Run to the end. `outcomes.exit_code` maps exceptions to the command's exit code.
 
     Raises:
-        IsothermError: the settings, models or data cannot work, or the handshake was refused.
+        IsothermError: the settings, models or data are invalid, or the handshake failed.
         RunFailed: an actor failed too often, or made no progress.
-        Interrupted: a signal came; every whole step is in a checkpoint.
+        Interrupted: the run received a signal; every completed step is in a checkpoint.
     """
     with _prepared(config, console) as plan:  # takes the lock of out/; starts nothing
         if is_over(plan, console):
@@ -74,7 +74,7 @@ def run(config: CommonConfig, console: Console) -> None:
 
 def _prepared(config: CommonConfig, console: Console) -> AbstractContextManager[RunPlan]:
     if isinstance(config, RolloutConfig):
-        from cluster.recipes.on_policy import prepared  # engines: not for the others
+        from cluster.recipes.on_policy import prepared  # engines, which other recipes do not need
 
         return prepared(config, console)
     from cluster.recipes.supervised import prepared
@@ -87,8 +87,8 @@ class Run:
     """One run. `step` counts the steps that the learner's weights contain.
 
     Args:
-        actors: `Fleet`, or `LearnerAlone`; not started yet.
-        evaluations: of the weights, before, between, beside and after steps.
+        actors: `Fleet` or `LearnerAlone`, not started yet.
+        evaluations: evaluations before, between, during and after the steps.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Run:
         self.context, self.actors, self.evaluations = context, actors, evaluations
         self.step, self.steps = context.first_step, context.config.steps
         self.checkpoints = Checkpoints(actors, context, evaluations)
-        self._begun: Any = None  # the learner's call of the step that it computes
-        self._failed_after: int | None = None  # the step before the one whose work failed last
+        self._begun: Any = None  # the learner's call of the step in progress
+        self._failed_after: int | None = None  # value of `step` at the last failure of a step
 
     def to_the_end(self) -> None:
-        """Run until the last step, and raise the reason of an early end; all actors are ended."""
+        """Run until the last step, then end all actors. Raises the reason of an early end."""
         try:
             self.start()
             try:
@@ -118,22 +118,22 @@ class Run:
             self.actors.close()
 
     def start(self) -> None:
-        """Start every actor; prove that all score alike, before the first sample is taken."""
+        """Start every actor; verify that all score alike before the first sample is taken."""
         self.actors.start(self.context.resume_from)
         self.context.trackers.pass_over_kept()
         self._repeated(self._prove)
-        self.actors.work()  # the rollout workers begin
+        self.actors.work()  # starts the rollout workers
 
     def _prove(self) -> None:
         self.actors.compare_all(self.context.resume_from)  # exit code 3
         self.evaluations.before_steps()
 
     def train(self) -> Checkpoint:
-        """Steps until the last one, whatever becomes of the learner; returns the checkpoint."""
+        """Train until the last step, with recoveries of the learner; return the last checkpoint."""
         try:
             return self._repeated(self._steps)
         except Exception:
-            self.checkpoints.rescue()  # one that is being written is worth its end
+            self.checkpoints.rescue()  # completes a checkpoint that is being written
             raise
 
     def _steps(self) -> Checkpoint:
@@ -147,7 +147,7 @@ class Run:
             raise
 
     def _repeated(self, work: Callable[[], Value]) -> Value:
-        """Value of work that needs the learner; it is done again after each recovery."""
+        """Do work that needs the learner, and repeat it after each recovery of the learner."""
         while True:
             try:
                 return work()
@@ -163,25 +163,26 @@ class Run:
         self._begun = self.actors.learner.step.remote(waited_s)  # `PolicyLoop.step`
         metrics = self.actors.driver.ask_learner("the learner's step", self._begun)
         self.trained(metrics)
-        self.checkpoints.after_step(self.step)  # copied, and written beside the next steps
+        self.checkpoints.after_step(self.step)  # written concurrently with the next steps
 
     def trained(self, metrics: dict[str, float]) -> None:
-        """A step is trained, and its weights are with the engines or on their way."""
+        """Record a trained step, whose weights are on the engines or being pushed."""
         self.step, self._begun = int(metrics["step"]), None
         metrics = metrics | self.checkpoints.times() | self.actors.turns()
         self.context.trained(metrics)
         try:
-            if self.context.signals.received is None:  # else the checkpoint comes first
+            if self.context.signals.received is None:  # after a signal the checkpoint comes first
                 metrics = metrics | self.evaluations.after_step(self.step)
         finally:
-            self.context.record(metrics)  # the step is trained even if its evaluation fails
+            self.context.record(metrics)  # even if the evaluation fails: the step is trained
         if self.context.signals.received is None:
             self.actors.ask_canaries(self.step)
 
     def recover(self, lost: LearnerLost) -> None:
-        """Bring back the learner, from the newest checkpoint before its weights were bad.
+        """Restart the learner from the newest checkpoint before its weights were bad.
 
-        Raises LearnerFailed if the work of one step has failed twice: it was not by chance.
+        Raises:
+            LearnerFailed: the work of the same step has failed twice.
         """
         while True:
             if isinstance(lost, LearnerFailed):
@@ -200,9 +201,10 @@ class Run:
             return
 
     def end_step(self) -> None:
-        """After a signal: a step that had begun ends, and counts; or it found no groups.
+        """Complete a step in progress after a signal, unless the step has found no groups.
 
-        Raises RunFailed if it failed: the learner's weights may be those of half a step.
+        Raises:
+            RunFailed: the step failed; the learner's weights may be those of half a step.
         """
         self.actors.end_waits()
         if self._begun is None:
@@ -218,15 +220,15 @@ class Run:
         self.trained(metrics)
 
     def finish(self, checkpoint: Checkpoint) -> None:
-        """After the last step: the last proofs, evaluations, and the files of a finished run."""
+        """Finish after the last step: last checks, evaluations, and the files of a finished run."""
         checkpoint = self._repeated(partial(self._evaluated, checkpoint))
         self.context.set_aside(self.actors.set_aside(checkpoint))
         self.context.certify(self.actors.certificate())
         self.context.complete(checkpoint)  # final/, summary.json
 
     def _evaluated(self, checkpoint: Checkpoint) -> Checkpoint:
-        if self.step < self.steps:  # that checkpoint was damaged when the learner needed it
+        if self.step < self.steps:  # the checkpoint was damaged when the learner needed it
             checkpoint = self._steps()
-        self.actors.settle()  # the proof of the last push
+        self.actors.settle()  # the check of the last push
         self.evaluations.after_steps(checkpoint.step)
         return checkpoint

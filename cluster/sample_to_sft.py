@@ -1,15 +1,16 @@
 """`python -m cluster.sample_to_sft model=DIR prompts=FILE data=OUT.jsonl`: responses as SFT rows.
 
-Rejection sampling from a stronger model, or from one that is shown a hint: every prompt is answered
-some times, a reward judges, and what earns `min_reward` is written down as rows for recipe=sft,
+Rejection sampling from a stronger model, or from a model that sees a hint. Each prompt is answered
+several times, a reward judges the responses, and those with at least `min_reward` are written as
+rows for recipe=sft:
 
     {"messages": [..., {"role": "assistant", "content": "..."}], "reward": 1.0, "line": 3}
     {"prompt": "...", "completion": "...", "reward": 1.0, "line": 4}
 
-The model is a checkpoint, on an engine of this process, or an OpenAI-compatible endpoint
-(model=http://host:port/v1 name=MODEL), which sees chats. With `hinted=True` it is shown a row's
-`teacher_messages` or `teacher_prompt` in place of the prompt, and the row that is written has the
-prompt alone: the hint is stripped. Responses that were cut off are left out.
+The model is a checkpoint, on an engine in this process, or an OpenAI-compatible endpoint
+(model=http://host:port/v1 name=MODEL), which receives chats. With `hinted=True` the model sees a
+row's `teacher_messages` or `teacher_prompt` in place of the prompt; the written row has the prompt
+without the hint. Responses that were cut off are left out.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ from distill.settings import ESSENTIAL, Section, section_field
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
 
-# At an endpoint that fails in a way that may pass.
+# Maximum number of attempts at an endpoint with transient failures.
 _ATTEMPTS = 4
 # Fields of a row that are read.
 _FIELDS = ("prompt", "messages", "teacher_prompt", "teacher_messages", "tools", "answer")
@@ -86,7 +87,7 @@ Respond = Callable[["SamplePrompt"], Awaitable[list["SampledAnswer"]]]
 
 @chz.chz
 class SamplerSettings(ModelSettings):
-    """The model that samples, and how text is written for it."""
+    """The model that samples, and how its prompts are formatted."""
 
     section: ClassVar[Section] = Section.MODEL
 
@@ -161,7 +162,7 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         unweighted_sources("prompts", self.prompts)
 
     def address(self) -> EndpointAddress:
-        """The endpoint's; of a `name` that is given."""
+        """Address of the endpoint. `name` must be set."""
         assert self.name is not None
         return EndpointAddress(
             url=self.model.path, name=self.name, url_setting="model", name_setting="name"
@@ -175,7 +176,7 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         )
 
     def reward_function(self) -> RewardFunction:
-        """Raises ConfigError for one that no response alone can be judged by."""
+        """Load the reward. Raises ConfigError for a reward model, which needs a run."""
         reward = self.reward.load()
         if isinstance(reward, ModelReward):
             raise ConfigError(
@@ -188,9 +189,13 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePrompt:
-    """A prompt as the model sees it, and as it is written.
+    """A prompt.
 
-    `seed` is that of a checkpoint's samples: no two prompts have the same.
+    Attributes:
+        where: source and line, for messages.
+        seed: seed of a checkpoint's samples, different for each prompt.
+        shown: the prompt that the model sees.
+        written: fields of the prompt in the written row.
     """
 
     where: str
@@ -204,8 +209,12 @@ class SamplePrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
-    """A response, the assistant's message that the chat template writes as it, and whether the
-    model ended it by itself."""
+    """A response to a prompt.
+
+    Attributes:
+        message: the assistant message that the chat template renders as the response.
+        ended: True if the model ended the response itself.
+    """
 
     response: Response
     message: Message
@@ -217,10 +226,10 @@ class SampledAnswer:
 
 
 def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
-    """Samples, judges and writes.
+    """Sample responses, judge them, and write the rows.
 
     Raises:
-        ConfigError, DataError, CheckpointError: before anything is sampled.
+        ConfigError, DataError, CheckpointError: before sampling begins.
         EngineError: an endpoint does not answer. Nothing is written.
         RunFailed: no response qualifies.
     """
@@ -228,7 +237,7 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
     read = reader_of(config, _FIELDS)
     asked: list[SamplePrompt] = []
     for source in unweighted_sources("prompts", config.prompts):
-        first = asked[-1].seed if asked else config.seed  # lines count on from source to source
+        first = asked[-1].seed if asked else config.seed  # continues after the previous source
         for number, row in read(source.place):
             where = f"{source.place}:{number}"
             asked.append(_asked(config, where, number, first + number, row))
@@ -363,7 +372,7 @@ async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
 async def _answer(
     config: SampleToSftConfig, endpoint: TextEndpoint, asked: SamplePrompt
 ) -> SampledAnswer:
-    """The endpoint's; one that is no response counts as one that was cut off."""
+    """Request a response. An unusable answer counts as a response that was cut off."""
     try:
         answer = await endpoint.answer(asked.shown, config.decoder(), asked.tools)
     except UselessAnswer:
@@ -373,7 +382,7 @@ async def _answer(
 
 @asynccontextmanager
 async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
-    from distill.models.loading import ends_of  # transformers: not for --help
+    from distill.models.loading import ends_of  # transformers, which --help does not need
 
     tokenizer = load_tokenizer(config.model.path)
     stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])

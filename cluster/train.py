@@ -1,4 +1,4 @@
-"""`python -m cluster.train recipe=NAME [key=value ...]`: checks, runs, sets the exit code."""
+"""`python -m cluster.train recipe=NAME [key=value ...]`: checks and runs a recipe."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ From a file:          config=run.yaml, .toml or .json, or another run's director
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a recipe; returns the exit code."""
+    """Run a recipe, and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
 
     def run(console: Console) -> None:
@@ -85,11 +85,11 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     """Run the recipe that the arguments name.
 
     Args:
-        explain: only print settings of the recipe: those of this word (`help_text`).
+        explain: only print the recipe's settings that match this word (`help_text`).
 
     Raises:
         HelpAsked, IsothermError, RunFailed, Interrupted, EngineError, NonFiniteError: see
-            `cluster.command`, which turns them to exit codes.
+            `cluster.command`, which maps them to exit codes.
     """
     name, given = arguments.take("recipe")
     if name is None:
@@ -134,9 +134,9 @@ def _run(config: CommonConfig, console: Console) -> None:
 
 
 def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
-    """Context with the Ray that the run needs if none is there; it comes up during the imports.
+    """Context manager that starts Ray, if the run needs it, concurrently with the imports.
 
-    A rehearsal starts its own, for the actors of its small run.
+    A rehearsal starts its own Ray, for the actors of its small run.
     """
     if config.cluster.local or config.only_plans or config.rehearses or not starts_here():
         return nullcontext()
@@ -155,7 +155,7 @@ def _refuse_truncation(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting that other recipes have: a teacher of rl, say."""
+    """Raise ConfigError for a setting of other recipes, such as a teacher for rl."""
     for key, value in given.items():
         if meant_by(CONFIGS[recipe], key):
             continue
