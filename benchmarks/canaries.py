@@ -88,7 +88,7 @@ def measure_copy(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
     """Median seconds that a copy of the teacher takes for a step's distributions, and a canary."""
     teachers = LocalTeachers({"": model}, dtype=torch.float32, device="cpu")
     [copy] = watched(teachers, None, token_budget=4096)
-    rows = CanaryRows.of(copy.answer(CopyQuestion(temperature=T)).info, T)
+    rows = CanaryRows.of(copy.answer(CopyQuestion(temperature=T)).scored.info, T)
     seconds: tuple[list[float], list[float]] = ([], [])
     for seed in range(config.rounds + 1):
         calls = step_of_rows(config, rows.vocab_size, seed)

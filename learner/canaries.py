@@ -23,7 +23,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.engine import EngineInfo, Score, ScoreRequest
-from distill.handshake.canary import CanaryRows, CanaryScores
+from distill.handshake.canary import CanaryAnswers, CanaryRows, CanaryScores
 from distill.models.loading import context_length, vocab_size
 from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.states import HiddenStates
@@ -62,16 +62,13 @@ class CopyAnswer:
         teacher: name of the teacher; None: the base of the adapter.
         digest: digest of all weights of the model on this worker.
         changed: names of tensors that have changed since the first request.
-        rows: canary rows that were scored.
-        answers: results, one for each entry of `CopyQuestion.company`.
+        scored: answers to the canary rows, one for each entry of `CopyQuestion.company`.
     """
 
     teacher: str | None
-    info: EngineInfo
     digest: str
     changed: tuple[str, ...]
-    rows: CanaryRows
-    answers: list[CanaryScores]
+    scored: CanaryAnswers
 
 
 class WatchedModel:
@@ -110,13 +107,12 @@ class WatchedModel:
         if self._first is None:
             self._first = sums
         rows = CanaryRows.of(self._info, question.temperature, given=self._listed)
+        answers = [self._answered(rows, company) for company in question.company]
         return CopyAnswer(
             teacher=self._teacher,
-            info=self._info,
             digest=digest_of(sums),
             changed=tuple(name for name, value in sums.items() if self._first.get(name) != value),
-            rows=rows,
-            answers=[self._answered(rows, company) for company in question.company],
+            scored=CanaryAnswers(self._info, rows, answers),
         )
 
     def _checksums(self) -> dict[str, str]:

@@ -33,7 +33,7 @@ from actors.sglang.weights import Use
 from distill.engine import WeightSource
 from distill.errors import EngineLost
 from distill.gpu_turn import GpuTurn
-from distill.handshake.canary import COMPANY, CanaryRows, FirstAnswers
+from distill.handshake.canary import COMPANY, CanaryAnswers, CanaryRows
 from distill.sampling import UNSCALED
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class TurnTakingEngine(HostedSglangEngine):
 
     def __init__(self, config: SglangConfig, *, server: SglangServer | None = None) -> None:
         super().__init__(config, server=server)
-        self._canary: tuple[int | None, FirstAnswers] | None = None  # weight version, its answers
+        self._canary: tuple[int | None, CanaryAnswers] | None = None  # weight version, its answers
         self._turns: asyncio.Task[None] | None = None
         self._sleeping = asyncio.Lock()  # held while the server sleeps, sleep and wake included
         self._change_s = 0.0  # duration of the last sleep and wake, without the time between them
@@ -159,14 +159,14 @@ class TurnTakingEngine(HostedSglangEngine):
             if (over or session.idle_s >= self._change_s) and turn.wanted:
                 return
 
-    async def _answers(self) -> FirstAnswers:
+    async def _answers(self) -> CanaryAnswers:
         """Score the canary rows with the current weights, before the server sleeps."""
         info = await self._info()
         rows = CanaryRows.of(info, UNSCALED)
         answers = [
             rows.answer(await self._score(rows.with_company(number), Use())) for number in COMPANY
         ]
-        first = FirstAnswers(info, rows, answers)
+        first = CanaryAnswers(info, rows, answers)
         if why := first.nondeterministic:
             raise EngineLost(f"{self._model} {why}")
         return first
@@ -177,9 +177,8 @@ class TurnTakingEngine(HostedSglangEngine):
         _, first = self._canary
         with self._spending("turns/proof"):
             scores = await self._score(first.rows.requests, Use())
-        verdict = first.judge(first.rows.answer(scores))
-        if not verdict.good:
+        if why := first.judge(first.rows.answer(scores)).why:
             raise EngineLost(
                 f"{self._model} woke up other than it fell asleep, by its answers to the same "
-                f"rows: {verdict.told()}"
+                f"rows: {why}"
             )

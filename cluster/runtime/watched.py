@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -17,10 +16,11 @@ from cluster.supervision.supervise import Member
 from distill.engine import Score
 from distill.handshake.canary import (
     COMPANY,
+    CanaryAnswers,
     CanaryRows,
     CanaryScores,
-    FirstAnswers,
-    Tolerance,
+    Drift,
+    Gaps,
     allowed,
     judge,
     outliers,
@@ -31,14 +31,6 @@ from learner.canaries import CopyAnswer, CopyQuestion
 
 # Number of changed tensors that a finding names.
 _NAMED = 3
-
-
-class Drift(NamedTuple):
-    """Gaps between a later answer and the first one; `why` describes a drift, "" if none."""
-
-    gap: float
-    mean: float
-    why: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +45,7 @@ class ScoringEngine:
         "that all replicas behind its address serve one model"
     )
     member: Member
-    first: FirstAnswers
+    first: CanaryAnswers
 
     @property
     def who(self) -> str:
@@ -71,8 +63,7 @@ class ScoringEngine:
         return worker.canary.remote(self.member.spec.name, self.who, requests, patience_s)
 
     def drift(self, answer: Sequence[Score]) -> Drift:
-        verdict = self.first.judge(self.first.rows.answer(answer))
-        return Drift(verdict.max_gap, verdict.mean_gap, "" if verdict.good else verdict.told())
+        return self.first.judge(self.first.rows.answer(answer))
 
 
 class Engines:
@@ -106,7 +97,7 @@ class Engines:
         for number in COMPANY:
             scores: list[Score] = await member.handle.score.remote(rows.with_company(number))
             answers.append(rows.answer(await with_states(scores)))
-        return ScoringEngine(member, FirstAnswers(info, rows, answers))
+        return ScoringEngine(member, CanaryAnswers(info, rows, answers))
 
     def inconsistent(self, engines: Sequence[ScoringEngine]) -> dict[str, str]:
         """Engines that differ from themselves or from others of their role, with reasons."""
@@ -119,25 +110,24 @@ class Engines:
                 by_name = firsts.setdefault(engine.member.spec.name, {})
                 by_name[engine.who] = engine.first.answers[0]
         dtypes = {engine.first.info.dtype for engine in engines}
-        between = [Tolerance.between(dtype, self._temperature) for dtype in dtypes]
-        loosest = max(between, key=lambda tolerance: tolerance.max_gap)
+        loosest = max(Gaps.between_kernels(dtype, self._temperature) for dtype in dtypes)
         for role, answers in firsts.items():
             rows = self._rows[role]
             if (anchor := self._anchors.get(role)) is None:
-                verdicts = outliers(answers, loosest, rows)
-                agreed = [first for name, first in answers.items() if name not in verdicts]
+                others = outliers(answers, loosest, rows)
+                agreed = [first for name, first in answers.items() if name not in others]
                 self._anchors |= {role: agreed[0]} if agreed else {}
             else:
-                verdicts = {n: judge(first, anchor, loosest, rows) for n, first in answers.items()}
+                others = {n: judge(each, anchor, loosest, rows).why for n, each in answers.items()}
             refused |= {
-                name: f"it is not the {role} that the others are: {verdict.told()}"
-                for name, verdict in verdicts.items()
-                if not verdict.good
+                name: f"it is not the {role} that the others are: {why}"
+                for name, why in others.items()
+                if why
             }
         return refused
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LearnerModel:
     """A frozen model on one worker of the learner: a copy of a teacher, or an adapter's base.
 
@@ -166,9 +156,9 @@ class LearnerModel:
         """Key of the weights that it has to hold, and their digest. Each worker has its share."""
         return ("learner", self.answer.teacher, self.rank), self.answer.digest
 
-    @cached_property
-    def first(self) -> FirstAnswers:
-        return FirstAnswers(self.answer.info, self.answer.rows, self.answer.answers)
+    @property
+    def first(self) -> CanaryAnswers:
+        return self.answer.scored
 
     def described(self) -> dict[str, Any]:
         return {"in_learner": True, **self.first.described(), "digest": self.answer.digest}
@@ -178,15 +168,13 @@ class LearnerModel:
 
     def drift(self, answer: Sequence[Sequence[CopyAnswer]]) -> Drift:
         own = answer[self.rank][self.place]
-        verdict = self.first.judge(own.answers[0])
+        drift = self.first.judge(own.scored.answers[0])
         told = []
         if own.changed:
             others = len(own.changed) - _NAMED
             more = f" and {others} other tensors" if others > 0 else ""
             told.append(f"{listed(list(own.changed[:_NAMED]))}{more} changed")
-        if not verdict.good:
-            told.append(verdict.told())
-        return Drift(verdict.max_gap, verdict.mean_gap, "; ".join(told))
+        return drift._replace(why="; ".join([*told, drift.why] if drift.why else told))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

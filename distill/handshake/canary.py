@@ -1,20 +1,20 @@
-"""Canaries: fixed rows that a frozen model scores repeatedly, and the tolerance of its answers.
+"""Canaries: fixed rows that a frozen model scores repeatedly, and how far its answers may differ.
 
-Pure: rows, answers, the tolerance that repeated answers give, verdicts.
+Pure: rows, answers, the differences that repeated answers allow, drifts.
 cluster/runtime/canaries.py decides which models are queried, and when.
 
     rows        random tokens, scored at T (and unscaled) and at 1.5 T, with as many listed tokens
                 as training requests, and hidden states where those ask for them: the same passes as
                 for real requests
-    tolerance   from the first answers, given several times in batches of different composition
-    verdict     on a later answer, always against the first one, so that a slow drift adds up
+    allowed     from the first answers, given several times in batches of different composition
+    drift       of a later answer, always from the first one, so that a slow one adds up
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from distill.handshake.comparison import (
     MEAN_SHARE,
     SECOND_TEMPERATURE_FACTOR,
     concatenated,
+    gaps,
     is_telling,
     not_divided,
     probe_prompts,
@@ -187,44 +188,32 @@ class CanaryScores:
         return np.concatenate([self.at_T_N, self.unscaled_N, self.at_other_N, self.listed_N])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """Allowed absolute difference of a model's log-probs from those of its first answer, in nats.
+class Gaps(NamedTuple):
+    """Differences of two answers, or how much of each is allowed; NaN if a value is not finite.
 
     Attributes:
-        max_gap, mean_gap: limits on the largest and on the mean difference.
-        states_gap: limit on the largest difference of the numbers of hidden states.
-        measured: the largest difference among the first answers.
+        largest, mean: |difference| of log-probs, in nats.
+        states: the largest |difference| of the numbers of hidden states.
     """
 
-    max_gap: float
-    mean_gap: float
-    states_gap: float
-    measured: float
+    largest: float
+    mean: float
+    states: float
 
     @classmethod
-    def of(cls, repeats: Sequence[CanaryScores], dtype: str, temperature: float) -> Tolerance:
-        """Tolerance from repeated answers to the same requests; the first is the reference."""
-        gaps = [_Gaps.of(other, repeats[0]) for other in repeats[1:]] or [_Gaps(0.0, 0.0, 0.0)]
-        largest, mean, states = (max(each) for each in zip(*gaps, strict=True))
-        most = tolerance_at(dtype, temperature)
-        return cls(
-            max_gap=allowed(largest, most),
-            mean_gap=allowed(mean, most * MEAN_SHARE),
-            states_gap=allowed(states, tolerance_at(dtype, UNSCALED)),  # states know no T
-            measured=largest,
-        )
+    def of(cls, a: CanaryScores, b: CanaryScores) -> Gaps:
+        with np.errstate(invalid="ignore"):
+            states_N = np.abs(a.states_N.astype(np.float64) - b.states_N)
+        return cls(*gaps(a.logprobs_N, b.logprobs_N), float(states_N.max(initial=0.0)))
 
     @classmethod
-    def between(cls, dtype: str, temperature: float) -> Tolerance:
-        """Tolerance between two replicas of one model: the handshake's between two kernels."""
+    def between_kernels(cls, dtype: str, temperature: float) -> Gaps:
+        """Allowed between two replicas of one model: what the handshake allows two kernels."""
         most = tolerance_at(dtype, temperature)
-        return cls(
-            max_gap=most,
-            mean_gap=most * MEAN_SHARE,
-            states_gap=tolerance_at(dtype, UNSCALED),
-            measured=0.0,
-        )
+        return cls(most, most * MEAN_SHARE, tolerance_at(dtype, UNSCALED))  # states know no T
+
+    def within(self, allowed: Gaps) -> bool:
+        return all(gap <= most for gap, most in zip(self, allowed, strict=True))
 
 
 def allowed(measured: float, most: float) -> float:
@@ -232,79 +221,65 @@ def allowed(measured: float, most: float) -> float:
     return min(most, max(_ALLOWED_TIMES * measured, _ALLOWED_SHARE * most))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryVerdict:
-    """Comparison of an answer with the model's first one, or with those of its role's replicas.
+class Drift(NamedTuple):
+    """Gaps between an answer and the one that it must equal; `why` is "" if it does."""
 
-    Attributes:
-        cause: known fault that explains the difference; "" if none does.
-    """
+    gap: float
+    mean: float
+    why: str
 
-    max_gap: float
-    mean_gap: float
-    states_gap: float
-    tolerance: Tolerance
-    cause: str = ""
 
-    @property
-    def good(self) -> bool:
-        return self._same_logprobs and self.states_gap <= self.tolerance.states_gap
-
-    @property
-    def _same_logprobs(self) -> bool:
-        return (
-            math.isfinite(self.max_gap)
-            and self.max_gap <= self.tolerance.max_gap
-            and self.mean_gap <= self.tolerance.mean_gap
+def judge(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: CanaryRows) -> Drift:
+    """Compare an answer with the model's first one, or with those of its role's replicas."""
+    found = Gaps.of(answer, first)
+    why = ""
+    if not math.isfinite(found.largest):
+        why = "some of its log-probs are not finite"
+    elif not found._replace(states=0.0).within(allowed):
+        why = (
+            f"up to {found.largest:.3g} nats (mean {found.mean:.3g}; allowed "
+            f"{allowed.largest:.3g}, mean {allowed.mean:.3g}): "
+            f"{_cause(answer, first, allowed, rows)}"
         )
-
-    def told(self) -> str:
-        """Description of the difference, with its cause if that is known."""
-        if not math.isfinite(self.max_gap):
-            return "some of its log-probs are not finite"
-        if self._same_logprobs:
-            return (
-                f"its hidden states moved by {self.states_gap:.3g} (allowed "
-                f"{self.tolerance.states_gap:.3g}), and its log-probs by no more than is allowed"
-            )
-        far = (
-            f"up to {self.max_gap:.3g} nats (mean {self.mean_gap:.3g}; allowed "
-            f"{self.tolerance.max_gap:.3g}, mean {self.tolerance.mean_gap:.3g})"
+    elif not found.within(allowed):
+        why = (
+            f"its hidden states moved by {found.states:.3g} (allowed {allowed.states:.3g}), and "
+            "its log-probs by no more than is allowed"
         )
-        return far + (f": {self.cause}" if self.cause else "")
-
-
-def judge(
-    answer: CanaryScores, first: CanaryScores, tolerance: Tolerance, rows: CanaryRows
-) -> CanaryVerdict:
-    """Verdict on a later answer."""
-    gaps = _Gaps.of(answer, first)
-    verdict = CanaryVerdict(**gaps._asdict(), tolerance=tolerance)
-    if verdict.good:
-        return verdict
-    return replace(verdict, cause=_cause(answer, first, tolerance, rows))
+    return Drift(found.largest, found.mean, why)
 
 
 @dataclass(frozen=True, eq=False)
-class FirstAnswers:
-    """First answers of a model that gives log-probs, to the same rows in batches of many shapes."""
+class CanaryAnswers:
+    """Answers of a model to the same rows, in batches of many shapes; the first is the reference.
+
+    Attributes:
+        info: description of the model, which gives log-probs.
+    """
 
     info: EngineInfo
     rows: CanaryRows
     answers: Sequence[CanaryScores]
 
     @cached_property
-    def tolerance(self) -> Tolerance:
-        return Tolerance.of(self.answers, self.info.dtype, self.rows.temperature)
+    def measured(self) -> Gaps:
+        """The largest differences among these answers."""
+        found = [Gaps.of(answer, self.answers[0]) for answer in self.answers]
+        return Gaps(*map(max, zip(*found, strict=True)))
 
-    def judge(self, answer: CanaryScores) -> CanaryVerdict:
-        return judge(answer, self.answers[0], self.tolerance, self.rows)
+    @cached_property
+    def allowed(self) -> Gaps:
+        """Allowed differences of later answers from the first of these."""
+        most = Gaps.between_kernels(self.info.dtype, self.rows.temperature)
+        return Gaps(*map(allowed, self.measured, most))
+
+    def judge(self, answer: CanaryScores) -> Drift:
+        return judge(answer, self.answers[0], self.allowed, self.rows)
 
     @property
     def nondeterministic(self) -> str:
-        """Description of first answers that differ from one another; "" if none do."""
-        verdicts = [self.judge(each) for each in self.answers]
-        told = (verdict.told() for verdict in verdicts if not verdict.good)
+        """Description of answers that differ from one another; "" if none do."""
+        told = (drift.why for drift in map(self.judge, self.answers) if drift.why)
         return next((f"answers the same rows otherwise: {each}" for each in told), "")
 
     def described(self) -> dict[str, Any]:
@@ -314,36 +289,17 @@ class FirstAnswers:
             "dtype": self.info.dtype,
             "scaling": self.info.temperature_scaling,
             "answers": len(self.answers),
-            "measured": self.tolerance.measured,
-            "allowed": self.tolerance.max_gap,
+            "measured": self.measured.largest,
+            "allowed": self.allowed.largest,
         }
 
 
-class _Gaps(NamedTuple):
-    """Largest and mean |difference| of log-probs, and the largest of the numbers of hidden states;
-    NaN if a value is not finite."""
-
-    max_gap: float
-    mean_gap: float
-    states_gap: float
-
-    @classmethod
-    def of(cls, a: CanaryScores, b: CanaryScores) -> _Gaps:
-        with np.errstate(invalid="ignore"):
-            gap_N = np.abs(a.logprobs_N.astype(np.float64) - b.logprobs_N)
-            states_N = np.abs(a.states_N.astype(np.float64) - b.states_N)
-        return cls(float(gap_N.max()), float(gap_N.mean()), float(states_N.max(initial=0.0)))
-
-
-def _cause(
-    answer: CanaryScores, first: CanaryScores, tolerance: Tolerance, rows: CanaryRows
-) -> str:
-    if not np.isfinite(answer.at_T_N).all():
-        return ""
+def _cause(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: CanaryRows) -> str:
+    """Fault that explains an answer which differs from the first one."""
     if empty := _empty(answer, rows):
         return empty
     undivided = float(np.abs(answer.at_T_N - first.unscaled_N).max())
-    if is_telling(rows.temperature) and undivided <= tolerance.max_gap:
+    if is_telling(rows.temperature) and undivided <= allowed.largest:
         return "its log-probs are not divided by T any more"
     return "it holds other weights than at first, or computes otherwise"
 
@@ -381,17 +337,13 @@ def first_fault(answer: CanaryScores, rows: CanaryRows) -> str:
 
 
 def outliers(
-    answers: Mapping[str, CanaryScores], tolerance: Tolerance, rows: CanaryRows
-) -> dict[str, CanaryVerdict]:
-    """Verdicts on the replicas of one model that differ from their median; of two, on both."""
+    answers: Mapping[str, CanaryScores], allowed: Gaps, rows: CanaryRows
+) -> dict[str, str]:
+    """Differences of one model's replicas from their median, by name; of two, of both."""
     if len(answers) < 2:
         return {}
     if len(answers) == 2:
-        (a, one), (b, another) = answers.items()
-        verdicts = {
-            a: judge(one, another, tolerance, rows),
-            b: judge(another, one, tolerance, rows),
-        }
+        references = dict(zip(answers, list(answers.values())[::-1], strict=True))
     else:
         middle = CanaryScores(
             **{
@@ -401,5 +353,6 @@ def outliers(
                 for each in fields(CanaryScores)
             }
         )
-        verdicts = {name: judge(each, middle, tolerance, rows) for name, each in answers.items()}
-    return {name: verdict for name, verdict in verdicts.items() if not verdict.good}
+        references = dict.fromkeys(answers, middle)
+    found = {n: judge(answer, references[n], allowed, rows).why for n, answer in answers.items()}
+    return {name: why for name, why in found.items() if why}

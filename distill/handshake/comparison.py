@@ -129,7 +129,7 @@ def compare(
     it, and with itself in everything else. The first suspicion that fits explains a disagreement.
     """
     floored = [np.maximum(values_N, FLOOR) for values_N in (logprobs_N, reference_logprobs_N)]
-    max_gap, mean_gap = _gaps(*floored)
+    max_gap, mean_gap = gaps(*floored)
     comparison = Comparison(
         party=party,
         reference=reference,
@@ -163,7 +163,7 @@ def compare_with_law(
         server: an SGLang server is compared, which has mistakes of its own to suspect.
     """
     expected_N = unscaled_difference_N / np.float32(temperature)
-    max_gap, mean_gap = _gaps(difference_N, expected_N)
+    max_gap, mean_gap = gaps(difference_N, expected_N)
     comparison = Comparison(
         party=party,
         reference="the temperature law",
@@ -236,8 +236,8 @@ def other_weights(engine: str, arbiter: str) -> str:
     )
 
 
-def _gaps(a_N: FloatArray, b_N: FloatArray) -> tuple[float, float]:
-    """(largest, mean) |difference|; NaN where either is not finite."""
+def gaps(a_N: FloatArray, b_N: FloatArray) -> tuple[float, float]:
+    """The largest and the mean |difference|; NaN if a value is not finite."""
     assert a_N.shape == b_N.shape and len(a_N) > 0
     with np.errstate(invalid="ignore"):
         gap_N = np.abs(a_N.astype(np.float64) - b_N)
@@ -248,7 +248,7 @@ def _explained(comparison: Comparison, suspicions: Sequence[Suspicion]) -> Compa
     if comparison.agrees:
         return comparison
     for suspicion in suspicions:
-        max_gap, mean_gap = _gaps(suspicion.logprobs_N, suspicion.mistaken_N)
+        max_gap, mean_gap = gaps(suspicion.logprobs_N, suspicion.mistaken_N)
         if max_gap <= comparison.tolerance and mean_gap <= comparison.mean_tolerance:
             return replace(comparison, diagnosis=suspicion.diagnosis, culprit=suspicion.culprit)
     return comparison

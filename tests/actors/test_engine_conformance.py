@@ -23,7 +23,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
-from distill.handshake.canary import COMPANY, CanaryRows, CanaryScores, Tolerance, judge
+from distill.handshake.canary import COMPANY, CanaryAnswers, CanaryRows, CanaryScores
 from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.stops import StopTokens
@@ -713,15 +713,13 @@ def test_canaries_see_other_weights_and_the_old_ones_again(engine_at_version_0: 
     def answer(company: int) -> CanaryScores:
         return rows.answer(party.run(party.engine.score(rows.with_company(company))))
 
-    repeats = [answer(company) for company in COMPANY]
-    tolerance = Tolerance.of(repeats, info.dtype, 0.7)
-    assert tolerance.measured < 1e-4 and repeats[0].listed_N.size
-    assert judge(answer(3), repeats[0], tolerance, rows).good
+    first = CanaryAnswers(info, rows, [answer(company) for company in COMPANY])
+    assert first.measured.largest < 1e-4 and first.answers[0].listed_N.size
+    assert not first.judge(answer(3)).why
     party.load(party.other_model, 1)
-    verdict = judge(answer(0), repeats[0], tolerance, rows)
-    assert not verdict.good and "other weights" in verdict.told()
+    assert "other weights" in first.judge(answer(0)).why
     party.load(party.model, 0)
-    assert judge(answer(0), repeats[0], tolerance, rows).good
+    assert not first.judge(answer(0)).why
 
 
 def test_a_bundle_that_does_not_fit_leaves_the_old_weights(party: Party) -> None:

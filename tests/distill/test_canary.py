@@ -9,10 +9,9 @@ from distill.engine import Score, ScoreRequest
 from distill.handshake.canary import (
     COMPANY,
     NUM_ROWS,
+    CanaryAnswers,
     CanaryRows,
-    CanaryScores,
-    Tolerance,
-    judge,
+    Gaps,
     outliers,
 )
 from distill.handshake.comparison import TOLERANCE
@@ -84,9 +83,9 @@ class Model:
         return scores
 
 
-def introduced(model: Model, rows: CanaryRows, dtype: str) -> tuple[CanaryScores, Tolerance]:
+def introduced(model: Model, rows: CanaryRows, dtype: str) -> CanaryAnswers:
     repeats = [rows.answer(model.score(rows.with_company(number))) for number in COMPANY]
-    return repeats[0], Tolerance.of(repeats, dtype, T)
+    return CanaryAnswers(replace(INFO, dtype=dtype), rows, repeats)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -94,42 +93,45 @@ def test_noise_raises_no_alarm_and_other_weights_always_do(dtype: str) -> None:
     rows = CanaryRows.of(INFO, T, given=5, states=True)
     for seed in range(10):
         model = Model(seed, dtype)
-        first, tolerance = introduced(model, rows, dtype)
+        first = introduced(model, rows, dtype)
         for _ in range(8):
-            assert judge(rows.answer(model.score(list(rows.requests))), first, tolerance, rows).good
+            assert not first.judge(rows.answer(model.score(list(rows.requests)))).why
         other = Model(seed + 100, dtype)
-        verdict = judge(rows.answer(other.score(list(rows.requests))), first, tolerance, rows)
-        assert not verdict.good and "other weights" in verdict.told()
+        assert "other weights" in first.judge(rows.answer(other.score(list(rows.requests)))).why
 
 
 def test_the_tolerance_is_that_of_the_first_answers_within_bounds() -> None:
-    rows = CanaryRows.of(INFO, T)
+    rows = CanaryRows.of(INFO, 1.0)
     model = Model(0)
     model.noise = 2**-13
     repeats = [rows.answer(model.score(list(rows.requests))) for _ in range(4)]
     gaps = [np.abs(each.logprobs_N.astype(float) - repeats[0].logprobs_N) for each in repeats]
-    tolerance = Tolerance.of(repeats, "float16", 1.0)
-    assert 0.00625 < tolerance.measured < 0.05, "between the bounds that are tried below"
-    assert tolerance.measured == pytest.approx(max(gap_N.max() for gap_N in gaps))
-    assert tolerance.max_gap == pytest.approx(4 * tolerance.measured)
-    assert tolerance.mean_gap == pytest.approx(4 * max(gap_N.mean() for gap_N in gaps))
+    info = replace(INFO, dtype="float16")
+    first = CanaryAnswers(info, rows, repeats)
+    measured, allowed = first.measured, first.allowed
+    assert 0.00625 < measured.largest < 0.05, "between the bounds that are tried below"
+    assert measured.largest == pytest.approx(max(gap_N.max() for gap_N in gaps))
+    assert allowed.largest == pytest.approx(4 * measured.largest)
+    assert allowed.mean == pytest.approx(4 * max(gap_N.mean() for gap_N in gaps))
     # A quiet one has an eighth of what the handshake allows, and a wild one no more than that.
-    assert Tolerance.of(repeats[:1], "float16", 1.0).max_gap == TOLERANCE["float16"] / 8
-    assert Tolerance.of(repeats, "float32", 0.5).max_gap == 2 * TOLERANCE["float32"]
+    quiet = CanaryAnswers(info, rows, repeats[:1])
+    assert quiet.allowed.largest == TOLERANCE["float16"] / 8
+    wild = CanaryAnswers(replace(INFO, dtype="float32"), CanaryRows.of(INFO, 0.5), repeats)
+    assert wild.allowed.largest == 2 * TOLERANCE["float32"]
 
 
 def test_a_slow_drift_adds_up() -> None:
     """Each step is far below the tolerance; the answers are held against the first ones."""
     rows = CanaryRows.of(INFO, T)
     model = Model(3, "bfloat16")
-    first, tolerance = introduced(model, rows, "bfloat16")
+    first = introduced(model, rows, "bfloat16")
     direction_HV = np.random.default_rng(9).normal(size=model.head_HV.shape) * 0.004
-    before, good = first, 0
+    before, good = first.answers[0], 0
     while True:
         model.head_HV += direction_HV
         answer = rows.answer(model.score(list(rows.requests)))
-        assert judge(answer, before, tolerance, rows).good, "one step of it is seen by nobody"
-        if not judge(answer, first, tolerance, rows).good:
+        assert Gaps.of(answer, before).within(first.allowed), "one step of it is seen by nobody"
+        if first.judge(answer).why:
             break
         before, good = answer, good + 1
         assert good < 100
@@ -139,18 +141,18 @@ def test_a_slow_drift_adds_up() -> None:
 def test_known_mistakes_are_named() -> None:
     rows = CanaryRows.of(INFO, T)
     model = Model(4)
-    first, tolerance = introduced(model, rows, "float32")
+    first = introduced(model, rows, "float32")
     zeros = Model(4)
     zeros.head_HV[:] = 0
-    verdict = judge(rows.answer(zeros.score(list(rows.requests))), first, tolerance, rows)
-    assert not verdict.good and verdict.told().endswith("is -ln 64, so its weights are empty")
-    undivided = judge(rows.answer(model.score(list(rows.requests), 1.0)), first, tolerance, rows)
-    assert not undivided.good and "not divided by T any more" in undivided.told()
+    empty = first.judge(rows.answer(zeros.score(list(rows.requests))))
+    assert empty.why.endswith("is -ln 64, so its weights are empty")
+    undivided = first.judge(rows.answer(model.score(list(rows.requests), 1.0)))
+    assert "not divided by T any more" in undivided.why
     broken = Model(4)
     broken.head_HV[0, 0] = np.nan
     with np.errstate(invalid="ignore"):
-        verdict = judge(rows.answer(broken.score(list(rows.requests))), first, tolerance, rows)
-    assert not verdict.good and verdict.told() == "some of its log-probs are not finite"
+        drift = first.judge(rows.answer(broken.score(list(rows.requests))))
+    assert drift.why == "some of its log-probs are not finite"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -161,20 +163,18 @@ def test_hidden_states_that_change_are_found_beside_log_probs_that_do_not(
     """The head in the learner is given the states, and the server's log-probs are its own."""
     rows = CanaryRows.of(INFO, T, states=True)
     model = Model(5, dtype)
-    first, tolerance = introduced(model, rows, dtype)
+    first = introduced(model, rows, dtype)
     changed = [
         score
         if score.states is None
         else replace(score, states=replace(score.states, values_NH=score.states.values_NH * factor))
         for score in model.score(list(rows.requests))
     ]
-    verdict = judge(rows.answer(changed), first, tolerance, rows)
-    assert not verdict.good
-    assert "its hidden states moved" in verdict.told()
+    assert "its hidden states moved" in first.judge(rows.answer(changed)).why
 
 
 def test_the_odd_one_of_several_replicas_is_known_and_of_two_both_are() -> None:
-    rows, between = CanaryRows.of(INFO, T), Tolerance.between("float32", T)
+    rows, between = CanaryRows.of(INFO, T), Gaps.between_kernels("float32", T)
     answers = {
         name: rows.answer(Model(seed).score(list(rows.requests)))
         for name, seed in {"a": 1, "b": 2, "c": 1}.items()

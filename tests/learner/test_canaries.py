@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.handshake.canary import Tolerance, judge
+from distill.handshake.canary import Drift
 from learner.canaries import CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig
 from learner.frozen import FrozenModel, LocalTeachers
@@ -41,15 +41,14 @@ def copy(teachers: LocalTeachers) -> WatchedModel:
     return copy
 
 
-def verdict_on(answer: CopyAnswer, first: CopyAnswer) -> Any:
-    tolerance = Tolerance.of(first.answers, first.info.dtype, T)
-    return judge(answer.answers[0], first.answers[0], tolerance, first.rows)
+def drift_of(answer: CopyAnswer, first: CopyAnswer) -> Drift:
+    return first.scored.judge(answer.scored.answers[0])
 
 
 def test_an_answer_is_read_off_the_distribution_that_the_loss_is_given(
     teachers: LocalTeachers, copy: WatchedModel
 ) -> None:
-    answer = copy.answer(AGAIN)
+    answer = copy.answer(AGAIN).scored
     at_T = [request for request in answer.rows.requests if len(request.temperatures) == 2]
     rows = [
         training_row(1, len(request.tokens_T) - 1, temperature=T, tokens_T=request.tokens_T)
@@ -67,9 +66,9 @@ def test_one_number_that_changes_in_a_weight_is_found_and_named(
     """A change that no row shows: the embedding of a token that is in none of them."""
     first = copy.answer(FIRST)
     again = copy.answer(AGAIN)
-    assert again.changed == () and again.digest == first.digest and verdict_on(again, first).good
+    assert again.changed == () and again.digest == first.digest and not drift_of(again, first).why
     embedding = next(copy_in(teachers).model.parameters())
-    seen = {int(token) for request in first.rows.requests for token in request.tokens_T}
+    seen = {int(token) for request in first.scored.rows.requests for token in request.tokens_T}
     unseen = next(token for token in range(160) if token not in seen)
     with torch.no_grad():
         embedding[unseen, 3] += 1e-3
@@ -87,8 +86,7 @@ def test_a_pass_at_another_temperature_leaves_the_weights_and_is_found(
     at_T = head.log_distribution
     monkeypatch.setattr(head, "log_distribution", lambda hidden, t, w: at_T(hidden, t * 0 + 1, w))
     moved = copy.answer(AGAIN)
-    assert moved.changed == () and not verdict_on(moved, first).good
-    assert "not divided by T" in verdict_on(moved, first).cause
+    assert moved.changed == () and "not divided by T" in drift_of(moved, first).why
 
 
 def test_an_adapter_s_base_is_watched_and_the_adapter_is_not(new_learner: NewLearner) -> None:
@@ -100,12 +98,12 @@ def test_an_adapter_s_base_is_watched_and_the_adapter_is_not(new_learner: NewLea
             if parameter.requires_grad:
                 parameter.add_(0.1)
     [[same]] = learner.canary(WITH_BASE)
-    assert same.changed == () and verdict_on(same, first).good
+    assert same.changed == () and not drift_of(same, first).why
     with torch.no_grad():
         frozen = next(p for p in learner.model.parameters() if not p.requires_grad)
         frozen.add_(0.1)
     [[moved]] = learner.canary(WITH_BASE)
-    assert len(moved.changed) == 1 and not verdict_on(moved, first).good
+    assert len(moved.changed) == 1 and drift_of(moved, first).why
 
 
 def _story(leader: Learner, _given: dict[str, Any]) -> Any:
