@@ -80,7 +80,7 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
                 settings = PushSettings(
                     choice=choice, served=config.hosted, device="cpu",
                     directory=str(directory / "weights"), model=str(directory / "model"),
-                    temperature=1.0, learner_dtype="float32", probe_every=0, prove_every=0,
+                    temperature=1.0, dtype="float32", probe_every=0, prove_every=0,
                     timeout_s=60,
                 )  # fmt: skip
                 [transport] = choose_transports(settings, {name: engine}, learner.lender_places())

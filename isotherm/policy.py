@@ -237,7 +237,7 @@ class Policy(Samples):
             directory="",
             model=self._config.model,
             temperature=UNSCALED,
-            learner_dtype=self._config.dtype,
+            dtype=self._config.dtype,
             probe_every=0,  # a probe scores rows at the T of a run; there is no such T here
             prove_every=0,  # one process: the sampler copies the weights directly
             timeout_s=_PUSH_TIMEOUT_S,

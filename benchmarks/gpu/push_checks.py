@@ -44,7 +44,7 @@ def _push(setting: Setting, choice: WeightsChoice, served: bool) -> Numbers:
         {"engine": engine},
         PushSettings(
             choice=choice, served=served, device=setting.device, directory=setting.scratch,
-            model=model, temperature=TEMPERATURE, learner_dtype=setting.dtype,
+            model=model, temperature=TEMPERATURE, dtype=setting.dtype,
             probe_every=1, prove_every=1, timeout_s=COLD_START_S,
             gpus=1,
         ),

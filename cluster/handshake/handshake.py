@@ -91,15 +91,20 @@ def scored_by(engine: ScoringModel) -> LearnerLogprobs:
     """Use an engine that is known to hold the learner's weights as `LearnerLogprobs`."""
 
     async def logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        requests = [
-            ScoreRequest(
-                tokens_T=row.tokens_T, start=row.first_trained, temperatures=(row.temperature,)
-            )
-            for row in rows_D
-        ]
-        return [score.logprobs_by_temperature[0] for score in await engine.score(requests)]
+        scores = await engine.score(score_requests(rows_D))
+        return [score.logprobs_by_temperature[0] for score in scores]
 
     return logprobs
+
+
+def score_requests(rows_D: Sequence[TrainingRow]) -> list[ScoreRequest]:
+    """Requests for the log-probs of the rows' trained tokens, each at its row's temperature."""
+    return [
+        ScoreRequest(
+            tokens_T=row.tokens_T, start=row.first_trained, temperatures=(row.temperature,)
+        )
+        for row in rows_D
+    ]
 
 
 async def handshake(

@@ -63,6 +63,7 @@ from cluster.supervision.supervise import (
 )
 from cluster.weights.transport import PushSettings
 from distill.envs.base import EnvStream
+from distill.handshake.comparison import looser
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
 from distill.rewards.length import LengthRules
@@ -366,7 +367,9 @@ class RolloutCast:
             directory=str(self.directory.path / "weights"),
             model=config.model.path,
             temperature=config.sampling.temperature,
-            learner_dtype=choose_dtype(config.learner.dtype, device),
+            dtype=looser(
+                config.engine.dtype_on(device), choose_dtype(config.learner.dtype, device)
+            ),
             probe_every=probe_every,
             prove_every=prove_every,
             timeout_s=config.cluster.no_progress_s,

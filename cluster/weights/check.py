@@ -27,11 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.handshake.handshake import probe_row
+from cluster.handshake.handshake import probe_row, score_requests
 from cluster.weights.transport import PushSettings, collect
-from distill.engine import Score, ScoreRequest
+from distill.engine import Score
 from distill.errors import CalibrationError
-from distill.handshake.comparison import Comparison, compare, concatenated, looser, probe_prompts
+from distill.handshake.comparison import Comparison, compare, concatenated, probe_prompts
+from distill.models.loading import context_length, load_config, vocab_size
 from distill.objective.batching import TrainingRow
 from distill.pace import Progress
 from distill.types import FloatArray
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 Logprobs = Callable[[Sequence[TrainingRow]], list[FloatArray]]
 
 NUM_ROWS = 2
-# Requests, as the log names them.
-_SCORES, _DIGESTS = "answer the weight probe", "return the checksums of its weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,24 +61,6 @@ class Expected:
     logprobs_N: FloatArray | None = None
     adapted: bool | None = None
     digests: Digests | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ProbeRows:
-    """Fixed rows, as the learner and as engines score them, and the looser of both dtypes."""
-
-    rows: Sequence[TrainingRow]
-    requests: Sequence[ScoreRequest]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Questions:
-    """Expected answers and the pending ones, by engine."""
-
-    expected: Expected
-    scores: Mapping[str, Any]
-    digests: Mapping[str, Any]
 
 
 class PushCheck:
@@ -104,16 +85,15 @@ class PushCheck:
         self._base_logprobs = base_logprobs if settings.choice == "adapter" else None
         self._base_N: FloatArray | None = None  # of the rows, which never change
         self._told_void = False
-        self._rows: _ProbeRows | None = None  # made with the first engine's vocabulary
+        self._rows_D = _probe_rows(settings) if settings.probe_every else []
         self._shard_rules: dict[str, ShardRule] | None = None  # of the first digests
         self._ranks = 0
-        self._asked: _Questions | None = None
+        # What is expected, and the pending scores and digests, by engine.
+        self._asked: tuple[Expected, Mapping[str, Any], Mapping[str, Any]] | None = None
 
     def is_ready(self, version: int) -> bool:
         """True if `expect` asks no engine, so that it may precede the acknowledgements."""
-        return (self._rows is not None or not self._is_probed(version)) and (
-            self._shard_rules is not None or not self._is_proven(version)
-        )
+        return self._shard_rules is not None or not self._is_proven(version)
 
     def expect(self, version: int, weights: Weights) -> Expected:
         """Compute the learner's side; call while the learner holds `weights`.
@@ -122,11 +102,9 @@ class PushCheck:
         """
         self._progress.mark()
         logprobs_N = adapted = digests = None
-        if self._is_probed(version):
-            self._rows = self._rows or self._new_rows()
-            if self._rows is not None:
-                logprobs_N = concatenated(self._learner_logprobs(self._rows.rows))
-                adapted = self._is_adapted(version, logprobs_N)
+        if self._is_due(self._settings.probe_every, version):
+            logprobs_N = concatenated(self._learner_logprobs(self._rows_D))
+            adapted = self._is_adapted(version, logprobs_N)
         if self._is_proven(version):
             if self._shard_rules is None:
                 self._find_shard_rules(weights)
@@ -138,12 +116,12 @@ class PushCheck:
         """Send the requests; call once every engine has acknowledged the version."""
         assert self._asked is None, "settle() comes first: an engine would answer for newer weights"
         scores = digests = {}
-        if expected.logprobs_N is not None and self._rows is not None:
-            requests = self._rows.requests
+        if expected.logprobs_N is not None:
+            requests = score_requests(self._rows_D)
             scores = {name: engine.score.remote(requests) for name, engine in self._engines.items()}
         if expected.digests is not None:
-            digests = _ask_digests(self._engines)
-        self._asked = _Questions(expected, scores, digests)
+            digests = self._ask_digests()
+        self._asked = expected, scores, digests
 
     def settle(self) -> dict[str, float]:
         """Collect the answers; call before the next push and at the end of a run.
@@ -158,21 +136,18 @@ class PushCheck:
         """
         if self._asked is None:
             return {}
-        asked, self._asked = self._asked, None
+        (expected, scoring, digesting), self._asked = self._asked, None
         found: dict[str, float] = {}
-        if scores := self._collect(asked.scores, _SCORES):
-            gaps = [self._gap(asked.expected, name, each) for name, each in scores.items()]
+        if scores := self._collect(scoring, "answer the weight probe"):
+            gaps = [self._gap(expected, name, each) for name, each in scores.items()]
             found["push/probe_gap"] = max(gaps)
-            if asked.expected.adapted is not None:
-                found["push/void"] = float(not asked.expected.adapted)
-        if served := self._collect(asked.digests, _DIGESTS):
-            shares = [proven_share(asked.expected, name, each) for name, each in served.items()]
-            require_alike(asked.expected.version, served)
+            if expected.adapted is not None:
+                found["push/void"] = float(not expected.adapted)
+        if served := self._collect_digests(digesting):
+            shares = [_proven_share(expected, name, each) for name, each in served.items()]
+            _require_alike(expected.version, served)
             found["push/proven"] = min(shares)
         return found
-
-    def _is_probed(self, version: int) -> bool:
-        return self._is_due(self._settings.probe_every, version)
 
     def _is_proven(self, version: int) -> bool:
         due = self._is_due(self._settings.prove_every, version)
@@ -183,10 +158,10 @@ class PushCheck:
 
     def _is_adapted(self, version: int, logprobs_N: FloatArray) -> bool | None:
         """True if an engine without the adapter would be found; None if none is pushed."""
-        if self._base_logprobs is None or self._rows is None:
+        if self._base_logprobs is None:
             return None
         if self._base_N is None:
-            self._base_N = concatenated(self._base_logprobs(self._rows.rows))
+            self._base_N = concatenated(self._base_logprobs(self._rows_D))
         adapted = not self._compared("the base", self._base_N, logprobs_N).agrees
         if not (adapted or self._told_void):
             logger.warning(
@@ -199,10 +174,9 @@ class PushCheck:
         return adapted
 
     def _compared(self, name: str, their_N: FloatArray, logprobs_N: FloatArray) -> Comparison:
-        assert self._rows is not None
         return compare(
             name, their_N, "learner", logprobs_N,
-            temperature=self._settings.temperature, dtype=self._rows.dtype,
+            temperature=self._settings.temperature, dtype=self._settings.dtype,
         )  # fmt: skip
 
     def _collect(self, pending: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -212,23 +186,11 @@ class PushCheck:
             logger.warning("%s did not %s: %s", name, what, why)
         return {name: answer for name, answer in answers.values.items() if answer}
 
-    def _new_rows(self) -> _ProbeRows | None:
-        """Rows for the engines' vocabulary. None if the engine that was asked has just died."""
-        name, engine = next(iter(self._engines.items()))
-        if (info := self._collect({name: engine.info.remote()}, "answer").get(name)) is None:
-            return None
-        prompts = probe_prompts(info.vocab_size, info.context_length)
-        # The longest: a cached prefix of old weights has to have something to be cached of.
-        chains = sorted(prompts, key=len)[-NUM_ROWS:]
-        rows = [probe_row(c, max(1, len(c) // 2), self._settings.temperature) for c in chains]
-        requests = [
-            ScoreRequest(
-                tokens_T=row.tokens_T, start=row.first_trained, temperatures=(row.temperature,)
-            )
-            for row in rows
-        ]
-        dtype = looser(info.dtype, self._settings.learner_dtype)
-        return _ProbeRows(rows=rows, requests=requests, dtype=dtype)
+    def _ask_digests(self) -> dict[str, Any]:
+        return {name: engine.weight_checksums.remote() for name, engine in self._engines.items()}
+
+    def _collect_digests(self, pending: Mapping[str, Any]) -> dict[str, Digests]:
+        return self._collect(pending, "return the checksums of its weights")
 
     def _gap(self, expected: Expected, name: str, scores: Sequence[Score]) -> float:
         assert expected.logprobs_N is not None
@@ -246,11 +208,7 @@ class PushCheck:
 
     def _find_shard_rules(self, weights: Weights) -> None:
         """Find out how the engines make their parameters of what is sent, from one that answers."""
-        answers = (
-            self._collect(_ask_digests({name: engine}), _DIGESTS)
-            for name, engine in self._engines.items()
-        )
-        served: Digests | None = next((d for some in answers for d in some.values()), None)
+        served = next(iter(self._collect_digests(self._ask_digests()).values()), None)
         if served is None:
             return
         self._ranks, self._shard_rules = len(served), find_shard_rules(served, weights)
@@ -264,11 +222,15 @@ class PushCheck:
             )
 
 
-def _ask_digests(engines: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: engine.weight_checksums.remote() for name, engine in engines.items()}
+def _probe_rows(settings: PushSettings) -> list[TrainingRow]:
+    config = load_config(settings.model)
+    prompts = probe_prompts(vocab_size(config), context_length(config))
+    # The longest: a cached prefix of old weights has to have something to be cached of.
+    chains = sorted(prompts, key=len)[-NUM_ROWS:]
+    return [probe_row(c, max(1, len(c) // 2), settings.temperature) for c in chains]
 
 
-def proven_share(expected: Expected, name: str, served: Digests) -> float:
+def _proven_share(expected: Expected, name: str, served: Digests) -> float:
     """Share of an engine's parameters that are proven to be what was sent.
 
     Raises:
@@ -287,7 +249,7 @@ def proven_share(expected: Expected, name: str, served: Digests) -> float:
     return len(expected.digests[0]) / len(served[0])
 
 
-def require_alike(version: int, served: Mapping[str, Digests]) -> None:
+def _require_alike(version: int, served: Mapping[str, Digests]) -> None:
     """Raise CalibrationError if engines of equally many ranks hold different parameters."""
     firsts: dict[int, str] = {}  # by the number of ranks
     for name, digests in served.items():

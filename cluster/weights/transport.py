@@ -35,7 +35,8 @@ class PushSettings:
         directory: directory for `disk`, shared by all nodes.
         model: checkpoint that is trained.
         temperature: the run's; the check scores at it.
-        learner_dtype: compute precision of the learner; determines the check's tolerance.
+        dtype: compute precision of learner and engines, the looser of both; determines the check's
+            tolerance.
         probe_every, prove_every: versions between two whose log-probs, and whose checksums, are
             checked; 0: none.
         timeout_s: longest time without progress: no engine answers, nothing is sent. Engines that
@@ -51,7 +52,7 @@ class PushSettings:
     directory: str
     model: str
     temperature: float
-    learner_dtype: str
+    dtype: str
     probe_every: int
     prove_every: int
     timeout_s: float

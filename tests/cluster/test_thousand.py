@@ -191,7 +191,7 @@ class Acknowledges(Transport):
 
 
 def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
-    loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch
+    loop: SimulatedLoop, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 40 engines, and of 400: calls and looks at answers grow as the engines do."""
     looked: list[int] = []
@@ -207,8 +207,8 @@ def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
     monkeypatch.setattr(calls, "wait", count)
     monkeypatch.setattr("cluster.weights.publisher.choose_transports", choose)
     settings = PushSettings(
-        choice="auto", served=False, device="cpu", directory="", model="", temperature=0.7,
-        learner_dtype="float32", probe_every=1, prove_every=0, timeout_s=60,
+        choice="auto", served=False, device="cpu", directory="", model=tiny_pair.student,
+        temperature=0.7, dtype="float32", probe_every=1, prove_every=0, timeout_s=60,
     )  # fmt: skip
     found = []
     for number in (40, 400):

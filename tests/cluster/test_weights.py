@@ -158,7 +158,7 @@ def settings(**changes: Any) -> PushSettings:
     given: dict[str, Any] = {
         "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere", "model": "m",
         "temperature": T, "probe_every": 1, "prove_every": 1, "timeout_s": TIMEOUT_S,
-        "learner_dtype": "float32",
+        "dtype": "float32",
     } | changes  # fmt: skip
     return PushSettings(**given)
 

@@ -172,7 +172,7 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
     ]
     settings = PushSettings(
         choice="shared_memory", served=False, device="cpu", directory="", model=half.model_dir,
-        temperature=0.7, learner_dtype="float32", probe_every=0, prove_every=0, timeout_s=300,
+        temperature=0.7, dtype="float32", probe_every=0, prove_every=0, timeout_s=300,
     )  # fmt: skip
     beside: list[int] = []
     publish = Publisher(
