@@ -38,8 +38,8 @@ from distill.tools.calculator import Calculator
 from examples.agents import calculator
 from examples.show.chat_worlds import (
     DIGITS_APART,
-    product_book,
     product_prompts,
+    product_rows,
     products,
     write_untrained,
 )
@@ -115,7 +115,7 @@ async def _played(engine: ScoringModel, dataset: EnvDataset) -> float:
 def _taught(work: Path) -> str:
     """Checkpoint of a model that calls the calculator, often rightly."""
     tools = [Calculator().schema]
-    book = [{**row, "tools": tools} for row in product_book(products(300, 0), guesses=0.0)]
+    book = [{**row, "tools": tools} for row in product_rows(products(300, 0), guesses=0.0)]
     write_jsonl(work / "book.jsonl", book)
     write_untrained(str(work / "untrained"), book, DIGITS_APART, context_length=CONTEXT, seed=1)
     run = make(

@@ -24,7 +24,7 @@ from distill.types import StopReason
 from examples.show.chat_worlds import (
     DIGITS_APART,
     Row,
-    product_book,
+    product_rows,
     products,
     train_chat_tokenizer,
 )
@@ -44,7 +44,7 @@ def trained_tokenizer(book: Iterable[Row], apart: str) -> PreTrainedTokenizerBas
 
 @cache
 def chat_tokenizer() -> PreTrainedTokenizerBase:
-    return trained_tokenizer(product_book(products(50, 0), guesses=0.3), DIGITS_APART)
+    return trained_tokenizer(product_rows(products(50, 0), guesses=0.3), DIGITS_APART)
 
 
 def setting(

@@ -69,16 +69,16 @@ def chain_of(
         blots: probability that a random number replaces a link. It is not trained on. Without
             such numbers chains repeat, and a model learns the repetition instead of addition.
     """
-    text, before, last, learnt = prompt_of(start), start.left, start.right, []
+    text, before, last, trained = prompt_of(start), start.left, start.right, []
     for _ in range(links):
         if rng.random() < blots:
             link = _written(int(rng.integers(2 * 10**OPERAND_DIGITS - 1)))
         else:
             link = Problem(before, last).careless_answer(forget_carry, rng) + "="
-            learnt.append([len(text), len(text) + LINK_TOKENS])
+            trained.append([len(text), len(text) + LINK_TOKENS])
         text += link
         before, last = last, _value(link)
-    return text, learnt
+    return text, trained
 
 
 def _value(digits: str) -> int:
@@ -103,7 +103,7 @@ def write_starts(path: Path, starts: Iterable[Problem]) -> None:
     write_jsonl(path, ({"prompt": prompt_of(start)} for start in starts))
 
 
-def write_book(
+def write_sft_rows(
     path: Path,
     starts: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
@@ -117,10 +117,10 @@ def write_book(
     rng, vocab_hash = np.random.default_rng(seed), fingerprint(tokenizer).vocab_hash
     rows = []
     for start in starts:
-        text, learnt = chain_of(start, links, rng, forget_carry=forget_carry, blots=blots)
+        text, trained = chain_of(start, links, rng, forget_carry=forget_carry, blots=blots)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if learnt:
-            rows.append({"tokens": ids, "loss_mask": learnt, "tokenizer": vocab_hash})
+        if trained:
+            rows.append({"tokens": ids, "loss_mask": trained, "tokenizer": vocab_hash})
     write_jsonl(path, rows)
 
 

@@ -44,7 +44,7 @@ from examples.opd_vs_rl.chain import (
     PROMPT_TOKENS,
     Chain,
     Pays,
-    write_book,
+    write_sft_rows,
     write_starts,
 )
 from examples.opd_vs_rl.config import OpdVsRlConfig
@@ -157,8 +157,8 @@ def _write_data(config: OpdVsRlConfig, out: Path) -> None:
         (TEACHER, links, 0.0, BLOTS),
         (STUDENT, links, FORGET_CARRY, BLOTS),
     ):
-        write_book(
-            out / f"{name}-book.jsonl",
+        write_sft_rows(
+            out / f"{name}-rows.jsonl",
             problems.train,
             tokenizer,
             links=of,
@@ -185,7 +185,7 @@ def _lessons(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
         yield make(
             "sft",
             model=str(model),
-            data=str(out / f"{name}-book.jsonl"),
+            data=str(out / f"{name}-rows.jsonl"),
             out=str(out / name),
             steps=steps,
             batch_size=batch_size,

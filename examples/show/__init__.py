@@ -1,1 +1,1 @@
-"""Recipes in small worlds of their own, from nothing."""
+"""Recipes on small tasks, with generated data and models."""

@@ -1,12 +1,13 @@
-"""Small worlds to learn in minutes, as chats: products by a calculator, tic-tac-toe, documents.
+"""Chat tasks that a tiny model learns in minutes: products, tic-tac-toe, documents.
 
-Each has books for supervised fine-tuning, of conversations that a master or a careless pupil had,
-and a tokenizer in which what every conversation repeats is a token or two.
+For each task, functions here generate prompts, and conversations for supervised fine-tuning: good
+ones for a teacher, careless ones for a student. The tokenizer is trained on the conversations, so
+text that all of them repeat takes one or two tokens.
 
-    products     "What is 347*58?" -> a call of the calculator -> "20126". The careless one guesses.
-    tic-tac-toe  transcripts of players that take any square, often a taken one
-    documents    the highest of many digits, or the lowest, read part by part: the notes are the
-                 highest so far. The careless one forgets it from part to part.
+    products     "What is 347*58?" -> a call of the calculator -> "20126". Careless: guess instead.
+    tic-tac-toe  transcripts of random players. Careless: moves to squares that are taken.
+    documents    find the highest or the lowest of many digits, read in parts; the notes hold the
+                 best digit so far. Careless: the notes of earlier parts are forgotten.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Messages = list[dict[str, Any]]
 PAD, EOS = "<|pad|>", "<|im_end|>"
 _START = "<|im_start|>"
 _CALL = ("<tool_call>", "</tool_call>")
-# ChatML, with tools and their calls as Qwen and Hermes models write them.
+# ChatML, with tools and tool calls in the format of Qwen and Hermes models.
 _CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for tool in tools %}\
 {{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
@@ -45,18 +46,18 @@ _CHAT_TEMPLATE = """\
 {{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# Characters that are tokens of their own: what is copied digit by digit, square by square.
+# Characters that are always single tokens, because models copy them one by one.
 DIGITS_APART, SQUARES_APART, CAPITALS_APART = r"[0-9*]", r"[0-9XO.]", r"[0-9A-Z|>=\-]"
 
 
 def train_chat_tokenizer(
     directory: str | Path, rows: Iterable[Row], apart: str
 ) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer on some conversations and saves it in `directory`.
+    """Train a tokenizer on conversations and save it in `directory`.
 
     Args:
-        apart: characters that are tokens of their own; the text between them is merged as far as
-            the conversations repeat it.
+        apart: regular expression of the characters that are always single tokens. Other text is
+            merged into longer tokens (BPE).
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -95,7 +96,7 @@ def train_chat_tokenizer(
 def write_untrained(
     directory: str | Path, rows: Sequence[Row], apart: str, *, context_length: int, seed: int
 ) -> None:
-    """Saves a tiny model that knows nothing yet, with a tokenizer trained on some of the rows."""
+    """Save a tiny untrained model, with a tokenizer trained on the first 500 rows."""
     tokenizer = train_chat_tokenizer(directory, rows[:500], apart)
     vocabulary = tokenizer.get_vocab()
     new_qwen3(
@@ -114,53 +115,53 @@ def write_untrained(
 
 
 def products(count: int, seed: int) -> list[tuple[int, int]]:
-    """So many different pairs: three digits, two digits."""
+    """Draw `count` distinct pairs of a three-digit and a two-digit number."""
     rng = np.random.default_rng(seed)
     chosen = rng.choice(900 * 90, size=count, replace=False)
     return [(100 + int(n) // 90, 10 + int(n) % 90) for n in chosen]
 
 
 def product_prompts(pairs: Sequence[tuple[int, int]]) -> list[Row]:
-    """`messages` and the `answer`."""
-    return [{"messages": [_asked(a, b)], "answer": str(a * b)} for a, b in pairs]
+    """Prompt rows with `messages` and `answer`."""
+    return [{"messages": [_question(a, b)], "answer": str(a * b)} for a, b in pairs]
 
 
-def product_book(pairs: Sequence[tuple[int, int]], *, guesses: float, seed: int = 0) -> list[Row]:
-    """A conversation a pair. With probability `guesses` it answers at once, and wrongly."""
+def product_rows(pairs: Sequence[tuple[int, int]], *, guesses: float, seed: int = 0) -> list[Row]:
+    """One conversation per pair. With probability `guesses` it is a wrong answer without a call."""
     rng = np.random.default_rng(seed)
     schema = Calculator().schema
     rows: list[Row] = []
     for a, b in pairs:
-        messages: Messages = [_asked(a, b)]
+        messages: Messages = [_question(a, b)]
         if rng.random() < guesses:
-            messages.append(_says(str(int(rng.integers(1_000, 90_000)))))
+            messages.append(_assistant(str(int(rng.integers(1_000, 90_000)))))
         else:
             arguments = json.dumps({"expression": f"{a}*{b}"})
             call = {"name": "calculator", "arguments": arguments}
             messages += [
-                {**_says(""), "tool_calls": [{"type": "function", "function": call}]},
+                {**_assistant(""), "tool_calls": [{"type": "function", "function": call}]},
                 {"role": "tool", "content": str(a * b)},
-                _says(str(a * b)),
+                _assistant(str(a * b)),
             ]
         rows.append({"messages": messages, "tools": [schema]})
     return rows
 
 
-def _asked(a: int, b: int) -> dict[str, Any]:
+def _question(a: int, b: int) -> dict[str, Any]:
     return {"role": "user", "content": f"What is {a}*{b}?"}
 
 
-def _says(text: str) -> dict[str, Any]:
+def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
 # tic-tac-toe
 
 
-def game_book(games: int, *, blunders: float, seed: int = 0) -> list[Row]:
-    """Two conversations per game, one per seat, of players that take any free square.
+def game_rows(games: int, *, blunders: float, seed: int = 0) -> list[Row]:
+    """Two conversations per game, one per seat, of players that choose free squares at random.
 
-    With probability `blunders` a move is any of the nine squares; a taken one ends the game.
+    With probability `blunders` a move is any of the nine squares; a taken square ends the game.
     """
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
@@ -170,7 +171,7 @@ def game_book(games: int, *, blunders: float, seed: int = 0) -> list[Row]:
             seat = game.to_move
             squares = range(9) if rng.random() < blunders else free_squares(game.board)
             move = str(int(rng.choice(list(squares))) + 1)
-            seats[seat] += [{"role": "user", "content": game.view(seat)}, _says(move)]
+            seats[seat] += [{"role": "user", "content": game.view(seat)}, _assistant(move)]
             try:
                 game.move(move)
             except IllegalMove:
@@ -183,15 +184,18 @@ def game_book(games: int, *, blunders: float, seed: int = 0) -> list[Row]:
 
 
 def documents(count: int, numbers: int, seed: int) -> list[Row]:
-    """`document`, `question`, `answer`: digits, a line each; H: which is highest? L: lowest?"""
+    """Rows of `document`, `question` and `answer`.
+
+    A document is one digit per line. Question H asks for the highest digit, L for the lowest.
+    """
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
     for _ in range(count):
         low, high = int(rng.integers(4)), int(rng.integers(6, 10))
         digits = rng.integers(low + 1, high, size=numbers)
         digits[rng.choice(numbers, size=2, replace=False)] = low, high  # each occurs once
-        question = str(rng.choice(list(_ASKED)))
-        answer = str(_ASKED[question](digits.tolist()))
+        question = str(rng.choice(list(_ANSWERS)))
+        answer = str(_ANSWERS[question](digits.tolist()))
         rows.append(
             {
                 "document": "\n".join(map(str, digits.tolist())),
@@ -203,26 +207,27 @@ def documents(count: int, numbers: int, seed: int) -> list[Row]:
     return rows
 
 
-_ASKED: dict[str, Callable[[list[int]], int]] = {"H": max, "L": min}
+_ANSWERS: dict[str, Callable[[list[int]], int]] = {"H": max, "L": min}
 
 
-def reading_book(
-    rows: Iterable[Row], *, lines_a_part: int, forgets: float, seed: int = 0
+def reading_rows(
+    rows: Iterable[Row], *, lines_per_part: int, forgets: float, seed: int = 0
 ) -> list[Row]:
-    """A conversation a turn of each reading; a turn that forgets notes the part that it sees alone.
+    """One conversation per turn of each reading.
 
-    `forgets` is how often a turn does.
+    Args:
+        forgets: probability that a turn ignores the earlier notes and reports its own part only.
     """
     rng = np.random.default_rng(seed)
-    book: list[Row] = []
+    turns: list[Row] = []
     for row in rows:
         lines, question, notes = row["document"].split("\n"), row["question"], ""
-        for start in range(0, len(lines), lines_a_part):
-            part = lines[start : start + lines_a_part]
+        for start in range(0, len(lines), lines_per_part):
+            part = lines[start : start + lines_per_part]
             shown = TERSE.read.format(question=question, notes=notes, part="\n".join(part))
             kept = [notes] if notes and rng.random() >= forgets else []
-            notes = str(_ASKED[question]([int(digit) for digit in [*part, *kept]]))
-            book.append({"messages": [{"role": "user", "content": shown}, _says(notes)]})
+            notes = str(_ANSWERS[question]([int(digit) for digit in [*part, *kept]]))
+            turns.append({"messages": [{"role": "user", "content": shown}, _assistant(notes)]})
         shown = TERSE.answer.format(question=question, notes=notes)
-        book.append({"messages": [{"role": "user", "content": shown}, _says(notes)]})
-    return book
+        turns.append({"messages": [{"role": "user", "content": shown}, _assistant(notes)]})
+    return turns

@@ -14,14 +14,14 @@ Task = Literal["tools", "rl_tools", "selfplay", "condensed"]
 
 @chz.chz
 class ShowConfig:
-    """Runs a recipe on a small world that it makes itself."""
+    """Run a recipe on a small task, with generated data and models."""
 
-    task: Task = chz.field(doc="recipe that is shown")
+    task: Task = chz.field(doc="task and recipe to run")
     out: str = chz.field(
         doc="directory for data, models and the run; an earlier show is removed",
         metadata=WRITTEN_DIRECTORY,
     )
-    temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
+    temperature: float = chz.field(default=0.7, doc="rollout temperature T")
     engine: EngineChoice = chz.field(
         default="auto",
         doc="sglang, embedded, or auto: sglang if it is installed and there are GPUs",

@@ -1,12 +1,13 @@
-"""`python -m examples.show task=tools|rl_tools|selfplay|condensed out=DIR`: a recipe, whole.
+"""`python -m examples.show task=tools|rl_tools|selfplay|condensed out=DIR`: a complete recipe.
 
-Each task makes its data and its tiny models, teaches them by SFT, runs one recipe on them, and
-prints what that changed. It fails, with exit code 1, if what it promises did not come true.
+Each task generates its data and tiny models, trains the models by SFT, runs one recipe, and prints
+metrics before and after it. The exit code is 1 if a metric misses its target.
 
-    tools       opd_tools     products by a calculator, which the teacher calls; its student guesses
-    rl_tools    rl_tools      the same student, and nobody but the reward
-    selfplay    selfplay      tic-tac-toe from players that take any square, often a taken one
-    condensed   opd_condensed documents twice as long as the context, read part by part, with notes
+    task       recipe         what the student learns
+    tools      opd_tools      to call a calculator, as its teacher does, instead of guessing
+    rl_tools   rl_tools       the same from the reward alone, without a teacher
+    selfplay   selfplay       tic-tac-toe; at first it often moves to a taken square
+    condensed  opd_condensed  to read documents twice as long as its context, with notes
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from examples.show.chat_worlds import (
     SQUARES_APART,
     Row,
     documents,
-    game_book,
-    product_book,
+    game_rows,
     product_prompts,
+    product_rows,
     products,
-    reading_book,
+    reading_rows,
     write_untrained,
 )
 from examples.show.config import ShowConfig, Task
@@ -50,10 +51,13 @@ STUDENT, TEACHER = "student", "teacher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schooling:
-    """Supervised fine-tuning on a book, of a new model or of what another one became."""
+class FineTuning:
+    """Supervised fine-tuning on `rows`.
 
-    book: Sequence[Row]
+    `after`: name of the trained model to start from; None: a new model.
+    """
+
+    rows: Sequence[Row]
     steps: int
     lr: float = 4e-3
     after: str | None = None
@@ -64,12 +68,12 @@ class World:
     """A task's files and models.
 
     Attributes:
-        schooling: of each model, in order.
-        prompts, held_out: rows of the recipe; none where its environment makes its own problems.
+        fine_tuning: fine-tuning of each model by name, in order.
+        prompts, held_out: rows of the recipe; empty if its environment generates problems.
         apart: see `train_chat_tokenizer`.
     """
 
-    schooling: Mapping[str, Schooling]
+    fine_tuning: Mapping[str, FineTuning]
     prompts: Sequence[Row] = ()
     held_out: Sequence[Row] = ()
     apart: str
@@ -77,15 +81,15 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """Bound on a metric of the final evaluation, at least or at most."""
+class Target:
+    """Target of a metric in the final evaluation: a lower or an upper bound."""
 
     metric: str
     title: str
     at_least: float | None = None
     at_most: float | None = None
 
-    def kept(self, value: float) -> bool:
+    def is_met(self, value: float) -> bool:
         return (self.at_least is None or value >= self.at_least) and (
             self.at_most is None or value <= self.at_most
         )
@@ -93,21 +97,21 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Show:
-    """A task: how its world is made, its run, and its promises."""
+    """A task: the function that builds its world, the recipe's settings, and its targets."""
 
     world: Callable[[int], World]
     recipe: str
     settings: Mapping[str, Any]
-    promises: tuple[Promise, ...]
+    targets: tuple[Target, ...]
 
 
 def _products_world(seed: int) -> World:
     pairs = products(4300, seed)
     train, held_out = pairs[:4000], pairs[4000:]
     return World(
-        schooling={
-            TEACHER: Schooling(book=product_book(train, guesses=0.0), steps=350),
-            STUDENT: _spoilt(product_book(train, guesses=0.93, seed=seed)),
+        fine_tuning={
+            TEACHER: FineTuning(rows=product_rows(train, guesses=0.0), steps=350),
+            STUDENT: _careless_student(product_rows(train, guesses=0.93, seed=seed)),
         },
         prompts=product_prompts(train),
         held_out=product_prompts(held_out),
@@ -118,27 +122,29 @@ def _products_world(seed: int) -> World:
 
 def _games_world(seed: int) -> World:
     return World(
-        schooling={
-            TEACHER: Schooling(book=game_book(3000, blunders=0.0, seed=seed), steps=800),
-            STUDENT: _spoilt(game_book(1000, blunders=0.6, seed=seed)),
+        fine_tuning={
+            TEACHER: FineTuning(rows=game_rows(3000, blunders=0.0, seed=seed), steps=800),
+            STUDENT: _careless_student(game_rows(1000, blunders=0.6, seed=seed)),
         },
         apart=SQUARES_APART,
         context_length=160,
     )
 
 
-_NUMBERS, _A_PART = 40, 8
+_NUMBERS, _LINES_PER_PART = 40, 8
 
 
 def _documents_world(seed: int) -> World:
     rows = documents(2300, _NUMBERS, seed)
     train, held_out = rows[:2000], rows[2000:]
     return World(
-        schooling={
-            TEACHER: Schooling(
-                book=reading_book(train, lines_a_part=_A_PART, forgets=0.0), steps=400
+        fine_tuning={
+            TEACHER: FineTuning(
+                rows=reading_rows(train, lines_per_part=_LINES_PER_PART, forgets=0.0), steps=400
             ),
-            STUDENT: _spoilt(reading_book(train, lines_a_part=_A_PART, forgets=0.9, seed=seed)),
+            STUDENT: _careless_student(
+                reading_rows(train, lines_per_part=_LINES_PER_PART, forgets=0.9, seed=seed)
+            ),
         },
         prompts=train,
         held_out=held_out,
@@ -147,19 +153,19 @@ def _documents_world(seed: int) -> World:
     )
 
 
-def _spoilt(book: Sequence[Row]) -> Schooling:
-    """A student that was as good as the teacher, and then read a careless book."""
-    return Schooling(book=book, steps=60, lr=1e-3, after=TEACHER)
+def _careless_student(rows: Sequence[Row]) -> FineTuning:
+    """A student: the teacher, fine-tuned on careless conversations."""
+    return FineTuning(rows=rows, steps=60, lr=1e-3, after=TEACHER)
 
 
 _TOOLS = {"steps": 40, "prompts_per_step": 32, "group_size": 4, "max_new_tokens": 24, "lr": 3e-4}
-_ACCURACY = Promise(metric="eval/accuracy", title="accuracy (greedy)", at_least=0.9)
+_ACCURACY = Target(metric="eval/accuracy", title="accuracy (greedy)", at_least=0.9)
 SHOWS: dict[Task, Show] = {
     "tools": Show(
-        world=_products_world, recipe="opd_tools", settings=_TOOLS, promises=(_ACCURACY,)
+        world=_products_world, recipe="opd_tools", settings=_TOOLS, targets=(_ACCURACY,)
     ),
     "rl_tools": Show(
-        world=_products_world, recipe="rl_tools", settings=_TOOLS, promises=(_ACCURACY,)
+        world=_products_world, recipe="rl_tools", settings=_TOOLS, targets=(_ACCURACY,)
     ),
     "selfplay": Show(
         world=_games_world,
@@ -169,28 +175,28 @@ SHOWS: dict[Task, Show] = {
             "steps": 100, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4,
             "entropy_coef": 0.02, "eval_temperature": 0.7, "eval_size": 100, "eval_samples": 4,
         },
-        promises=(
-            Promise(metric="eval/illegal", title="games lost by an illegal move", at_most=0.05),
-            Promise(metric="eval/won", title="games won against a random player", at_least=0.5),
+        targets=(
+            Target(metric="eval/illegal", title="games lost by an illegal move", at_most=0.05),
+            Target(metric="eval/won", title="games won against a random player", at_least=0.5),
         ),
     ),
     "condensed": Show(
         world=_documents_world,
         recipe="opd_condensed",
         settings={
-            "env": Reading(terse=True, part_tokens=2 * _A_PART),
+            "env": Reading(terse=True, part_tokens=2 * _LINES_PER_PART),
             "steps": 60, "prompts_per_step": 16, "group_size": 4, "max_new_tokens": 4, "lr": 3e-4,
         },
-        promises=(_ACCURACY,),
+        targets=(_ACCURACY,),
     ),
 }  # fmt: skip
 
 
 def show(config: ShowConfig, console: Console) -> None:
-    """Makes the world, runs the recipe, and prints the table.
+    """Generate the data and models, run the recipe, and print the table.
 
     Raises:
-        RunFailed: a promise was not kept.
+        RunFailed: a metric misses its target.
     """
     with claimed_directory(config.out, "show", console.print) as out:
         _show(config, out, console)
@@ -203,48 +209,50 @@ def _show(config: ShowConfig, out: Path, console: Console) -> None:
     _write(out, world, config.seed)
     run = _run_config(config, chosen, world, out)
     with connected(run):
-        for name in world.schooling:
+        for name in world.fine_tuning:
             console.rule(f"{name}: supervised fine-tuning")
-            cluster.run.run(_schooling(out, name, world.schooling[name], config.seed), console)
+            cluster.run.run(_sft_config(out, name, world.fine_tuning[name], config.seed), console)
         console.rule(f"recipe={run.recipe} at T = {config.temperature:g}")
         cluster.run.run(run, console)
     _report(chosen, Path(run.out), time.perf_counter() - started, console)
 
 
 def _write(out: Path, world: World, seed: int) -> None:
-    """Files of prompts and books, and an untrained model for each book of a new one."""
+    """Write prompts and fine-tuning rows, and an untrained model for each new model."""
     write_jsonl(out / "prompts.jsonl", world.prompts)
     write_jsonl(out / "held_out.jsonl", world.held_out)
-    for number, (name, schooling) in enumerate(world.schooling.items()):
-        write_jsonl(_book(out, name), schooling.book)
-        if schooling.after is None:
+    for number, (name, fine_tuning) in enumerate(world.fine_tuning.items()):
+        write_jsonl(_sft_file(out, name), fine_tuning.rows)
+        if fine_tuning.after is None:
             write_untrained(
                 _untrained(out, name),
-                schooling.book,
+                fine_tuning.rows,
                 world.apart,
                 context_length=world.context_length,
                 seed=seed + number,
             )
 
 
-def _book(out: Path, name: str) -> Path:
-    return out / f"{name}-book.jsonl"
+def _sft_file(out: Path, name: str) -> Path:
+    return out / f"{name}-rows.jsonl"
 
 
 def _untrained(out: Path, name: str) -> Path:
     return out / "models" / f"{name}-untrained"
 
 
-def _schooling(out: Path, name: str, schooling: Schooling, seed: int) -> SftConfig:
-    start = _untrained(out, name) if schooling.after is None else out / schooling.after / "final"
+def _sft_config(out: Path, name: str, fine_tuning: FineTuning, seed: int) -> SftConfig:
+    start = (
+        _untrained(out, name) if fine_tuning.after is None else out / fine_tuning.after / "final"
+    )
     return make(
         "sft",
         model=str(start),
-        data=str(_book(out, name)),
+        data=str(_sft_file(out, name)),
         out=str(out / name),
-        steps=schooling.steps,
+        steps=fine_tuning.steps,
         batch_size=64,
-        lr=schooling.lr,
+        lr=fine_tuning.lr,
         lr_schedule="cosine",
         warmup_steps=20,
         weight_decay=0.01,
@@ -281,13 +289,13 @@ def _run_config(config: ShowConfig, chosen: Show, world: World, out: Path) -> Ro
 def _report(chosen: Show, run: Path, seconds: float, console: Console) -> None:
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["eval before"], summary["eval after"]
-    table = Table(title="on problems that nobody was trained on")
-    for header in ("", "before", "after", "promised"):
+    table = Table(title="on held-out problems")
+    for header in ("", "before", "after", "target"):
         table.add_column(header, justify="right" if header else "left")
-    for promise in chosen.promises:
-        bound = f">= {promise.at_least:.0%}" if promise.at_least else f"<= {promise.at_most:.0%}"
-        name = promise.metric
-        table.add_row(promise.title, f"{before[name]:.1%}", f"{after[name]:.1%}", bound)
+    for target in chosen.targets:
+        bound = f">= {target.at_least:.0%}" if target.at_least else f"<= {target.at_most:.0%}"
+        name = target.metric
+        table.add_row(target.title, f"{before[name]:.1%}", f"{after[name]:.1%}", bound)
     if "eval/reverse_kl" in after:
         kls = (f"{metrics['eval/reverse_kl']:.4f}" for metrics in (before, after))
         table.add_row("reverse KL, nats/token", *kls, "")
@@ -297,6 +305,6 @@ def _report(chosen: Show, run: Path, seconds: float, console: Console) -> None:
         f"python -m cluster.report out={run} shows its rollouts",
         highlight=False,
     )
-    for promise in chosen.promises:
-        if not promise.kept(after[promise.metric]):
-            raise RunFailed(f"{promise.title}: {after[promise.metric]:.1%} is not as promised")
+    for target in chosen.targets:
+        if not target.is_met(after[target.metric]):
+            raise RunFailed(f"{target.title}: {after[target.metric]:.1%} misses the target")

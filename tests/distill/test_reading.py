@@ -12,13 +12,13 @@ from distill.envs.reading import Reading
 from distill.errors import ConfigError, DataError, IsothermError
 from distill.sampling import TrainSampling
 from distill.types import Trajectory
-from examples.show.chat_worlds import CAPITALS_APART, documents, reading_book
+from examples.show.chat_worlds import CAPITALS_APART, documents, reading_rows
 from tests.refusals import refuses
 from tests.rows import write_rows
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, setting, trained_tokenizer
 
-BOOK = reading_book(documents(30, 24, seed=0), lines_a_part=4, forgets=0.2)
+BOOK = reading_rows(documents(30, 24, seed=0), lines_per_part=4, forgets=0.2)
 TOKENIZER = trained_tokenizer(BOOK, CAPITALS_APART)
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)

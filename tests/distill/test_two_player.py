@@ -11,10 +11,10 @@ from distill.envs.base import Episode
 from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
 from distill.errors import EngineError
 from distill.types import StopReason
-from examples.show.chat_worlds import SQUARES_APART, game_book
+from examples.show.chat_worlds import SQUARES_APART, game_rows
 from tests.scripted import Script, Scripted, game_metrics, play_game, setting, trained_tokenizer
 
-TOKENIZER = trained_tokenizer(game_book(40, blunders=0.3), SQUARES_APART)
+TOKENIZER = trained_tokenizer(game_rows(40, blunders=0.3), SQUARES_APART)
 
 BOARD = re.compile(r"[.XO]{3}\n[.XO]{3}\n[.XO]{3}")
 

@@ -13,8 +13,8 @@ from cluster.inspect.audit import audit
 from examples.agents.calculator import TOOLS
 from examples.show.chat_worlds import (
     DIGITS_APART,
-    product_book,
     product_prompts,
+    product_rows,
     products,
     write_untrained,
 )
@@ -48,7 +48,7 @@ def caller(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def book(guesses: float) -> Sequence[dict[str, Any]]:
     """Conversations with the example's calculator; a share of them guesses, and calls nothing."""
-    return [{**row, "tools": TOOLS} for row in product_book(products(300, 0), guesses=guesses)]
+    return [{**row, "tools": TOOLS} for row in product_rows(products(300, 0), guesses=guesses)]
 
 
 @pytest.mark.slow

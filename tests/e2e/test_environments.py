@@ -19,9 +19,9 @@ from distill.envs.games.tic_tac_toe import TicTacToeGames
 from examples.show.chat_worlds import (
     DIGITS_APART,
     SQUARES_APART,
-    game_book,
-    product_book,
+    game_rows,
     product_prompts,
+    product_rows,
     products,
     write_untrained,
 )
@@ -159,7 +159,7 @@ def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
 def test_opd_on_tool_calls(tmp_path: Path) -> None:
     """A model that was taught to call, barely: the calls are run, and both turns are trained."""
     pairs = products(300, 0)
-    book = product_book(pairs, guesses=0.0)
+    book = product_rows(pairs, guesses=0.0)
     untrained = tmp_path / "untrained"
     write_untrained(str(untrained), book, DIGITS_APART, context_length=128, seed=1)
     student = taught(untrained, book, tmp_path)
@@ -184,7 +184,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
 def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponent: str) -> None:
     frozen = opponent == "reference"
     student = str(tmp_path / "model")
-    book = game_book(40, blunders=0.3)
+    book = game_rows(40, blunders=0.3)
     write_untrained(student, book, SQUARES_APART, context_length=192, seed=1)
     steps = train(
         "selfplay", tmp_path / "run", student=student, temperature=0.7, steps=2, prompts_per_step=4,
