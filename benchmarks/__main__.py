@@ -1,10 +1,9 @@
-"""`make bench`: tokens per second of every stage, of the whole job, and of TRL beside it.
+"""`make bench`: tokens per second of each stage, of a whole job, and of TRL on the same pair.
 
-And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
-memory and time; of the learner's step: where its time goes, and what would change that; of one
-learner worker and two: speed, memory, saving, gathering; of the queue: groups a second, and where
-their bytes go; of the driver: its share of a core by the number of actors; of a teacher's likeliest
-tokens: how long heartbeats wait for their reading; of step rules: a job of long-tailed answers.
+Also measured: bias and variance of every estimator; memory and time of the vocabulary projection;
+the learner's step by stage, with one worker and with two; groups per second through the queue, and
+the processes that their bytes pass; the driver's share of a core by the number of actors; delays of
+heartbeats while large answers are parsed; step rules on a job of long-tailed answers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from cluster.config.recipes import make
 
 @chz.chz
 class BenchConfig:
-    """Speed of isotherm and of its peer on one pair, in one run."""
+    """Speed of isotherm and of TRL on one pair, in one run."""
 
     out: str = chz.field(doc="directory of the report (bench.json) and of everything it came from")
     student: str | None = chz.field(
@@ -92,7 +91,7 @@ def _opd(config: BenchConfig, pair: Pair, out: Path, staleness: int) -> OpdConfi
 
 
 def bench(config: BenchConfig, console: Console) -> None:
-    """Measures, prints the tables, writes bench.json."""
+    """Measure everything, print the tables, and write bench.json."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.adapter_push DIR`: pushes of an adapter, merged and alone, by turns.
+"""`python -m benchmarks.adapter_push DIR`: pushes of a LoRA adapter, merged and unmerged.
 
-Two SGLang servers of one model; one gets merged weights by shared memory, the other the adapter
-alone. Medians, in seconds; and decoding on each.
+Two SGLang servers have the same model. One receives merged weights through shared memory, the other
+the adapter alone. Prints medians of push seconds and of decoding seconds, measured alternately.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Trained tokens per second of a whole job and of TRL's DistillationTrainer, on one pair, by turns.
+"""Trained tokens per second of a whole job, against TRL's DistillationTrainer on the same pair.
 
     python -m benchmarks.against_trl out=DIR [lengths=64,256] [repeats=3] [steps=12]
 
-8 prompts x 4 samples a step at T = 0.7 on `make_pair`'s random models, or on a pair that is given.
-Ours is a process of its own, as a user starts it; `settings=` are further settings of it.
+Both train 8 prompts x 4 samples per step at T = 0.7, alternately, on `make_pair`'s random models or
+on a given pair. isotherm runs in a process of its own, as a user starts it; `settings=` adds
+settings to its command line.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SHAPE = {"prompts_per_step": 8, "group_size": 4, "temperature": 0.7, "lr": 3e-4}
 
 @chz.chz
 class AgainstTrlConfig:
-    """Trained tokens per second, TRL's beside ours."""
+    """Trained tokens per second of isotherm and of TRL."""
 
     out: str = chz.field(doc="directory of the runs and of against_trl.json")
     student: str | None = chz.field(default=None, doc="checkpoint; default: random, 1.3 M")
@@ -47,7 +48,7 @@ class AgainstTrlConfig:
 
 
 def against_trl(config: AgainstTrlConfig, console: Console) -> None:
-    """Measures, prints the table, writes against_trl.json."""
+    """Measure, print the table, and write against_trl.json."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))

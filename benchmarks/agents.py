@@ -1,10 +1,10 @@
-"""Episodes per second of one task by `ToolUse` and by agents, on the embedded engine.
+"""Episodes per second of one task, played by `ToolUse` and by agents, on the embedded engine.
 
     python -m benchmarks.agents out=DIR [episodes=64] [rounds=5]
 
-A tiny model, taught for 80 steps to call a calculator, answers products: about 20 tokens in two
-turns, so that what an agent costs outweighs the model. Each round plays the same problems in every
-way, by turns; ratios are medians over rounds.
+A tiny model, fine-tuned for 80 steps to call a calculator, answers products: about 20 tokens in two
+turns, so that the cost of an agent outweighs that of the model. In each round every way plays the
+same problems, alternately; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WAYS = {
 
 @chz.chz
 class AgentsConfig:
-    """What an agent costs."""
+    """Cost of an agent per episode."""
 
     out: str = chz.field(doc="directory of the models and prompts")
     episodes: int = chz.field(default=64, doc="episodes of a round, a multiple of 4")
@@ -64,7 +64,7 @@ class AgentsConfig:
 
 
 def agents(config: AgentsConfig, console: Console) -> None:
-    """Plays all ways and prints the table."""
+    """Play the problems in every way, and print the table."""
     Path(config.out).mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=config.out))
     model, prompts = _taught(work), work / "prompts.jsonl"
@@ -97,7 +97,7 @@ def agents(config: AgentsConfig, console: Console) -> None:
 
 
 async def _played(engine: ScoringModel, dataset: EnvDataset) -> float:
-    """Seconds to play every problem once, all at the same time."""
+    """Seconds to play every problem once, all concurrently."""
     sampling = TrainSampling(temperature=0.7, max_new_tokens=NEW_TOKENS)
     began = time.perf_counter()
     groups = await asyncio.gather(
@@ -113,7 +113,7 @@ async def _played(engine: ScoringModel, dataset: EnvDataset) -> float:
 
 
 def _taught(work: Path) -> str:
-    """Checkpoint of a model that calls the calculator, often rightly."""
+    """Path of a model fine-tuned to call the calculator; it often does so correctly."""
     tools = [Calculator().schema]
     book = [{**row, "tools": tools} for row in product_rows(products(300, 0), guesses=0.0)]
     write_jsonl(work / "book.jsonl", book)

@@ -1,14 +1,15 @@
-"""What micro-batches cost: tokens through the layers, by how rows are put together and dealt.
+"""Tokens through the layers by the way in which rows are batched and dealt to workers.
 
     python -m benchmarks.batching
 
-Rows of made-up lengths (log-normal answers to prompts of one length), no model: it only counts.
+Rows have generated lengths (log-normal answers to prompts of one length). No model runs: tokens are
+only counted.
 
 The second table compares two ways of dealing a step's rows to learner workers. By rows, as the
-learner deals (`learner.plan.Dealing`), segments of one trajectory may be on several workers. By
-trajectories, each worker has whole ones: the largest first, each to the worker with the fewest
-tokens, and each worker's rows are then split under the token budget that suits all best. Both
-columns are tokens on the workers' critical path over those of one worker / workers.
+learner does (`learner.plan.Dealing`), segments of one trajectory may go to several workers. By
+trajectories, each worker gets whole trajectories: the largest first, each to the worker with the
+fewest tokens; each worker's rows are then split under the token budget that is best for all. Both
+columns are tokens on the workers' critical path over the tokens of one worker / workers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1, 1.25)
 
 
 def made_rows(prompt: int, answer: int, seed: int = 0) -> list[TrainingRow]:
-    """Groups of one prompt; tokens are random, so that no two prompts are the same."""
+    """Groups of rows with one prompt each. Tokens are random, so no two prompts are equal."""
     rng = np.random.default_rng(seed)
     rows = []
     for p in range(PROMPTS):
@@ -70,10 +71,10 @@ def made_rows(prompt: int, answer: int, seed: int = 0) -> list[TrainingRow]:
 def made_trajectories(
     prompts: int, group: int, turns: float, spread: float, seed: int
 ) -> list[list[RowMeta]]:
-    """Rows of each trajectory: one a turn, whose context is all before it but for its thinking.
+    """Rows of each trajectory, one per turn. Contexts are earlier turns without their thinking.
 
-    Prompts have 400 tokens, answers a median of 300, of which two thirds are thinking, and what
-    the environment says a median of 200. Of one turn: 200 and 1,000.
+    Prompts have 400 tokens. Answers have a median of 300 tokens, two thirds of them thinking, and
+    observations a median of 200. Trajectories of one turn: 200 and 1,000.
     """
     rng = np.random.default_rng(seed)
     prompt, median = (200, 1000) if turns == 1 else (400, 300)
@@ -106,13 +107,13 @@ def layer_tokens(batches: Sequence[Sequence[RowShape]], packs: bool = False) -> 
 
 
 def by_rows(rows: Sequence[RowMeta], workers: int, packs: bool) -> int:
-    """Tokens on the critical path as the learner deals rows."""
+    """Tokens on the critical path if rows are dealt, as the learner does."""
     dealing = Dealing(workers=workers, token_budget=BUDGET, most_mask=MOST_MASK, packs=packs)
     return tokens_in_step(dealing.split(rows, 1), workers, MOST_MASK, packs)
 
 
 def by_trajectories(trajectories: Sequence[Sequence[RowMeta]], workers: int, packs: bool) -> int:
-    """Tokens on the critical path with whole trajectories on each worker."""
+    """Tokens on the critical path if whole trajectories are dealt."""
     shares: list[list[RowMeta]] = [[] for _ in range(workers)]
     for rows in sorted(trajectories, key=lambda rows: -sum(map(len, rows))):
         min(shares, key=lambda share: sum(map(len, share))).extend(rows)

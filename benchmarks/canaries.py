@@ -1,11 +1,11 @@
-"""What canaries add to a teacher's work: a step's rows scored with them and without, in turns.
+"""Share of a teacher's time that canaries take: steps of rows scored with and without them.
 
     python -m benchmarks.canaries [prompts_per_step=8] [group_size=4] [rounds=40]
 
-One embedded teacher of 5.8 M parameters scores a step of random rows in calls of a group each; in
-half of the steps, one of the calls carries the canaries. The share is that of verify.every=1, and
-of the default. A step has other work besides, so of a step's time it is less. Then the same of a
-copy of that teacher in the learner (estimator=full): its pass over the rows, and its canary.
+One embedded teacher of 5.8 M parameters scores a step of random rows, one call per group. In every
+other step, one of the calls carries the canaries. The printed shares are those of verify.every=1
+and of the default. A step also has other work, so the share of a step's time is smaller. The same
+is measured for a copy of the teacher in the learner (estimator=full): its pass, and its canary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = 0.7
 
 @chz.chz
 class CanaryBenchConfig:
-    """The share of a teacher's time that canaries take."""
+    """Share of a teacher's time that canaries take."""
 
     prompts_per_step: int = chz.field(default=8, doc="groups a step")
     group_size: int = chz.field(default=4, doc="rows a group")
@@ -46,7 +46,7 @@ class CanaryBenchConfig:
 
 
 def step_of_rows(config: CanaryBenchConfig, vocab_size: int, seed: int) -> list[list[ScoreRequest]]:
-    """The calls of a step: a group each, whose rows share their prompt."""
+    """Calls of a step: one per group, whose rows share their prompt."""
     rng = np.random.default_rng(seed)
 
     def some(length: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def step_of_rows(config: CanaryBenchConfig, vocab_size: int, seed: int) -> list[
 
 
 async def measure(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
-    """Median seconds of a step without canaries, and with them in one of its calls."""
+    """Median seconds of a step without canaries, and of one with canaries in one of its calls."""
     engine = EmbeddedEngine(model_path=model, threads=1)
     rows = CanaryRows.of(await engine.info(), T)
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -85,7 +85,7 @@ async def measure(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
 
 
 def measure_copy(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
-    """Median seconds that a copy of the teacher takes for a step's distributions, and a canary."""
+    """Median seconds of a teacher copy for a step's distributions, and for a canary."""
     teachers = LocalTeachers({"": model}, dtype=torch.float32, device="cpu")
     [copy] = watched(teachers, None, token_budget=4096)
     rows = CanaryRows.of(copy.answer(CopyQuestion(temperature=T)).scored.info, T)

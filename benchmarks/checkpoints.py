@@ -1,9 +1,9 @@
-"""What a step waits for a checkpoint: written at once, and from a copy beside training.
+"""Seconds that a step waits for a checkpoint: written immediately, or from a copy in a thread.
 
     python -m benchmarks.checkpoints DIR
 
-A Qwen3-shaped model in fp32 with AdamW's moments, one learner worker, steps of one row. Each way
-is measured in turn, several times; memory is what the process's peak (VmHWM) adds.
+A Qwen3-shaped model in fp32 with AdamW's moments, one learner worker, steps of one row. The two
+ways alternate several times. Memory is the increase of the process's peak (VmHWM).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(directory: Path) -> dict[str, float]:
 
 
 def _memory(field: str) -> float:
-    """VmHWM, the peak, or VmRSS, of this process, in MiB."""
+    """VmHWM (peak) or VmRSS of this process, in MiB."""
     return kilobytes("/proc/self/status", field) / 1024
 
 

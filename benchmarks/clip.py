@@ -1,9 +1,10 @@
-"""What `kl_clip` does to the steps that the demo's distillation needs.
+"""Effect of `kl_clip` on the number of steps that the demo's distillation needs.
 
     python -m benchmarks.clip out=DIR [seeds=3] [lr=3e-4]
 
-The task of `make demo`, with models and settings of its own, synchronous, in one process, and
-evaluated every other step: a run for each clip and seed. Its smallest advantages are tens of nats.
+Runs the task of `make demo` for each clip and seed, with models and settings of this benchmark:
+synchronous, in one process, evaluated every other step. The most negative advantages of this task
+are tens of nats.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OF_TEACHER, HOLD = 0.95, 2
 
 @chz.chz
 class ClipConfig:
-    """The demo's distillation under several clips."""
+    """The demo's distillation with several values of kl_clip."""
 
     out: str = chz.field(doc="directory of models and runs; what an earlier one made is removed")
     seeds: int = chz.field(default=3, doc="runs of each clip")
@@ -58,7 +59,7 @@ class ClipConfig:
 
 
 def clip(config: ClipConfig, console: Console) -> None:
-    """Schools both models, distils, prints the table, writes clip.json."""
+    """Train both models, distil, print the table, and write clip.json."""
     with claimed_directory(config.out, "clip", console.print) as out:
         _clip(config, out, console)
 

@@ -1,13 +1,13 @@
-"""What crosses which process between rollout workers and learner: bytes, and seconds of each.
+"""Bytes and seconds of rollouts on their way from rollout workers to learner workers.
 
-A worker (an actor) puts groups of long answers, with K of the teacher's likeliest tokens at each of
-their tokens or without; the leader (this process) takes their metadata and deals their rows to
-itself and to other learner workers (actors), and a step is done once all of them have fetched their
-trajectories and read the rows that they made of them. Queue, journal, columns, process group,
-dealing and the making of rows are those of a run; models are left out.
+A rollout worker (an actor) puts groups of long answers, with or without K of the teacher's
+likeliest tokens at each token. The leader (this process) takes their metadata and deals their rows
+to itself and to other learner workers (actors). A step is done once all learner workers have
+fetched their trajectories and read the rows that they built from them. Queue, journal, columns,
+process group, dealing and row building are those of a run; there are no models.
 
-Beside it, step by step in the same processes, the way that groups once took: pickled whole, as
-bytes through queue and leader, which makes all rows and scatters them.
+An earlier design is measured alternately in the same processes: groups pickled whole, sent as bytes
+through queue and leader, which builds all rows and scatters them.
 
     python -m benchmarks.data_path DIR [groups] [tokens]
 """
@@ -62,7 +62,7 @@ DEADLINE_S = 600.0
 
 
 def made_group(group_id: int, tokens: int, k: int) -> TrajectoryGroup:
-    """16 answers to one prompt, scored."""
+    """16 scored answers to one prompt."""
     rng = np.random.default_rng(group_id)
 
     def top() -> TopLogprobs | None:
@@ -95,14 +95,14 @@ def objective(k: int) -> ObjectiveConfig:
 
 
 def message_bytes(value: Any) -> int:
-    """Size of a value as Ray sends it; references count by themselves, not by what they name."""
+    """Size of a value as Ray sends it. References count by themselves, without their objects."""
     from ray._private.worker import global_worker  # cannot be pickled with a function of __main__
 
     return global_worker.get_serialization_context().serialize(value).total_bytes
 
 
 class Worker:
-    """A rollout worker whose groups are made before the clock starts."""
+    """Rollout worker whose groups are built before the measurement starts."""
 
     def __init__(
         self, queue: GroupQueue, groups: int, tokens: int, k: int, learner_workers: int
@@ -115,7 +115,7 @@ class Worker:
         return sum(pack(group.trajectories_G).nbytes for group in self._groups)
 
     async def put(self) -> None:
-        """Puts those of a step, one after the other."""
+        """Put the groups of a step, one after the other."""
         leases = await self._end.lease(len(self._groups))
         for lease, group in zip(leases, self._groups, strict=True):
             columns = checked(group)
@@ -123,14 +123,14 @@ class Worker:
             await self._end.put(lease, meta, columns)
 
     async def put_bytes(self, queue: Any) -> None:
-        """The same, to a `ByteQueue`."""
+        """Put the groups of a step as bytes, in a `ByteQueue`."""
         for group in self._groups:
             part = pack(group.trajectories_G)
             await queue.deliver.remote(pickle.dumps((group.group_id, part), protocol=5))
 
 
 class ByteQueue:
-    """The actor of the queue as it once was, without its ledger."""
+    """Queue actor of the earlier design, without a ledger."""
 
     def __init__(self) -> None:
         self._payloads: list[bytes] = []
@@ -148,7 +148,7 @@ def _scores_none(_rows: Sequence[TrainingRow]) -> list[FloatArray]:
 
 
 class LearnerWorker:
-    """A learner's worker without a model: it fetches, makes its rows, and reads them."""
+    """Learner worker without a model: it fetches trajectories, builds rows, and reads them."""
 
     def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
         self.rollouts = RolloutShare(
@@ -156,7 +156,7 @@ class LearnerWorker:
         )
 
     def take_rollouts_from(self, _source: TrajectorySource, _loss: PolicyObjectiveLoss) -> None:
-        """It has been told."""
+        """Accepted without effect: the source is known already."""
 
     def step(self, places: Sequence[RowPlace]) -> int:
         """See `read`."""
@@ -176,7 +176,7 @@ class LearnerWorker:
 
 
 class Follower:
-    """The actor of one that does not lead."""
+    """Actor of a learner worker that is not the leader."""
 
     def __init__(self, membership: Membership, queue: GroupQueue, k: int) -> None:
         self._worker = LearnerWorker(queue, k, WorkerGroup(membership, "cpu"))
@@ -186,7 +186,7 @@ class Follower:
 
 
 class Leader:
-    """What `Rollouts` asks of a learner, in the process that leads; it counts what it sends."""
+    """Stand-in for the learner that `Rollouts` uses in the leading process; counts sent bytes."""
 
     def __init__(
         self, source: TrajectorySource, k: int, group: WorkerGroup, followers: Sequence[Any]
@@ -216,7 +216,7 @@ class Leader:
 
 
 class Now:
-    """A step as runs make it, from take until every learner worker has read its rows."""
+    """A step of the current design, from take until every learner worker has read its rows."""
 
     def __init__(self, queue: GroupQueue, leader: Any, k: int) -> None:
         self._queue, self._leader = queue, leader
@@ -238,9 +238,11 @@ class Now:
         self._taken = taken
 
     def done(self) -> dict[str, float]:
-        """Has the queue drop the groups. Returns what it held, what passed the leader besides its
-        own share, and what a node that is its own would fetch besides (parts hold more than one
-        answer)."""
+        """Make the queue drop the groups.
+
+        Returns the bytes that it held, those that passed the leader besides its own share, and
+        those that a separate node would fetch besides (parts hold more than one answer).
+        """
         queue, shares = self._queue, self._plan.shares[0]
         held: Any = ray.get(
             queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._delivered))
@@ -259,7 +261,7 @@ class Now:
 
 
 class Once:
-    """A step as runs once made it."""
+    """A step of the earlier design."""
 
     def __init__(self, queue: Any, leader: Any, k: int) -> None:
         self._queue, self._leader, self._objective = queue, leader, objective(k)
@@ -365,7 +367,7 @@ def _step(way: Now | Once, worker: Any, queue: Any, followers: Sequence[Any]) ->
 
 
 def _idle_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
-    """Of trajectories that are run to keep step with other workers, and trained by one of them."""
+    """Bytes of trajectories that a worker runs only to keep step with other workers."""
     return _nbytes(queue, [share for share in shares if not share.trained])
 
 
@@ -382,14 +384,14 @@ def _size(segment: Segment) -> int:
 
 
 def _part_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
-    """Of the parts that have these trajectories."""
+    """Bytes of the parts that contain these trajectories."""
     payloads: Any = ray.get(queue.actor.payloads.remote([share.place for share in shares]))
     parts = [part for payload in payloads.values() for part in payload.parts if part is not None]
     return sum(columns.nbytes for columns in ray.get(parts))
 
 
 def data_path_table(report: Sequence[dict[str, Any]]) -> Table:
-    """`measure_data_path` for people."""
+    """Console table of `measure_data_path`."""
     table = Table(
         title=f"from worker to learner: {report[0]['groups']} groups of {MEMBERS} x "
         f"{report[0]['tokens']} tokens",

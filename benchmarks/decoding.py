@@ -1,14 +1,14 @@
-"""Longest time that a large answer of a teacher keeps heartbeats waiting.
+"""Longest delay of heartbeats while a teacher's large answer is parsed.
 
     python -m benchmarks.decoding [samples=16] [tokens=16384] [k=64]
 
-A group is scored with the k likeliest tokens of each position by an `SglangEngine`, over HTTP, from
-a server in another process whose answer is made up and has been written before. A heartbeat on the
-engine's event loop sees how late it is. `in one piece` is the same answer as one request, read on
-the event loop; `nothing` is a second without any work, for what the machine itself is late by.
+An `SglangEngine` scores a group with the k likeliest tokens of each position over HTTP. The server,
+in another process, returns a generated answer that was serialised before. A heartbeat on the
+engine's event loop measures its own delay. `in one piece` is the same answer as one request, parsed
+on the event loop; `nothing` is one second without work, which shows the machine's own delays.
 
-    blocked   seconds by which the latest heartbeat was late
-    CPU       most CPU seconds of the process between two heartbeats: how late on an idle machine
+    blocked   largest delay of a heartbeat, seconds
+    CPU       most CPU seconds of the process between two heartbeats: the delay on an idle machine
     seconds   from the request to the last score
 """
 
@@ -43,7 +43,7 @@ _BEAT_S = 0.005
 
 @chz.chz
 class DecodingConfig:
-    """How long heartbeats wait for the reading of a large answer."""
+    """Delay of heartbeats while a large answer is parsed."""
 
     samples: int = chz.field(default=16, doc="samples of the group")
     tokens: int = chz.field(default=16384, doc="tokens of each")
@@ -51,7 +51,7 @@ class DecodingConfig:
 
 
 def _answer(tokens: int, k: int) -> bytes:
-    """What SGLang would say of one sample; its tokens are 7."""
+    """SGLang's answer for one sample; all its tokens are 7."""
     rng = np.random.default_rng(0)
     ids_NK = np.argsort(rng.random((64, k + 64)), axis=1)[:, :k].astype("<i4")
     ids_NK = np.resize(ids_NK, (tokens, k))
@@ -107,7 +107,7 @@ def _served(tokens: int, k: int) -> Iterator[str]:
 
 
 async def _latest_beat(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
-    """The columns of the table, of some work beside heartbeats."""
+    """Columns of the table for some work that runs concurrently with heartbeats."""
     task, late, cpu, began = asyncio.ensure_future(work()), 0.0, 0.0, time.perf_counter()
     while not task.done():
         before, used = time.perf_counter(), time.process_time()

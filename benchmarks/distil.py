@@ -1,11 +1,11 @@
-"""How far each estimator of the teacher's term gets in so many steps: one run of each, judged.
+"""Progress of each estimator of the teacher's term in a fixed number of steps, one run each.
 
     python -m benchmarks.distil out=DIR [student=DIR teacher=DIR prompts=FILE] [steps=60]
 
-Every run has the same prompts, seed and learning rate, in one process and synchronous. The judge is
-none of them: exact KL(p_T || q_T) over the whole vocabulary at each token that the trained student
-samples on prompts that were held out. Seconds are of training alone; on a machine that others use
-they say little.
+All runs have the same prompts, seed and learning rate, run in one process, and are synchronous.
+They are compared by the exact KL(p_T || q_T) over the whole vocabulary, at each token that the
+trained student samples on held-out prompts. Seconds are of training alone; on a shared machine they
+are not meaningful.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _estimators(k: int, teacher: str) -> dict[str, dict[str, Any]]:
 
 @chz.chz
 class DistilConfig:
-    """Estimators on one pair, judged alike."""
+    """Estimators on one pair, compared by exact KL."""
 
     out: str = chz.field(doc="directory of the runs and of distil.json")
     student: str | None = chz.field(default=None, doc="checkpoint; default: made, 1.3 M parameters")
@@ -77,7 +77,7 @@ class DistilConfig:
 
 
 def distil(config: DistilConfig, console: Console) -> None:
-    """Trains and judges, prints the table, writes distil.json."""
+    """Train and judge, print the table, and write distil.json."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
@@ -117,7 +117,7 @@ def distil(config: DistilConfig, console: Console) -> None:
 
 
 def split_prompts(prompts: str, work: Path) -> tuple[Path, list[str]]:
-    """A file in `work` of the prompts to train on, and the last ones, which the judge asks."""
+    """Write the training prompts to a file; return it, and the last prompts for the judge."""
     lines = Path(prompts).read_text().splitlines(keepends=True)
     trained = work / "trained.jsonl"
     trained.write_text("".join(lines[:-JUDGED_PROMPTS]))
@@ -125,14 +125,17 @@ def split_prompts(prompts: str, work: Path) -> tuple[Path, list[str]]:
 
 
 def judged_weights(run: Path) -> list[tuple[int, Path]]:
-    """Each checkpoint's step and model."""
+    """Step and model of each checkpoint."""
     found = sorted((run / "checkpoints").glob("step-*/model"))
     return [(int(path.parent.name.removeprefix("step-")), path) for path in found]
 
 
 def bytes_of_teacher(run: OpdConfig) -> int:
-    """What a teacher's answer has for each token: float32 log-probs, and ids where it chose them;
-    or a hidden state for its head. With estimator=full its copy in the learner sends nothing."""
+    """Bytes per token of a teacher's answer.
+
+    Float32 log-probs, with ids if the teacher chose the tokens. With a head: a hidden state. With
+    estimator=full a copy in the learner sends nothing.
+    """
     objective = run.objective
     if objective.estimator == "full":
         return sum(state_bytes(run, head)[0] for head in run.teacher_heads.values())
@@ -142,7 +145,7 @@ def bytes_of_teacher(run: OpdConfig) -> int:
 def judge(
     student: str, teacher: str, prompts: list[str], temperature: float, new_tokens: int = 64
 ) -> float:
-    """Mean exact KL(p_T || q_T) over the student's own samples: two of each prompt."""
+    """Mean exact KL(p_T || q_T) over the student's own samples, two per prompt."""
     tokenizer = load_tokenizer(student)
     engine = EmbeddedEngine(model_path=student, device="cpu")
     requests = [

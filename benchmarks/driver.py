@@ -1,15 +1,15 @@
-"""What the driver costs with a thousand actors: heartbeats, statuses, announcements.
+"""Cost of the driver with a thousand actors: heartbeats, statuses, announcements.
 
     python -m benchmarks.driver [actors=10,100,1000] [seconds=20]
 
-Supervisor, `Workers` and stall detection are the real ones, and so are the calls, on
-Ray; the actors are made up, eight processes that answer for all. Half of the members are engines
-and half are workers, each with four groups of four samples at four engines.
+Supervisor, `Workers`, stall detection and the calls on Ray are real. The actors are simulated by
+eight processes. Half of the members are engines and half are workers; each worker has four groups
+of four samples at four engines.
 
-    cpu       cores that the driver's process takes while it waits for a step
-    announce  CPU seconds until every worker has been sent all engines that serve
-    known     seconds until every worker has them
-    change    CPU seconds until every worker has been sent that one engine was restarted
+    cpu       cores that the driver's process uses while it waits for a step
+    announce  CPU seconds until every worker has been sent the list of serving engines
+    known     seconds until every worker has received it
+    change    CPU seconds until every worker has been sent the restart of one engine
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _SETTLING_S = 5.0
 
 @chz.chz
 class DriverConfig:
-    """The driver's share of a core, by the number of actors."""
+    """The driver's share of a core by the number of actors."""
 
     actors: str = chz.field(default="10,100,1000", doc="numbers of actors, with commas")
     seconds: float = chz.field(default=20.0, doc="measured seconds for each")
 
 
 class StandIn:
-    """Answers as engines and workers do."""
+    """Actor that answers as engines and workers do."""
 
     def __init__(self) -> None:
         self._progress = 0
@@ -82,7 +82,7 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverCost:
-    """The columns of the table; see the module."""
+    """Columns of the table, see the module."""
 
     actors: int
     cpu: float
@@ -92,7 +92,7 @@ class DriverCost:
 
 
 class Watched:
-    """Members over a few real actors, a supervisor, and what polls them."""
+    """Simulated members over a few real actors, their supervisor, and the pollers."""
 
     def __init__(self, handles: list[Any], number: int) -> None:
         self.supervisor = Supervisor(
@@ -118,20 +118,20 @@ class Watched:
         self.driver.background.start(self._follow_queue(handles[0], number // 2))
 
     async def _follow_queue(self, queue: Any, workers: int) -> None:
-        """As the fleet does."""
+        """Poll the queue as the fleet does."""
         while True:
             status = await queue.queue_status.remote(workers)
             quiet_s(status, self._workers.statuses, self.supervisor.still_s())
             await asyncio.sleep(1)
 
     def wait(self, seconds: float) -> float:
-        """Cores that waiting takes, as it waits for a step of the learner."""
+        """Cores used while waiting as for a learner's step."""
         began = time.process_time()
         self.driver.pause(seconds)
         return (time.process_time() - began) / seconds
 
     def announce(self, **restarted: Any) -> tuple[float, float]:
-        """CPU seconds of the driver, and seconds until all workers know.
+        """CPU seconds of the driver, and seconds until all workers have the announcement.
 
         Args:
             restarted: handles of engines that differ from those announced before, by name.
@@ -151,7 +151,7 @@ class Watched:
 
 @contextmanager
 def stand_ins() -> Iterator[list[Any]]:
-    """Eight actors on a Ray of their own."""
+    """Eight actors on a Ray instance of their own."""
     with connect("bench", PROCESSES):
         remote: Any = ray.remote
         actors = [remote(StandIn).options(num_cpus=0).remote() for _ in range(PROCESSES)]

@@ -1,6 +1,6 @@
-"""Bias and variance of every estimator, exactly: each expectation is a finite sum, nothing drawn.
+"""Bias and variance of every estimator, exact: expectations are finite sums, nothing is sampled.
 
-Beside ours stand those that other systems offer and ours refuses, so that the refusal has numbers.
+Includes estimators of other systems that isotherm refuses, to quantify the reason.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _REFUSED_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorRow:
-    """One estimator at one temperature. Biases are |E g - truth| / |truth|, by which truth.
+    """One estimator at one temperature. Biases are |E g - truth| / |truth| for different truths.
 
     Attributes:
-        refused: whether isotherm refuses it.
-        bias: to the gradient it claims: of the sequence's KL, or of its divergence in each state.
-        bias_sequence: to the gradient of KL(p_T || q_T) of whole sequences.
-        bias_state: to that of the reverse KL in each state, the states' frequencies held fixed.
+        refused: True if isotherm refuses the estimator.
+        bias: towards the gradient that it claims: of the sequence's KL, or of its divergence per
+            state.
+        bias_sequence: towards the gradient of KL(p_T || q_T) of whole sequences.
+        bias_state: towards the gradient of the reverse KL per state, with fixed state frequencies.
         variance: trace of the covariance of one response's gradient, over the squared norm of the
-            gradient it claims.
+            gradient that it claims.
     """
 
     temperature: float
@@ -64,7 +65,7 @@ class EstimatorRow:
 
 
 def measure_estimators() -> list[dict[str, Any]]:
-    """`EstimatorRow`s as dictionaries, by temperature, ours before those refused."""
+    """`EstimatorRow`s as dictionaries, by temperature; refused ones last."""
     with tempfile.TemporaryDirectory() as directory:
         world = World(Path(directory))
         return [asdict(row) for T in TEMPERATURES for row in _at(world, T)]
@@ -115,7 +116,7 @@ def _at(world: World, T: float) -> list[EstimatorRow]:
 
 
 def estimators_table(rows: list[dict[str, Any]]) -> Table:
-    """`measure_estimators` for people."""
+    """Console table of `measure_estimators`."""
     table = Table(title="gradient of one response: bias and variance, exact, relative to the truth")
     for header in ("T", "estimator", "bias", "to sequence KL", "to state KL", "variance"):
         table.add_column(header, justify="left" if header == "estimator" else "right")

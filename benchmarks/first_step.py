@@ -1,11 +1,12 @@
-"""Seconds from Enter to step 1 and to the prompt's return, by stage and by process; TRL beside it.
+"""Seconds from the start of a command to step 1 and to its end, by stage and process; and of TRL.
 
     python -m benchmarks.first_step out=DIR [repeats=3] [steps=20] [only=local]
 
-The shortest job: the pair of `make_sums_pair`, 64 prompts x 4 answers of 4 tokens, by `local=True`,
-Ray with the embedded engine, Ray with SGLang where it is installed, and TRL's DistillationTrainer
-where `.venv-peer` is; by turns, medians. Each run is a process of its own and has a user's threads
-and environment. The CPU seconds say more than the wall on a machine that others use, too.
+The shortest job: the pair of `make_sums_pair`, 64 prompts x 4 answers of 4 tokens. Ways:
+`local=True`, Ray with the embedded engine, Ray with SGLang if installed, and TRL's
+DistillationTrainer if `.venv-peer` exists. Ways alternate; results are medians. Each run is a
+process of its own with a user's threads and environment. On a shared machine CPU seconds are more
+meaningful than wall time.
 
     plan         imports and checks are done, and the plan is printed
     first actor  Ray is up, and the first actor has answered
@@ -13,7 +14,7 @@ and environment. The CPU seconds say more than the wall on a machine that others
     handshake    weights are pushed, and every party agrees
     evaluations  those before the first step are done
     step 1       the first optimizer step is done
-    finished     the last one is, and `final/` is written
+    finished     the last step is done, and `final/` is written
     prompt       the process has ended
 """
 
@@ -64,7 +65,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @chz.chz
 class FirstStepConfig:
-    """From Enter to step 1."""
+    """Time from the start of the command to step 1."""
 
     out: str = chz.field(doc="directory of the runs and of first_step.json")
     repeats: int = chz.field(default=3, doc="runs of each way, by turns")
@@ -80,14 +81,14 @@ class FirstStepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One run: seconds since Enter by stage, and CPU seconds until step 1 by process."""
+    """One run: seconds since the start by stage, and CPU seconds until step 1 by process."""
 
     seconds: dict[str, float]
     cpu_s: dict[str, float]
 
 
 def first_step(config: FirstStepConfig, console: Console) -> None:
-    """Measures, prints both tables, writes first_step.json."""
+    """Measure, print both tables, and write first_step.json."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
@@ -101,10 +102,10 @@ def first_step(config: FirstStepConfig, console: Console) -> None:
 def measure_first_step(
     work: Path, repeats: int, steps: int, only: str = ""
 ) -> dict[str, list[Start]]:
-    """Runs of each way that is installed, by turns.
+    """Run every installed way alternately.
 
     Raises:
-        ConfigError: `only` leaves none, or a run failed.
+        ConfigError: `only` matches no way, or a run failed.
     """
     adopt_orphans()
     pair = make_sums_pair(work / "pair")
@@ -167,7 +168,7 @@ def _peer(pair: Pair, run: Path, steps: int) -> Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """A process that has ended, and samples of the CPU seconds of it and its children."""
+    """A finished process, with samples of the CPU seconds of it and its children."""
 
     entered: float
     ended: float
@@ -190,7 +191,7 @@ def watch(command: list[str], environment: dict[str, str], log: Path) -> Watched
     """Run the command to its end.
 
     Raises:
-        ConfigError: it failed; the log has its output.
+        ConfigError: the command failed; the log has its output.
     """
     samples: list[tuple[float, Counter[str]]] = []
     over = threading.Event()
@@ -210,12 +211,12 @@ def watch(command: list[str], environment: dict[str, str], log: Path) -> Watched
 
 
 def adopt_orphans() -> None:
-    """Make processes whose parent has ended children of this one, so that none is overlooked."""
+    """Make this process the parent of orphaned descendants, so that none is overlooked."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _sample(samples: list[tuple[float, Counter[str]]], over: threading.Event) -> None:
-    """CPU seconds of all processes below this one by name, until `over`; the dead keep theirs."""
+    """CPU seconds of all descendants by name, until `over`; ended processes keep theirs."""
     own, spent = psutil.Process(), dict[tuple[int, float], tuple[str, float]]()
     while not over.wait(_SAMPLED_EVERY_S):
         for process in own.children(recursive=True):
@@ -232,7 +233,7 @@ def _sample(samples: list[tuple[float, Counter[str]]], over: threading.Event) ->
 
 
 def _name(process: psutil.Process) -> str:
-    """The role of a process, by its title."""
+    """Role of a process, from its title."""
     title = " ".join(process.cmdline()) or process.name()
     if title.startswith("ray::"):
         return title.removeprefix("ray::").split(".")[0].split("(")[0].strip()
@@ -244,7 +245,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def first_step_tables(starts: dict[str, list[Start]]) -> list[Table]:
-    """`measure_first_step` for people: seconds by stage, CPU seconds by process."""
+    """Console tables of `measure_first_step`: seconds by stage, CPU seconds by process."""
     return [_seconds_table(starts), _cpu_table(starts)]
 
 

@@ -1,6 +1,6 @@
-"""The example's agent with a client that is made once, not in each episode.
+"""The example's agent with a client that is created once, instead of in each episode.
 
-Apart from `benchmarks.agents`: each kept process imports the agent's module, and needs no torch.
+In a module of its own because each agent process that is kept imports it, and needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CLIENT = OpenAI(base_url="http://localhost", api_key="of an episode")
 
 
 def solve(problem: dict[str, Any]) -> dict[str, Any]:
-    """Answers a problem through the episode's own endpoint."""
+    """Answer a problem through the episode's endpoint."""
     client = _CLIENT.with_options(
         base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
     )

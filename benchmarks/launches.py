@@ -1,7 +1,7 @@
-"""What a GPU would be given, counted without one: `python -m benchmarks.launches`.
+"""Kernels, copies and waits of a GPU, counted on a CPU: `python -m benchmarks.launches`.
 
-Operations of torch that launch a kernel, and waits of the host for the device. docs/gpu.md has the
-numbers.
+Counts torch operations that launch a kernel, and waits of the host for the device. docs/gpu.md has
+the numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FUSED = {
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts the operations within it that launch a kernel on a GPU, at least one each."""
+    """Counts operations within the context that launch at least one kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class KernelCount(TorchDispatchMode):
 
 
 def served_sizes(shape: Shape) -> list[int]:
-    """Bytes of each parameter of a server of one GPU: of q, k, v and of gate, up as one."""
+    """Bytes of each parameter of a one-GPU server; q, k, v are fused, and so are gate and up."""
     sizes: Counter[str] = Counter()
     for tensor in layouts(shape):
         place, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
@@ -60,7 +60,7 @@ def served_sizes(shape: Shape) -> list[int]:
 
 
 def digest_kernels(sizes: Iterable[int]) -> tuple[int, int]:
-    """(by torch, by the kernel) kernels of the digests of parameters of these sizes in bytes."""
+    """Kernels (by torch, by ours) of the digests of parameters of these sizes in bytes."""
     portion = 4 * TILE * TILES
     with KernelCount() as one:
         sum_by_torch(torch.zeros(portion, dtype=torch.uint8))
@@ -73,7 +73,7 @@ def digest_kernels(sizes: Iterable[int]) -> tuple[int, int]:
 
 
 def mask_bytes(length: int) -> tuple[int, int]:
-    """(padded, packed) bytes of the attention mask of a window in bfloat16, for one row."""
+    """Bytes (padded, packed) of a sliding window's attention mask in bfloat16, for one row."""
     position_1T = torch.empty(1, length, dtype=torch.int64, device="meta")
     bias = visibility_bias(position_1T, position_1T, 1024, torch.bfloat16)
     blocks = -(-length // BLOCK)
@@ -83,10 +83,10 @@ def mask_bytes(length: int) -> tuple[int, int]:
 def listed_decode(
     rows: int, top: int = 33, event: Sequence[int] = (0, 1), steps: int = 50
 ) -> tuple[str, str]:
-    """(by SGLang, by the plugin) a decode step's likeliest tokens, and the tokens of a stop event.
+    """Cost (by SGLang, by the plugin) of a decode step's likeliest tokens, and of a stop event's.
 
-    Each in words: kernels, copies, memory, and the CPU time with a vocabulary of 64, in which the
-    likeliest tokens are found at once.
+    Each as text: kernels, copies, memory, and the CPU time with a vocabulary of 64, at which
+    finding the likeliest tokens takes no time.
     """
     from sglang.srt.layers.logprob_processor import OutputLogprobProcessor  # pyright: ignore[reportMissingImports]
 

@@ -1,9 +1,9 @@
-"""The learner's step: where its time goes, how much of the machine it uses, what would change that.
+"""The learner's step: seconds by stage, use of the machine, and the effect of other settings.
 
-Every measurement is a process of its own. What is compared takes the same steps in one process, in
-turns, and a ratio is the median of those of single steps: what else the machine does meets both.
-Time is that of the process on its CPU where it has one thread, so that others are not counted, and
-wall time where it has two: measure those on a machine doing nothing else.
+Every measurement is a process of its own. Variants that are compared take the same steps in one
+process, alternately, and a ratio is the median of the ratios of single steps, so that other load on
+the machine affects both. Time is CPU time for processes with one thread, and wall time for those
+with two: measure those on an idle machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DEADLINE_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to set up the learner."""
+    """A configuration of the learner."""
 
     dtype: Precision = "float32"
     gradient_checkpointing: bool = False
@@ -61,7 +61,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a child process measures: steps of all variants in turn, or one variant's memory."""
+    """Work of a child process: steps of all variants alternately, or one variant's memory."""
 
     model: str
     temperature: float
@@ -74,8 +74,8 @@ class Case:
 def measure_learner(scratch: Path, temperature: float, repeats: int = REPEATS) -> dict[str, Any]:
     """`stages`, `checkpointing` and `compile`: lists of comparisons.
 
-    Each is a list of the variants compared, the first being what the others are compared with:
-    what `_child` says of them, as dictionaries.
+    Each comparison is a list of the results of its variants (see `_child`); ratios are to the
+    first.
     """
     models = {size: new_checkpoint(scratch, *size) for size in {*SIZES, COMPILED_SIZE}}
 
@@ -107,7 +107,7 @@ def measure_learner(scratch: Path, temperature: float, repeats: int = REPEATS) -
 
 
 def new_checkpoint(scratch: Path, hidden: int, layers: int) -> str:
-    """Saves a model; returns its directory."""
+    """Save a model; returns its directory."""
     model = new_qwen3(
         vocab_size=VOCAB_SIZE, hidden_size=hidden, layers=layers, heads=hidden // 64,
         context_length=1024, eos_token_id=1, pad_token_id=0, seed=1,
@@ -130,7 +130,7 @@ def _in_child(case: Case) -> list[dict[str, Any]]:
 
 
 class _Subject:
-    """A learner, set up as the variant says, and what its steps took."""
+    """A learner of one variant, and the durations of its steps."""
 
     def __init__(self, case: Case, variant: Variant) -> None:
         config = LearnerConfig.of(
@@ -143,7 +143,7 @@ class _Subject:
         self._clock = time.process_time if case.threads == 1 else time.perf_counter
 
     def step(self, rows_D: Sequence[TrainingRow]) -> dict[str, float]:
-        """Wall seconds by stage and in all (`wall`); `total`, by the clock that is compared."""
+        """Wall seconds by stage and in total (`wall`); `total`: by the clock that is compared."""
         wall, total = time.perf_counter(), self._clock()
         metrics = self.learner.step(Part(rows_D=rows_D, loss=LOSS))
         wall, total = time.perf_counter() - wall, self._clock() - total
@@ -152,13 +152,13 @@ class _Subject:
         return seconds | {"rest": rest, "total": total, "wall": wall}
 
     def gradient(self) -> Tensor:
-        """Of the last step, after clipping, all weights in one vector."""
+        """Gradient of the last step after clipping, as one vector."""
         grads = [parameter.grad for parameter in self.learner.model.parameters()]
         return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
 
 def uneven_rows(temperature: float, seed: int, stretch: int = 1) -> list[TrainingRow]:
-    """Groups of one prompt each, of uneven lengths: another `seed`, other lengths."""
+    """Groups with one prompt each, of uneven lengths that depend on `seed`."""
     rng = np.random.default_rng(seed)
 
     def tokens(least: int, most: int) -> np.ndarray:
@@ -181,11 +181,11 @@ def uneven_rows(temperature: float, seed: int, stretch: int = 1) -> list[Trainin
 
 
 def _child(case: Case) -> list[dict[str, Any]]:
-    """Of each variant: what it is, and what its steps took, after `WARMUP` of them.
+    """Results of each variant: its settings, and its steps after `WARMUP` steps.
 
-    Those that prepare something are `warm_up_s`, by the clock on the wall. `seconds` by stage are
-    medians; `ratio` is to the first variant's step; `gap` is that of the first step's gradient, by
-    its norm.
+    `warm_up_s` is the wall time of steps that prepare something. `seconds` by stage are medians;
+    `ratio` is to the first variant's step; `gap` is the relative difference of the first step's
+    gradient, by its norm.
     """
     if case.memory:
         return [{"mb": _memory(case)}]
@@ -222,7 +222,7 @@ def _summary(
     needed: list[float],
     peak: float,
 ) -> dict[str, Any]:
-    """Of a variant's steps, the first variant's, and the FLOPs that both take."""
+    """Summary of a variant's steps, the first variant's, and the FLOPs of both."""
     steady = list(zip(steps, first, needed, strict=True))[WARMUP:]
     speed = median(flops / step["total"] for step, _, flops in steady)
     return {
@@ -236,7 +236,7 @@ def _summary(
 
 
 def _memory(case: Case) -> float:
-    """MB that a step adds at its peak to the weights, moments and gradients."""
+    """MB that a step adds at its peak to weights, moments and gradients."""
     subject = _Subject(case, case.variants[0])
     # Makes the moments; of tokens so few that malloc keeps nothing that a step could use.
     subject.step(uneven_rows(case.temperature, 0)[:1])
@@ -248,7 +248,7 @@ def _memory(case: Case) -> float:
 
 
 def learner_tables(report: dict[str, Any]) -> list[Table]:
-    """`measure_learner` for people."""
+    """Console tables of `measure_learner`."""
     stages = _table("the learner's step, CPU", "dtype", "threads", "s/step", *STAGES, "GFLOP/s",
                     "peak", "MFU", "x fp32")  # fmt: skip
     for made in [made for variants in report["stages"] for made in variants]:

@@ -1,17 +1,17 @@
-"""Schedules on a job whose answers have a long tail: real engines, learner, ledger and pushes.
+"""Schedules on a job of long-tailed answers, with real engines, learner, ledger and pushes.
 
     python -m benchmarks.long_tails out=DIR [steps=60] [seeds=3] [engines=1,2]
 
-The pair is written by hand, so that lengths are known: letters are of five classes, and a letter
-says what follows it, another letter of its class or EOS. Answers of a class have geometric lengths
-with a mean of 6, 12, 24, 48 or 96 tokens, cut off at 256: 7 times as long at the 99th percentile as
-on average. Teacher and student end alike, and differ in the letters, which the student learns;
-nothing but that makes answers longer or shorter. All schedules train the same prompts in all.
+The weights of student and teacher are written by hand, so that the distribution of lengths is
+known. Letters belong to five classes. After a letter comes another letter of its class, or EOS.
+Answers of a class have geometric lengths with a mean of 6, 12, 24, 48 or 96 tokens, truncated at
+256; the 99th percentile is 7 times the mean. Teacher and student have the same probability of EOS
+and differ in the letters. The student learns the letters, so training does not change the lengths.
+All schedules train the same prompts in total.
 
-    tokens/s  trained, from the step on at which the pipeline is in its usual state
+    tokens/s  trained tokens, from the step at which the pipeline is in steady state
     wait      share of the time in which the learner waits for groups
-    stale     mean versions between the sampling of a token and its training; age: largest of a
-              group
+    stale     mean versions between sampling and training of a token; age: largest of a group
     KL        exact reverse KL per token on held-out prompts, before all steps and after
 """
 
@@ -57,7 +57,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class LongTailsConfig:
-    """Schedules on real long-tailed jobs."""
+    """Schedules on real jobs with long-tailed answers."""
 
     out: str = chz.field(doc="new directory of the models, the runs and long_tails.json")
     steps: int = chz.field(default=60, doc="steps of each run")
@@ -66,7 +66,7 @@ class LongTailsConfig:
 
 
 def write_pair(root: Path) -> tuple[str, str, str]:
-    """The student, the teacher and their prompts; returns the three paths."""
+    """Write student, teacher and prompts; returns the three paths."""
     student = _write(root / "student", layers=2, follows=0.0, seed=1)
     teacher = _write(root / "teacher", layers=4, follows=2.0, seed=2)
     chance = np.random.default_rng(0)
@@ -80,10 +80,10 @@ def write_pair(root: Path) -> tuple[str, str, str]:
 
 
 def _write(directory: Path, *, layers: int, follows: float, seed: int) -> str:
-    """A model whose next token depends on the last one alone, at TEMPERATURE.
+    """Write a model whose next token depends on the last one alone, at TEMPERATURE.
 
     Args:
-        follows: nats by which the next letter of the class is likelier than its others.
+        follows: nats by which the next letter of the class is likelier than the class's others.
     """
     config = new_qwen3(
         vocab_size=VOCAB_SIZE, hidden_size=128, layers=layers, heads=2, context_length=512,
@@ -125,7 +125,7 @@ def _logprobs_VL(follows: float) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The columns of the table; see the module."""
+    """Columns of the table, see the module."""
 
     tokens_per_s: float
     wait: float
@@ -139,7 +139,7 @@ class Outcome:
 def measure_long_tails(
     root: Path, *, steps: int, seeds: int, engines: list[int], console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs each schedule on each number of engines, by turns; outcomes by their names."""
+    """Run each schedule on each number of engines, alternately; outcomes by name."""
     pair = write_pair(root)
     found: dict[str, list[dict[str, Any]]] = {}
     for number in engines:
@@ -182,7 +182,7 @@ def _run(
 
 
 def long_tails_table(found: dict[str, list[dict[str, Any]]]) -> Table:
-    """Means over seeds, and the least and largest KL."""
+    """Console table: means over seeds, and the smallest and largest KL."""
     table = Table(title="long-tailed answers")
     for column in ("", "tokens/s", "wait", "stale", "age", "tokens", "KL before", "KL after"):
         table.add_column(column, justify="right" if column else "left")

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.lora_rounding DIR`: how much of an adapter reaches engines in bfloat16.
+"""`python -m benchmarks.lora_rounding DIR`: share of an adapter that reaches engines in bfloat16.
 
-A model of hidden size 128 whose weights lie on bfloat16's grid, as hubs have them; cross-entropy on
-random rows. Of the adapter's change after so many updates, the share that its rounding takes
-(`push/lost_share`), and the share of adapted weights that are not changed at all.
+A model of hidden size 128 whose weights are bfloat16 values, as published ones are, trained by
+cross-entropy on random rows. After some numbers of updates: the share of the adapter's change that
+rounding removes (`push/lost_share`), and the share of adapted weights that do not change at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UPDATES = (1, 2, 4, 8)
 
 
 def measure(model: str, lr: float) -> dict[int, tuple[float, float]]:
-    """(lost share, share of unchanged weights) after so many updates."""
+    """(lost share, share of unchanged weights) after this number of updates."""
     config = LearnerConfig.of(
         model=model,
         lora_rank=RANK,

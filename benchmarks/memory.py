@@ -1,9 +1,9 @@
-"""The vocabulary projection in training: peak memory and time, naive and ours.
+"""Peak memory and time of the vocabulary projection in training, naive and ours.
 
-The naive way makes all logits at once; ours is `VocabularyHead.token_stats`. Each measurement is a
-process of its own with one thread, so that no peak hides another. Memory is what the peak (VmHWM)
-adds to the resident set before the call, which holds model and inputs. Time is that of the process
-on its CPU: others that share the machine are not counted.
+The naive way computes all logits together; ours is `VocabularyHead.token_stats`. Each measurement
+is a process of its own with one thread, so that one peak does not hide another. Memory is the
+increase of the peak (VmHWM) over the resident set before the call, which includes model and inputs.
+Time is CPU time, so that other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENTROPY_COEF = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a child process measures."""
+    """Work of a child process."""
 
     loss: str
     way: Way
@@ -49,10 +49,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Of a loss and size: peak extra MB and CPU seconds of forward and backward.
+    """Peak extra MB and CPU seconds of forward and backward, for a loss and a size.
 
-    Of several measurements the least counts, but the greatest of our own MB. `gap` is how far ours
-    is from naive, relative: the largest of the loss and the norms of both gradients.
+    The smallest of several measurements, except for our MB, whose largest counts. `gap` is the
+    largest relative difference from the naive way among the loss and the norms of both gradients.
     """
 
     loss: str
@@ -66,7 +66,7 @@ class MemoryRow:
 
 
 def measure_memory(temperature: float, repeats: int = REPEATS) -> list[dict[str, Any]]:
-    """`MemoryRow`s as dictionaries. Sizes whose naive way does not fit into memory are halved."""
+    """`MemoryRow`s as dictionaries. Sizes too large for the naive way are halved."""
     return [
         asdict(_measure(loss, hidden, temperature, repeats)) for hidden in HIDDEN for loss in LOSSES
     ]
@@ -134,7 +134,7 @@ class _World:
         self.temperature_N = torch.full((case.positions,), case.temperature)
 
     def loss(self, positions: int) -> Tensor:
-        """Over the first positions, with everything that the case asks for."""
+        """Loss over the first positions, with all terms of the case."""
         first = slice(0, positions)
         hidden_NH, tokens_N = self.hidden_NH[first], self.tokens_N[first]
         temperature_N = self.temperature_N[first]
@@ -166,7 +166,7 @@ class _World:
 
 
 def _naive_stats(log_p_NV: Tensor, tokens_N: Tensor, with_entropy: bool) -> TokenStats:
-    """Without an entropy that nobody asked for, which ours always reports."""
+    """Naive statistics, without the entropy, which ours always reports."""
     if with_entropy:
         return token_stats(log_p_NV, tokens_N, entropy_gradient=True)
     chosen_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1)
@@ -182,7 +182,7 @@ def _head(hidden: int, seed: int) -> VocabularyHead:
 
 
 def _child(case: Case) -> dict[str, Any]:
-    """Peak extra MB, CPU seconds, and the values: the loss and both gradients' norms."""
+    """Peak extra MB, CPU seconds, and values: the loss and both gradients' norms."""
     torch.set_num_threads(1)
     world = _World(case)
     weight: Tensor = getattr(world.student.projection, "weight")  # noqa: B009
@@ -201,7 +201,7 @@ def _child(case: Case) -> dict[str, Any]:
 
 
 def memory_table(rows: list[dict[str, Any]]) -> Table:
-    """`measure_memory` for people."""
+    """Console table of `measure_memory`."""
     table = Table(title=f"vocabulary projection, V = {VOCAB:,}, fp32, forward and backward, CPU")
     for header in ("loss", "N", "H", "naive MB", "ours MB", "ratio", "naive s", "ours s", "ratio",
                    "gap"):  # fmt: skip

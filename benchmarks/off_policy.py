@@ -1,4 +1,4 @@
-"""What the sampled estimators do away from the policy that sampled, exactly: nothing is drawn.
+"""Exact effect of the sampled estimators away from the sampling policy; nothing is sampled.
 
 python -m benchmarks.off_policy
 """
@@ -40,7 +40,7 @@ def updates_table(world: World) -> Table:
 
 
 def bias_table(world: World) -> Table:
-    """Relative distances of expected gradients from exact ones, by how far the weights are."""
+    """Relative distance of expected gradients from exact ones, by the change of the weights."""
     table = Table("weights are off by", *map(str, _DISTANCES))
     states, reweighted, discounted = [], [], []
     for away in _DISTANCES:

@@ -1,10 +1,10 @@
-"""What packing saves: padding, and seconds of a step, with and without it in one process.
+"""Effect of packing on padding and on the seconds of a step, measured in one process.
 
     python -m benchmarks.packing DIR
 
-A random model of hidden size 128 and 4 layers, one thread, interleaved steps of two learners on the
-same rows of made-up lengths (log-normal): demonstrations, and rollouts, whose groups share a
-prompt. Seconds are of the process's CPU, so that others on the machine are not counted.
+A random model of hidden size 128 and 4 layers, one thread, alternating steps of two learners on the
+same rows of generated lengths (log-normal): demonstrations, and rollouts, whose groups share a
+prompt. Seconds are CPU time, so that other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ON_POLICY = PolicyObjectiveLoss(objective=ObjectiveConfig())
 
 
 def made_rows(count: int, length: int, spread: float) -> list[TrainingRow]:
-    """Rows of a short prompt."""
+    """Rows with a short prompt."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(length), spread, count), LONGEST - 8).astype(int)
     return [demonstration(8, max(1, int(n)), seed=i) for i, n in enumerate(lengths)]
@@ -48,7 +48,7 @@ def made_rows(count: int, length: int, spread: float) -> list[TrainingRow]:
 def made_groups(
     prompts: int, prompt: int, group: int, length: int, spread: float
 ) -> list[TrainingRow]:
-    """Rows of `prompts` groups, each of one prompt."""
+    """Rows of `prompts` groups with one prompt each."""
     rng = np.random.default_rng(0)
     rows = []
     for p in range(prompts):
@@ -62,7 +62,7 @@ def made_groups(
 
 
 def measure(model: str, rows: list[TrainingRow], loss: LossFunction) -> tuple[float, float, float]:
-    """Padding share without packing; CPU seconds of a step without and with it."""
+    """Padding share without packing; CPU seconds of a step without and with packing."""
     learners = [
         Learner(
             LearnerConfig.of(

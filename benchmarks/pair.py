@@ -1,9 +1,9 @@
-"""The bench's own pairs: a 1.3 M student, a 5.8 M teacher.
+"""Pairs of models for benchmarks: a 1.3 M student and a 5.8 M teacher.
 
-`make_pair`: random weights, random words. Speed does not depend on what the weights know. Random
-models hardly ever sample EOS, so every response has the full length, here and in the peer: equal
-work. `make_taught_pair`: both have read a text, the teacher far more of it, so that there is
-something to distil.
+`make_pair`: random weights and random words. Speed does not depend on the values of weights. Random
+models hardly ever sample EOS, so every response has the full length, in isotherm and in TRL.
+`make_taught_pair`: both are trained on text, the teacher far longer, so that there is something to
+distil.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Pair:
 
 
 def given_pair(student: str | None, teacher: str | None, prompts: str | None) -> Pair | None:
-    """The pair of these settings; None: none is given, and one is made.
+    """Pair of these settings; None if no path is given, and a pair must be made.
 
     Raises:
-        ConfigError: only some are.
+        ConfigError: only some of the paths are given.
     """
     if student and teacher and prompts:
         return Pair(student=student, teacher=teacher, prompts=prompts)
@@ -51,7 +51,7 @@ def given_pair(student: str | None, teacher: str | None, prompts: str | None) ->
 
 
 def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
-    """Writes both checkpoints, with one tokenizer, and a prompts file; returns their paths."""
+    """Write both checkpoints with one tokenizer, and a prompts file; returns their paths."""
     rng = np.random.default_rng(0)
     words = _words(rng)
     texts = [" ".join(rng.choice(words, size=PROMPT_WORDS)) for _ in range(num_prompts)]
@@ -60,8 +60,10 @@ def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
 
 
 def make_taught_pair(directory: Path, texts: Sequence[str], num_prompts: int = 512) -> Pair:
-    """The same of two models that have read `texts`; prompts are the beginnings of some of them,
-    which neither has read."""
+    """Write a pair trained on `texts`, and prompts.
+
+    Prompts are beginnings of some texts on which neither model is trained.
+    """
     tokenizer = _tokenizer(texts)
     order: list[int] = np.random.default_rng(0).permutation(len(texts)).tolist()
     asked = [" ".join(texts[i].split()[:PROMPT_WORDS]) for i in order[:num_prompts]]
@@ -80,7 +82,7 @@ READ_ROWS, READ_WIDTH, READ_LR = 8, 96, 1e-3
 def _read(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], steps: int
 ) -> None:
-    """Plain next-token training, on the texts end to end."""
+    """Train on next tokens of the concatenated texts."""
     ids = [
         token
         for text in texts
@@ -102,7 +104,7 @@ def _train(model: PreTrainedModel, rows_RT: torch.Tensor, steps: int, batch_size
 
 
 def docstrings(least_words: int = 40) -> list[str]:
-    """English prose that is on every machine: docstrings of Python's standard library."""
+    """English prose that exists on every machine: docstrings of Python's standard library."""
     return [
         text
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -149,7 +151,7 @@ def _saved(
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """The pair's tokenizer."""
+    """Tokenizer of the pair."""
     return _tokenizer([" ".join(_words(np.random.default_rng(0)))])
 
 
@@ -183,8 +185,8 @@ SUMS_STEPS, SUMS_ROWS = 60, 128
 def make_sums_pair(directory: Path) -> Pair:
     """Two models of 0.1 M parameters for the shortest job: sums, with answers of 4 tokens.
 
-    Both have the demo's shape and its task, and are trained here: a change of the demo changes no
-    comparison that was made with them. Their answers have the right length; few are right.
+    They have the shape and task of the demo's models but are trained here, so that changes of the
+    demo do not affect comparisons. Their answers have the correct length; few are correct.
     """
     problems = Problems.split(held_out=500, seed=0)
     tokenizer = train_tokenizer(directory / "tokenizer", problems.train)

@@ -1,4 +1,4 @@
-"""FLOPs per second that this machine can do: what model FLOPs utilisation is a share of."""
+"""FLOPs per second that this machine reaches; the reference of model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REPEATS, _ENOUGH_S = 5, 1.0
 
 
 def peak_flops(device: str, dtype: torch.dtype) -> float:
-    """FLOPs per second of a large matrix product, as measured here; once a process.
+    """FLOPs per second of a large matrix product, measured once per process.
 
-    On a CPU, of the present number of threads, by their CPU time: what else the machine does is
-    not counted.
+    On a CPU: with the current number of threads, by their CPU time, so that other load does not
+    count.
     """
     return _peak_flops(device, dtype, torch.get_num_threads())
 
@@ -36,8 +36,10 @@ def _peak_flops(device: str, dtype: torch.dtype, threads: int) -> float:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """Of a product by itself: a median, warm; of fewer where each is slow, as bfloat16 is on a CPU
-    that has no instructions for it."""
+    """Median seconds of one product after warm-up.
+
+    Fewer products are timed if each is slow, as bfloat16 is on a CPU without instructions for it.
+    """
     cuda = torch.device(device).type == "cuda"
     clock = time.perf_counter if cuda else time.process_time
     measured = []

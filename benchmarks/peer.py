@@ -1,4 +1,4 @@
-"""TRL's DistillationTrainer as a process of its own, in its own virtualenv (peer_trl.py)."""
+"""TRL's DistillationTrainer as a process in its own virtualenv (peer_trl.py)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def run_peer(
     save: Path | None = None,
     save_every: int = 0,
 ) -> dict[str, Any]:
-    """What peer_trl.py writes to `out` after `warmup_steps` and `steps` measured ones.
+    """Report that peer_trl.py writes to `out` after `warmup_steps` and `steps` measured steps.
 
     Args:
         save: directory for the trained student.
-        save_every: steps after which it is saved there under `step-N`, too; 0: only at the end.
+        save_every: interval in steps of saving it under `step-N` as well; 0: only at the end.
 
     Raises:
         ConfigError: its virtualenv is missing.
@@ -70,7 +70,7 @@ def peer_command(
     seed: int = 0,
     warmup_steps: int = 1,
 ) -> list[str]:
-    """The command line of peer_trl.py.
+    """Command line of peer_trl.py.
 
     Raises:
         ConfigError: its virtualenv is missing.
@@ -91,5 +91,5 @@ def peer_command(
 
 
 def peer_environment() -> dict[str, str]:
-    """The peer is one process and may use every core; ours are several with a thread each."""
+    """Environment in which TRL, a single process, may use every core."""
     return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

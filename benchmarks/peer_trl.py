@@ -47,7 +47,7 @@ STAGES = (
 
 
 def machine_cpu_seconds() -> float | None:
-    """CPU seconds that all processes of this machine have used; None where Linux does not say."""
+    """CPU seconds used by all processes of this machine; None if not on Linux."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
@@ -58,8 +58,8 @@ def machine_cpu_seconds() -> float | None:
 class StepClock(TrainerCallback):
     """Wall time, stage times and trained tokens of each optimizer step.
 
-    A step lasts from the end of the one before to its own end, so whatever TRL does between two
-    steps (data, logging) is inside.
+    A step lasts from the end of the previous step to its own end, so it includes all work of TRL
+    between steps (data, logging).
     """
 
     def __init__(self, save: str | None, save_every: int) -> None:
@@ -82,7 +82,7 @@ class StepClock(TrainerCallback):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a stage of the current step."""
+        """Add the time inside the context to a stage of the current step."""
         start = time.perf_counter()
         yield
         self._stages[name] += time.perf_counter() - start
@@ -124,7 +124,7 @@ class StepClock(TrainerCallback):
 
 
 class TimedTrainer(DistillationTrainer):
-    """DistillationTrainer with a clock around its stages; what it computes is unchanged."""
+    """DistillationTrainer with timed stages; its computation is unchanged."""
 
     clock: StepClock
 
@@ -198,7 +198,7 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> tuple[TimedTrain
 
 
 def grouped_prompts(path: str, steps: int, prompts_per_step: int, group_size: int) -> Dataset:
-    """Every step's prompts in file order (round again when the file ends), each one G times over.
+    """Prompts of every step in file order, cyclic, each repeated G times.
 
     Raises:
         ValueError: the file has no prompts.
@@ -212,7 +212,7 @@ def grouped_prompts(path: str, steps: int, prompts_per_step: int, group_size: in
 
 
 def summarize(clock: StepClock, trainer: TimedTrainer, args: argparse.Namespace) -> dict[str, Any]:
-    """What the measured steps took; warm-up steps are left out of everything."""
+    """Summary of the measured steps, without warm-up steps."""
     seconds, tokens = clock.seconds[args.warmup_steps :], clock.tokens[args.warmup_steps :]
     stages = [split_stages(s, t) for s, t in zip(clock.stages, clock.seconds, strict=True)]
     measured = stages[args.warmup_steps :]
@@ -261,7 +261,7 @@ def summarize(clock: StepClock, trainer: TimedTrainer, args: argparse.Namespace)
 
 
 def split_stages(spans: dict[str, float], total: float) -> dict[str, float]:
-    """Spans of one step, made disjoint; what no span covers is `other`."""
+    """Spans of one step, made disjoint; time that no span covers is `other`."""
     spans = dict(spans)
     spans["divergence"] = spans.pop("loss") - spans["student_forward"] - spans["teacher_forward"]
     split = {name: spans[name] for name in STAGES}
@@ -269,7 +269,7 @@ def split_stages(spans: dict[str, float], total: float) -> dict[str, float]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`name=value`, the value read as JSON where it is JSON and as a string where it is not."""
+    """Parse `name=value`; the value is read as JSON if it is JSON, else as a string."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)

@@ -1,8 +1,8 @@
-"""What a push is at real sizes, by the code's own plan: `python -m benchmarks.push_model`.
+"""Size and least duration of a push at real model sizes: `python -m benchmarks.push_model`.
 
-Arithmetic on names and shapes, with no weights: nothing here is measured. Seconds are what the wire
-takes at its nominal rate, and no more: a bound from below. docs/benchmarks/weights.md has the
-table, and tests/cluster/test_push_model.py holds it against this.
+Computed from names and shapes by the code's own plan, without weights; nothing is measured. Seconds
+are bytes over the network's nominal rate: a lower bound. docs/benchmarks/weights.md has the table,
+and tests/cluster/test_push_model.py compares it with this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distill.weights.shared_memory import SharedTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder's sizes, as its config has them; `experts` of this width each, or one dense MLP."""
+    """Sizes of a decoder, as in its config; `experts` of this width each, or one dense MLP."""
 
     name: str
     hidden: int
@@ -58,7 +58,7 @@ MODELS = (
 
 
 def layouts(shape: Shape) -> list[TensorLayout]:
-    """The checkpoint's tensors in bfloat16, by their names there, in the order of a push.
+    """Tensors of the checkpoint in bfloat16 by name, in the order of a push.
 
     Routers stay in float32 (`distill.models.checkpoint_names.exact_names`).
     """
@@ -98,12 +98,12 @@ class PushPlan:
     """One push of these tensors to one server.
 
     Attributes:
-        calls: requests that carry weights; a session has five more (pause, begin, end, continue,
-            and joining a group once).
-        extra_bytes: what a rank holds beside its model while it loads: the largest bucket.
-        told_group: bytes of the order of a push by a group.
-        told_memory: of the orders of a push by shared memory, of one rank.
-        told_ipc: of what one rank opens the buckets of a push by CUDA IPC with.
+        calls: number of requests that carry weights. A session has five more (pause, begin, end,
+            continue, and joining a group once).
+        extra_bytes: bytes that a rank holds beside its model while it loads: the largest bucket.
+        told_group: bytes of the requests of a push by a group.
+        told_memory: bytes of the requests of a push by shared memory, for one rank.
+        told_ipc: bytes with which one rank opens the buckets of a push by CUDA IPC.
     """
 
     tensors: int
@@ -115,7 +115,7 @@ class PushPlan:
     told_ipc: int
 
     def seconds(self, gbps: float) -> float:
-        """What the wire takes at this rate, in Gb/s."""
+        """Seconds to send the bytes at this rate, in Gb/s."""
         return 8 * self.nbytes / gbps / 1e9
 
 
@@ -140,7 +140,7 @@ def push_plan(tensors: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES)
 
 
 def _payload(bucket: Sequence[TensorLayout]) -> bytes:
-    """With handles of the lengths that CUDA and torch give them."""
+    """Request with handles of the lengths that CUDA and torch create."""
     memory = CudaMemory(
         layouts=tuple(bucket), device=f"GPU-{'0' * 36}", handle=bytes(66), size=1 << 30, offset=0,
         counter=b"/torch_12345_1234567890_12", counter_offset=100, event=bytes(64),
@@ -150,7 +150,7 @@ def _payload(bucket: Sequence[TensorLayout]) -> bytes:
 
 
 def rows() -> list[str]:
-    """The table of docs/benchmarks/weights.md, a line a model."""
+    """Table of docs/benchmarks/weights.md, one line per model."""
     made = []
     for shape in MODELS:
         plan = push_plan(layouts(shape))
@@ -164,7 +164,7 @@ def rows() -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    """Two significant figures: a pickle's size depends on which of its strings are one object."""
+    """Two significant figures, since a pickle's size depends on shared strings."""
     unit, name = (1e3, "kB") if nbytes < 1e6 else (1e6, "MB")
     return f"{float(f'{nbytes / unit:.2g}'):g} {name}"
 

@@ -1,8 +1,8 @@
-"""How many groups a second go through the queue: lease -> put -> take -> publish, on real Ray.
+"""Groups per second through the queue on real Ray: lease -> put -> take -> publish.
 
-The workers are made up: each is an asyncio task with its own `WorkerEnd`, which puts the same
-ready-made group on every lease; all else is as in a run, the journal on disk included. All of them
-share one producer process, so that what grows from row to row is the number of workers only.
+Workers are simulated: each is an asyncio task with its own `WorkerEnd`, which puts the same
+prepared group on every lease. All else is as in a run, including the journal on disk. All workers
+share one producer process, so rows of the table differ in the number of workers only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEADLINE_S = 300.0
 
 
 def made_group(group_id: int = 0) -> TrajectoryGroup:
-    """8 trajectories of 512 tokens, with a teacher's log-probs at T and unscaled."""
+    """8 trajectories of 512 tokens, with a teacher's log-probs at T and at 1."""
     return TrajectoryGroup(
         group_id=group_id,
         trajectories_G=tuple(
@@ -57,7 +57,7 @@ def made_group(group_id: int = 0) -> TrajectoryGroup:
 
 
 class Producer:
-    """Simulated rollout workers, which share the slots among them as those of a run do."""
+    """Simulated rollout workers, which share the slots as those of a run do."""
 
     def __init__(self, queue: GroupQueue, workers: int) -> None:
         self._ends = [WorkerEnd(queue, f"worker {i}") for i in range(workers)]
@@ -66,7 +66,7 @@ class Producer:
         self._group = made_group()
 
     async def run(self) -> int:
-        """Returns how many groups were made."""
+        """Run the producer; returns the number of groups."""
         return sum(await asyncio.gather(*map(self._work, self._ends)))
 
     async def _work(self, end: WorkerEnd) -> int:
@@ -86,14 +86,15 @@ class Producer:
 
 
 def cpu_seconds(_: object = None) -> float:
-    """User and system time of this process so far."""
+    """User and system time of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def measure_queue(scratch: Path) -> dict[str, Any]:
-    """`workers`: `measure_workers` by their number; `payload_bytes` of one group; and
-    its `pack_us`, `unpack_us`, `pickle_us`, `unpickle_us`."""
+    """`workers`: `measure_workers` by their number; `payload_bytes` of one group; and `pack_us`,
+    `unpack_us`, `pickle_us`, `unpickle_us` of it.
+    """
     group = made_group()
     columns, pickled = checked(group), pickle.dumps(group, protocol=5)
     directory = Path(tempfile.mkdtemp(prefix="queue-", dir=scratch))
@@ -112,8 +113,11 @@ def measure_queue(scratch: Path) -> dict[str, Any]:
 
 
 def measure_workers(workers: int, journal: str) -> dict[str, float]:
-    """`groups_per_s`, and microseconds of CPU a group in each process: `worker_us`, `queue_us`,
-    `learner_us` (Ray's own processes not included). Checks that none was lost."""
+    """`groups_per_s`, and CPU microseconds per group in each process.
+
+    The latter are `worker_us`, `queue_us` and `learner_us`, without Ray's own processes. Asserts
+    that no group was lost.
+    """
     settings = LedgerSettings(
         groups_per_step=PER_STEP,
         max_staleness=MAX_STALENESS,
@@ -180,7 +184,7 @@ def _ray() -> Iterator[None]:
 
 
 def queue_table(report: dict[str, Any]) -> Table:
-    """`measure_queue` for people."""
+    """Console table of `measure_queue`."""
     table = Table(
         title=f"the queue: groups of {MEMBERS} x {PROMPT + RESPONSE} tokens, "
         f"{report['payload_bytes'] / 1e3:.0f} kB, {PER_STEP} a step",

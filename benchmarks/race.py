@@ -1,19 +1,19 @@
-"""Seconds to a KL, against TRL: how long each run takes to get where TRL is after so many steps.
+"""Seconds until a run reaches the KL that TRL reaches in a number of steps.
 
     python -m benchmarks.race out=DIR [student=DIR teacher=DIR prompts=FILE] [new_tokens=64,256]
 
-TRL's DistillationTrainer trains first, on both cores; the judge's exact KL(p_T || q_T) on held-out
-prompts says how far it has come. Then isotherm trains the same pair on the same prompts with the
-same learning rate until it is as far, with a checkpoint every few steps; the crossing is
-interpolated between two of them. Seconds count from the beginning of the first step, in which
-isotherm's pipeline is still empty, to the end of another, with all that is between steps; isotherm
-saves its checkpoints meanwhile. Loading models and starting processes is left out on both sides.
-Each has the AdamW that it comes with: betas of 0.9 and 0.95 here, of 0.9 and 0.999 there.
-Shares say nothing on a machine that others use.
+TRL's DistillationTrainer trains first, on both cores. The exact KL(p_T || q_T) on held-out prompts
+measures its progress. Then isotherm trains the same pair on the same prompts with the same learning
+rate until it reaches that KL, with a checkpoint every few steps; the crossing is interpolated
+between two of them. Seconds count from the beginning of the first step, in which isotherm's
+pipeline is still empty, to the end of another, with all work between steps, including isotherm's
+checkpoints. Loading models and starting processes are left out on both sides. Each system uses its
+own default betas of AdamW: 0.9 and 0.95 here, 0.9 and 0.999 there. Shares are meaningless on a
+shared machine.
 
-Some of our runs make several updates of each step's samples (`num_substeps`), for which TRL 1.16
-has no setting. The nearest there is a smaller batch, so TRL runs once more with as many samples an
-update.
+Some of isotherm's runs make several updates on each step's samples (`num_substeps`), for which TRL
+1.16 has no setting. The nearest setting is a smaller batch, so TRL runs once more with the same
+number of samples per update.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ JUDGED_EVERY = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """A run, and where it crossed the KL that TRL had come to.
+    """A run, and the point at which it reached TRL's KL.
 
     Attributes:
-        kl: the judge's KL after some steps, by step.
+        kl: exact KL by step.
         step_s: mean seconds of a step.
-        steps, seconds: until the crossing; None: it was not crossed.
+        steps, seconds: until the crossing; None: the KL was not reached.
     """
 
     name: str
@@ -66,8 +66,11 @@ PROMPTS_PER_STEP, GROUP_SIZE = 8, 4
 
 
 def contestants(substeps: int) -> dict[str, dict[str, Any]]:
-    """Settings of our runs by name: what estimator=auto takes for a local teacher, that with so
-    many updates a step, and what it takes where the teacher is served."""
+    """Settings of isotherm's runs by name.
+
+    They are: the choice of estimator=auto for a local teacher; the same with several updates per
+    step; and its choice for a served teacher.
+    """
     full = {"estimator": "full"}
     several = full | {"num_substeps": substeps}
     return {
@@ -81,7 +84,7 @@ def contestants(substeps: int) -> dict[str, dict[str, Any]]:
 
 @chz.chz
 class RaceConfig:
-    """Time to a KL, side by side with TRL."""
+    """Time to a KL, compared with TRL."""
 
     out: str = chz.field(doc="directory of the runs and of race.json")
     student: str | None = chz.field(default=None, doc="checkpoint; default: made, 1.3 M parameters")
@@ -113,7 +116,7 @@ class RaceConfig:
 
 
 def race(config: RaceConfig, console: Console) -> None:
-    """Runs all races, prints a table of each length, writes race.json."""
+    """Run all races, print a table of each length, and write race.json."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
@@ -128,7 +131,7 @@ def race(config: RaceConfig, console: Console) -> None:
 def measure_race(
     config: RaceConfig, pair: Pair, work: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """A dictionary of each length and seed: TRL's mark, its seconds, and the `Finish`es."""
+    """For each length and seed: TRL's KL, its seconds, and the `Finish`es."""
     trained, asked = split_prompts(pair.prompts, work)
     rows: list[dict[str, Any]] = []
     for new_tokens in config.new_tokens:
@@ -176,7 +179,7 @@ class _Race:
         }
 
     def _peer(self, name: str, steps: int, prompts_per_step: int) -> list[float]:
-        """Seconds of each of TRL's steps; what it has trained is in `out/name`."""
+        """Seconds of each of TRL's steps; the trained models are in `out/name`."""
         timed = run_peer(
             self.pair.student, self.pair.teacher, self.trained, self.out / f"{name}.json",
             steps=steps, prompts_per_step=prompts_per_step, group_size=GROUP_SIZE,
@@ -213,13 +216,15 @@ class _Race:
 
 
 def saved_by_peer(directory: Path) -> list[tuple[int, Path]]:
-    """Each saved student's step and directory."""
+    """Step and directory of each saved student."""
     return [(int(path.name.removeprefix("step-")), path) for path in directory.glob("step-*")]
 
 
 def step_seconds(run: Path) -> list[float]:
-    """Seconds of each step of a run, as TRL's are counted: from the end of the one before, but for
-    the first."""
+    """Seconds of each step of a run, counted as TRL's are.
+
+    A step lasts from the end of the previous step, except the first.
+    """
     first, *_ = read_lines(run / "metrics.jsonl", {"step", "time/step"})
     events = read_lines(run / "events.jsonl", {"t", "event"})
     ends = [event["t"] for event in events if event["event"] == "step"]
@@ -229,9 +234,9 @@ def step_seconds(run: Path) -> list[float]:
 def crossing(
     kl: dict[int, float], step_s: Sequence[float], mark: float
 ) -> tuple[float, float] | tuple[None, None]:
-    """Steps and seconds until the KL is `mark`, linear between two that were judged.
+    """Steps and seconds until the KL is `mark`, interpolated linearly between two measurements.
 
-    The first that is judged is taken as it is: what was before it is another measure's.
+    The first measurement is not interpolated, because there is none before it.
     """
     before: tuple[int, float] | None = None
     for step, value in sorted(kl.items()):
@@ -246,7 +251,7 @@ def crossing(
 
 
 def race_tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """`measure_race` for people: a table of each length and seed."""
+    """Console tables of `measure_race`, one for each length and seed."""
     return [_table(row) for row in rows]
 
 

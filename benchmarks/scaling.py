@@ -1,12 +1,12 @@
-"""One learner worker against two: seconds of a step, memory of each, saving and gathering.
+"""One learner worker against two: seconds of a step, memory per worker, saving and gathering.
 
-Every worker is a process of its own with one thread. Both learners live side by side and do the
-same in turns; while one works, the other sleeps in a socket. Two workers need two idle cores to be
-faster by the clock on the wall: beside it stands the time of the busier one on its CPU, for which
-others on the machine do not count, nor waiting. Memory is that of each process, from the kernel.
+Every worker is a process with one thread. Both learners exist at the same time and do the same work
+alternately; the idle one waits on a socket. Two workers need two idle cores to be faster in wall
+time. The table therefore also has the CPU time of the busiest worker, which includes neither
+waiting nor other load on the machine. Memory is that of each process, from the kernel.
 
-Steps are of two kinds: samples that share prompts, each of which is run once in a micro-batch, and
-the same with a prompt each.
+There are two kinds of steps: samples that share prompts, whose prompts run once per micro-batch,
+and samples with a prompt each.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ LOSSES = (PolicyObjectiveLoss(objective=ObjectiveConfig()),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMemory:
-    """MB of one worker, above what Python and its imports take before there is a learner.
+    """MB of one worker, above those of Python and its imports before the learner exists.
 
     Attributes:
-        share: the weights that it holds, by their sizes.
-        loading: peak until the learner stands; a mapped checkpoint file is in it.
-        held: resident when it stands, with what malloc kept of the loading and late imports.
-        first: peak of a step on two short rows: gradients and moments have come on top.
-        gathering: peak of making all weights whole, a portion at a time.
-        saving: peak of writing checkpoints; malloc may have kept memory from before.
-        stepping: peak of steps in full, with their activations.
+        share: weights that it holds, by their sizes.
+        loading: peak until the learner is ready, including a mapped checkpoint file.
+        held: resident set when it is ready, including late imports and memory that malloc keeps.
+        first: peak of a step on two short rows, which adds gradients and moments.
+        gathering: peak of gathering all weights, a portion at a time.
+        saving: peak of writing checkpoints; may include memory that malloc keeps.
+        stepping: peak of full steps, with their activations.
     """
 
     share: float
@@ -81,9 +81,9 @@ class WorkerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """Medians of one kind of steps; `speed_up` is one worker's seconds by this learner's.
+    """Medians of one kind of steps. `speed_up`: seconds of one worker over those of this learner.
 
-    `cpu` is CPU time of the busiest worker, in place of time on the wall.
+    `cpu`: CPU time of the busiest worker, instead of wall time.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """A learner of so many workers: medians on the wall's clock, and each worker's memory."""
+    """A learner of this number of workers: medians of wall time, and each worker's memory."""
 
     workers: int
     steps: Sequence[StepRow]
@@ -109,7 +109,7 @@ def measure_scaling(scratch: Path, temperature: float, repeats: int = STEPS) -> 
     """`bytes` of the weights, and `learners`: `ScalingRow`s as dictionaries, one worker first.
 
     Raises:
-        AssertionError: a worker did not answer, or two workers have another loss than one.
+        AssertionError: a worker did not answer, or two workers have a different loss than one.
     """
     model, total_steps = new_checkpoint(scratch, *SIZE), 1 + repeats * len(KINDS)
     config = LearnerConfig.of(model=model, total_steps=total_steps, threads=1, device="cpu")
@@ -117,7 +117,7 @@ def measure_scaling(scratch: Path, temperature: float, repeats: int = STEPS) -> 
         teams = [stack.enter_context(_Team(config, size, scratch)) for size in SIZES]
 
         def in_turns(what: str, arguments: Sequence[Any]) -> list[list[Any]]:
-            """What each team answers, by argument; and each worker's peak meanwhile, noted."""
+            """Each team's results by argument; records each worker's peak meanwhile."""
             answers = [[team.do(what, argument) for team in teams] for argument in arguments]
             for team in teams:
                 team.note(what)
@@ -168,7 +168,7 @@ def _rows_of(kind: str, temperature: float, seed: int) -> list[TrainingRow]:
 
 
 class _Team:
-    """The processes of one learner, seen from outside."""
+    """Processes of one learner, controlled from outside."""
 
     def __init__(self, config: LearnerConfig, size: int, scratch: Path) -> None:
         self.memory: list[dict[str, float]] = [{} for _ in range(size)]
@@ -205,7 +205,7 @@ class _Team:
             process.join()
 
     def do(self, what: str, argument: Any) -> dict[str, Any]:
-        """What the method of `_Leader` says, its `seconds`, and `cpu`: those of the busiest."""
+        """Result of the method of `_Leader`, its `seconds`, and `cpu` of the busiest worker."""
         before, started = self._cpu_seconds(), time.perf_counter()
         self._lines[0].send((what, argument))
         answer = self._answer(self._lines[0])
@@ -218,7 +218,7 @@ class _Team:
         return [each.user + each.system for each in times]
 
     def note(self, phase: str) -> None:
-        """Each worker's peak since the last note belongs to this phase."""
+        """Record each worker's peak since the last call as that of this phase."""
         for made, peak in zip(self.memory, self._megabytes("VmHWM"), strict=True):
             made[phase] = peak
         for process in self._processes:
@@ -234,7 +234,7 @@ class _Team:
 
 
 def follower(config: LearnerConfig, seat: Seat, line: Connection | None = None) -> None:
-    """A follower, ended by a kill. With a `line` it waits for a word, and says what it holds."""
+    """Process of a follower, ended by a kill. With a `line` it reports its memory."""
     if line is not None:
         line.send("ready")
         line.recv()
@@ -256,12 +256,12 @@ def _lead(config: LearnerConfig, seat: Seat, line: Connection, scratch: str) -> 
 
 
 def _held_bytes(worker: LearnerWorker) -> int:
-    """Of the weights; a tied one counts once."""
+    """Bytes of the weights; a tied weight counts once."""
     return sum(local(parameter).nbytes for parameter in worker.model.parameters())
 
 
 class _Leader:
-    """What the bench has a learner do, by the names in `WorkerMemory`."""
+    """Phases that the benchmark measures, by their names in `WorkerMemory`."""
 
     def __init__(self, config: LearnerConfig, membership: Membership, scratch: Path) -> None:
         self._learner = Learner(
@@ -274,7 +274,7 @@ class _Leader:
         return _held_bytes(self._learner.worker)
 
     def first(self, temperature: float) -> dict[str, Any]:
-        """A step on so few tokens that what it leaves behind is gradients and moments."""
+        """A step on so few tokens that it leaves gradients and moments only."""
         return self._step(uneven_rows(temperature, 0)[:2])
 
     def stepping(self, given: tuple[str, float, int]) -> dict[str, Any]:
@@ -286,13 +286,13 @@ class _Leader:
         return {"tokens": sum(row.num_trained for row in rows_D), "loss": metrics["train/loss"]}
 
     def saving(self, step: int) -> dict[str, Any]:
-        """Until all of the checkpoint is on the disk."""
+        """Save a checkpoint, until all of it is on disk."""
         write = partial(self._learner.save, tokenizer=self._tokenizer)
         self._store.save(step=step, write=write, delivery={})
         return {}
 
     def gathering(self, _: None) -> dict[str, Any]:
-        """All weights, each portion dropped when the next one is there."""
+        """Gather all weights; each portion is dropped before the next."""
         weights = self._learner.weights()
         for bucket in plan_buckets(weights.layouts, COPY_BYTES):
             weights.gather(names_of(bucket))
@@ -300,7 +300,7 @@ class _Leader:
 
 
 def scaling_tables(report: dict[str, Any]) -> list[Table]:
-    """`measure_scaling` for people."""
+    """Console tables of `measure_scaling`."""
     gigabytes = report["bytes"] / 1e9
     speed = _table(
         f"learner workers, {gigabytes * 250:.0f} M parameters, fp32, a thread each, CPU",

@@ -1,20 +1,22 @@
-"""A simulator of a run's schedule: the step rule and routing, judged before they are believed.
+"""Simulator of a run's schedule, to evaluate step rules and routing.
 
     python -m benchmarks.scheduling [engines=8] [steps=40] [seeds=2] [agents=True] [hangs=0.0005]
         [sigma=0.2] [longest=131072] [of_slots=1] [only=again]
 
-Discrete events on an event loop whose clock jumps from one event to the next. The ledger with its
-step rule and the pools of engines are the real ones; engines, learner and lengths are made up:
+A discrete-event simulation on an event loop whose clock jumps from one event to the next. The
+ledger with its step rule and the pools of engines are real; engines, learner and lengths are
+simulated:
 
-- Lengths are log-normal, mean 4,000 tokens, p99 24,000, cut off at 32,768; half of the variance of
-  their logarithm is the prompt's. Group i is the same whatever the schedule.
-- An engine decodes 40 tokens/s in each of 64 slots. A push stops it for 5 s, and then the contexts
-  under way are prefilled again (SGLang's `retract`) at 8 times the rate at which a full engine
-  decodes; so are the contexts of turns that are not cached at the engine which they come to.
+- Lengths are log-normal, mean 4,000 tokens, p99 24,000, truncated at 32,768. Half of the variance
+    of
+  their logarithm is due to the prompt. Group i is the same in every schedule.
+- An engine decodes 40 tokens/s in each of 64 slots. A push stops it for 5 s. Then the contexts in
+  progress are prefilled again (SGLang's `retract`), at 8 times the rate at which a full engine
+  decodes. Contexts of turns that are not cached at their engine are prefilled as well.
 - The learner is exactly as fast as full engines, so the ideal is 100 % of both.
-- Agents take 12 turns on average (at most 40) of 350 tokens (p99 2,200), with 800 tokens observed
-  and a tool of 5 s (p99 60 s) between two of them; a share `hangs` of its calls takes an hour.
-- A group that begins again is given up where it was; its samples, of the same prompt, are others.
+- Agents take 12 turns on average (at most 40) of 350 tokens (p99 2,200), with 800 observed tokens
+  and a tool call of 5 s (p99 60 s) between turns; a share `hangs` of its calls takes an hour.
+- A group that is restarted is cancelled where it was. Its new samples, of the same prompt, differ.
 
     rate     ideal seconds of a step over the real ones
     learner  its idle share of the time; engines: their idle slots; pause: stopped or prefilling
@@ -22,7 +24,7 @@ step rule and the pools of engines are the real ones; engines, learner and lengt
              start of its group, max
     mixed    samples of several versions
     bias     mean trained length over the true mean, less 1
-    again    groups that were begun again, of those that were trained
+    again    restarted groups, as a share of the trained ones
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ SETTLING = 10
 
 
 class _Instant(selectors.DefaultSelector):
-    """Waits for nothing: the time that it was to wait has passed."""
+    """Selector that returns immediately, because the clock has already jumped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class _Instant(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose seconds pass at once."""
+    """Event loop whose clock jumps to the next event."""
 
     def __init__(self) -> None:
         self._instant = _Instant()
@@ -87,7 +89,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of an episode: what it reads beyond the turn before, samples, and then waits for."""
+    """A turn of an episode: new context tokens, samples, and seconds of the tool call."""
 
     observed: int
     length: int
@@ -96,13 +98,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Groups, by id.
+    """Groups by id.
 
     Attributes:
-        agents: episodes of several turns; else single samples.
-        longest: tokens at which these are cut off.
-        tool_sigma: of the log-normal seconds of a tool.
-        hangs: share of its calls that take an hour.
+        agents: True for episodes of several turns; else single samples.
+        longest: length in tokens at which samples are truncated.
+        tool_sigma: sigma of the log-normal seconds of a tool call.
+        hangs: share of tool calls that take an hour.
     """
 
     group_size: int
@@ -115,7 +117,7 @@ class Workload:
     seed: int = 0
 
     def group(self, group_id: int, attempt: int = 1) -> list[list[Turn]]:
-        """The episodes of a group, each as its turns."""
+        """Episodes of a group, each as a list of turns."""
         chance = np.random.default_rng([self.seed, group_id])
         of_prompt = 0.0 if self.agents else chance.normal()
         if attempt > 1:
@@ -151,7 +153,7 @@ def mean_tokens(workload: Workload) -> float:
 
 @dataclass(slots=True)
 class Request:
-    """What `EnginePool` passes on: the turns of some episodes, sampled together."""
+    """Request that `EnginePool` forwards: turns of some episodes, sampled together."""
 
     session: str
     episodes: list[tuple[int, ...]]  # by name
@@ -177,7 +179,7 @@ class _Running:
     sampled: Sampled = field(default_factory=dict)
 
     def see(self, work: float, version: int) -> None:
-        """Accounts for what was decoded until now, and goes on under another version."""
+        """Account for tokens decoded so far, and continue under another version."""
         made = min(self.length, round((work - self.from_work) * SPEED)) - sum(self.sampled.values())
         if made > 0:
             self.sampled[self.version] = self.sampled.get(self.version, 0) + made
@@ -185,7 +187,7 @@ class _Running:
 
 
 class Engine:
-    """64 slots that decode at a constant rate, first come first served."""
+    """Engine of 64 slots that decode at a constant rate, first come, first served."""
 
     def __init__(
         self, in_place: bool = False, ended: Callable[[int], None] = lambda samples: None
@@ -243,7 +245,7 @@ class Engine:
         self._fill()
 
     def push(self, version: int) -> None:
-        """New weights: a stop, and as a rule all contexts under way are prefilled again."""
+        """Push new weights: a stop; then, by default, contexts in progress are prefilled again."""
         work = self._work()
         for _, _, each in self._running:
             each.see(work, version)
@@ -266,7 +268,7 @@ class Engine:
         self.paused_s += seconds
 
     def _work(self) -> float:
-        """Seconds of work that were done."""
+        """Seconds of finished work."""
         now = asyncio.get_running_loop().time()
         return max(now, self._resumes) - self._stopped
 
@@ -299,7 +301,7 @@ class Engine:
 
 
 class _Handle:
-    """What stands for an actor: its methods are asked by `.remote`, as Ray's are."""
+    """Stand-in for an actor handle: methods are called by `.remote`."""
 
     def __init__(self, engine: Engine) -> None:
         self.generate = _Method(engine.generate)
@@ -313,14 +315,15 @@ class _Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What is judged.
+    """A schedule to evaluate.
 
     Attributes:
-        steps_in_flight: P groups each; the ledger's window.
-        sticky: the turns of a group go to one engine.
-        in_place: a push leaves the contexts of what is under way as they are.
-        begin_again_after: as of `LedgerSettings`.
-        samples: groups start only while fewer samples than so many times the slots are unfinished.
+        steps_in_flight: window of the ledger, in steps of P groups.
+        sticky: True if the turns of a group go to one engine.
+        in_place: True if a push keeps the contexts in progress.
+        begin_again_after: as in `LedgerSettings`.
+        samples: groups start only while there are fewer unfinished samples than this multiple of
+            the slots.
     """
 
     max_staleness: int = 1
@@ -347,7 +350,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The columns of the table; see the module."""
+    """Columns of the table, see the module."""
 
     rate: float
     step_s: float
@@ -365,7 +368,7 @@ class Outcome:
 
     @classmethod
     def mean(cls, outcomes: Sequence[Outcome]) -> Self:
-        """The mean over seeds; of maxima the maximum."""
+        """Mean over seeds; of maxima the maximum."""
         of = {
             name: float(np.mean([getattr(outcome, name) for outcome in outcomes]))
             for name in ("rate", "step_s", "learner", "engines", "pause", "off", "p95", "mixed",
@@ -426,7 +429,7 @@ class Simulation:
         self.steps: list[tuple[float, float, list[int]]] = []  # its end, seconds waited, ids
 
     def run(self) -> Outcome:
-        """Plays the run; its outcome after the settling steps."""
+        """Simulate the run; returns its outcome after the warm-up steps."""
         try:
             self._loop.run_until_complete(self._run())
         finally:
@@ -465,14 +468,14 @@ class Simulation:
                     task.add_done_callback(under_way.discard)
 
     def _sample_room(self) -> int:
-        """Number of groups that may start for what the engines have."""
+        """Number of groups that may start, given the samples at the engines."""
         if self._capacity == float("inf"):
             return self._settings.window
         free = self._capacity - self._unfinished
         return max(0, math.ceil(free / self._workload.group_size))
 
     def _ended(self, samples: int) -> None:
-        """Of single samples: they are under way no more."""
+        """Remove single samples from those in progress."""
         if not self._workload.agents:
             self._finished(samples)
 
@@ -512,7 +515,7 @@ class Simulation:
     async def _play(
         self, pool: EnginePool, name: tuple[int, ...], turns: list[Turn], first: Sampled | None
     ) -> Sampled:
-        """An episode from its first turn, or from what that sampled."""
+        """Play an episode from its first turn, or from the answer of its first turn."""
         sampled: Counter[int] = Counter()
         context = 0
         try:
@@ -561,7 +564,7 @@ class Simulation:
         self._pause_share = (self._paused() - self._settled[2]) / (seconds * len(self.engines))
 
     async def _wait(self) -> None:
-        """Waits for a change, or for some groups to be overdue."""
+        """Wait for a change, or until some groups are overdue."""
         if again := self.ledger.overdue():
             self.ledger.begin_again(again)
             self._begun_again += len(again)
@@ -664,7 +667,7 @@ AGENTS = (
 
 @chz.chz
 class SchedulingConfig:
-    """Simulates schedules on long-tailed lengths."""
+    """Simulate schedules on long-tailed lengths."""
 
     engines: int = chz.field(default=8, doc="policy engines of 64 slots")
     group_size: int = chz.field(default=16, doc="samples of a group")
@@ -684,7 +687,7 @@ class SchedulingConfig:
 
 
 def table(config: SchedulingConfig, of_slots: int) -> Table:
-    """Every schedule, for steps of `of_slots` times as many samples as there are slots."""
+    """Results of every schedule, for steps with `of_slots` times as many samples as slots."""
     samples = of_slots * config.engines * SLOTS
     made = Table(title=f"{config.engines * SLOTS} slots, {samples} samples a step")
     for column in ("", "rate", "step s", "learner", "engines", "pause", "off", "p95", "max", "age",

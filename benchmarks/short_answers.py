@@ -1,4 +1,4 @@
-"""Seconds and CPU of a step of short answers, where the host's work outweighs the models'.
+"""Seconds and CPU of a step of short answers, in which the host's work outweighs the models'.
 
     python -m benchmarks.short_answers out=DIR [rounds=3] [steps=40] [only=local]
 
@@ -6,9 +6,9 @@ The pair and the job of `benchmarks.first_step`: 64 prompts x 4 answers of 4 tok
 every way runs once, in a process of its own with a user's threads and environment. Ratios are of
 medians within a round: a change of the machine's load between rounds affects both sides.
 
-Host CPU is the CPU of all processes less that of `model_passes_s`: the same forward and backward
-passes by transformers in one process, without anything else. What it costs that a pass runs in
-smaller batches counts as the host's.
+Host CPU is the CPU of all processes minus that of `model_passes_s`: the same forward and backward
+passes by transformers in one process, without anything else. The additional cost of running a pass
+in smaller batches counts as the host's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEAN = ("eval_size=1", "checkpoint_every=10000")
 
 @chz.chz
 class ShortAnswersConfig:
-    """A step of short answers, TRL's beside isotherm's."""
+    """A step of short answers, of isotherm and of TRL."""
 
     out: str = chz.field(doc="directory of the runs and of short_answers.json")
     rounds: int = chz.field(default=3, doc="runs of each way, by turns")
@@ -75,7 +75,7 @@ class ShortAnswersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Median seconds of a step, and CPU seconds a step of all processes."""
+    """Median seconds of a step, and CPU seconds per step of all processes."""
 
     seconds: float
     cpu_s: float
@@ -130,9 +130,9 @@ def _measured(watched: Watched, step_ends: Sequence[float]) -> Steps:
 
 
 def model_passes_s(pair: Pair) -> float:
-    """CPU seconds of a step's passes: sampling, scoring, forward, backward and AdamW, alone.
+    """CPU seconds of a step's passes alone: sampling, scoring, forward, backward and AdamW.
 
-    A group's prompt is read once for sampling, and once a member by teacher and learner.
+    A group's prompt is read once for sampling, and once per member by teacher and learner.
     """
     student, teacher = (
         load_causal_lm(path, dtype=torch.float32, device="cpu")
@@ -171,7 +171,7 @@ def model_passes_s(pair: Pair) -> float:
 
 
 def short_answers_table(runs: dict[str, list[Steps]], passes_s: float) -> Table:
-    """`measure_steps` for people."""
+    """Console table of `measure_steps`."""
     table = Table(
         title=f"a step of {TRAJECTORIES} answers of {SHAPE['max_new_tokens']} tokens (medians of "
         f"runs); models alone: {1e3 * passes_s / TRAJECTORIES:.2f} ms CPU a trajectory"

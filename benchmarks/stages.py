@@ -1,4 +1,4 @@
-"""Each stage by itself, in this process: what it can do when it waits for nobody."""
+"""Speed of each stage measured alone, in this process, without waiting for other stages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
-    """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
+    """Median seconds per step and tokens per second of rollout, scoring, learning and loading."""
     inputs = check_rollout(config)
     dataset = EnvStream(inputs.train, group_size=config.sampling.group_size, seed=config.seed)
     engines = RunEngines(config)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.states [rows=32] [tokens=1024] [hidden_size=5120] [turns=5]
 
-Two raylets on this machine stand for the nodes. A learner's worker waits for all states of its rows
-at once, in Ray's object store; beside that stand one object after another, and a plain TCP
-connection, which is what a stream of our own would reach at best. Both ends share the cores, so
-processor seconds per gigabyte, of both processes and both raylets, say more than megabytes per
+Two raylets on this machine stand in for the nodes. A learner's worker fetches all states of its
+rows together from Ray's object store. This is compared with one object after another, and with a
+plain TCP connection, the best that a stream of our own could reach. Both ends share the cores, so
+CPU seconds per gigabyte, of both processes and both raylets, are more meaningful than megabytes per
 second.
 """
 
@@ -39,7 +39,7 @@ DEADLINE_S = 300.0
 
 @chz.chz
 class StatesConfig:
-    """Hidden states between two nodes."""
+    """Transfer of hidden states between two nodes."""
 
     rows: int = chz.field(default=32, doc="rows of a step")
     tokens: int = chz.field(default=1024, doc="trained tokens of a row")
@@ -56,7 +56,7 @@ class StatesConfig:
 
 
 class Teacher:
-    """Owns states in the store of its node, and sends the same bytes to whoever connects."""
+    """Owner of states in the store of its node; also sends the same bytes over TCP."""
 
     def __init__(self, config: StatesConfig) -> None:
         rng, shape = np.random.default_rng(0), (config.tokens, config.hidden_size)
@@ -85,7 +85,7 @@ def one_after_another(references: Sequence[Any], _port: int, _row_bytes: int) ->
 
 
 def all_at_once(references: Sequence[Any], port: int, row_bytes: int) -> list[Any]:
-    """As `cluster.queue.payload.open_parts` does it."""
+    """Fetch as `cluster.queue.payload.open_parts` does."""
     calls.wait(references, num_returns=len(references), timeout=DEADLINE_S)
     return one_after_another(references, port, row_bytes)
 
@@ -110,7 +110,7 @@ WAYS: dict[str, Callable[[Sequence[Any], int, int], list[Any]]] = {
 
 
 def measure(config: StatesConfig) -> dict[str, tuple[float, float]]:
-    """Median megabytes per second, and processor seconds per gigabyte, of each way."""
+    """Median megabytes per second, and CPU seconds per gigabyte, of each way."""
     room = max(3 * config.nbytes, 100 << 20)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         os.environ["RAY_TMPDIR"] = directory  # or others would find this cluster

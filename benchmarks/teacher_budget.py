@@ -1,16 +1,16 @@
-"""What a teacher's time buys: scoring parts of responses, against scoring fewer responses.
+"""Variance of the gradient at equal teacher time: scoring parts of responses or fewer responses.
 
     python -m benchmarks.teacher_budget out=DIR [rows=128] [new_tokens=64]
 
-Each way of scoring less is unbiased: a token that is scored with probability s counts 1 / s. For
-each the variance of a step's gradient is compared at equal time, where n rows of variance v that
-cost c each have v c / (n c): so v c over that of scoring every token of fewer rows. Above 1 a way
-is worse than a smaller batch.
+Each way of scoring less is unbiased: a token that is scored with probability s counts 1 / s. The
+variances of a step's gradient are compared at equal time, in which n rows of variance v that cost c
+each have v c / (n c). The printed ratio is v c over that of scoring every token of fewer rows.
+Above 1, a way is worse than a smaller batch.
 
-The gradient is that of the output projection at the sampled tokens of a student's own responses;
-what it is over the drawing of the parts is a closed form of inner products of single tokens'
-gradients, so that nothing but the responses themselves is sampled. A prompt is read once a group.
-A teacher's token costs `slower` of the student's forward pass; the student samples a token for 1
+The gradient is that of the output projection at the sampled tokens of a student's own responses.
+Its expectation over the choice of parts is a closed form of inner products of single tokens'
+gradients, so only the responses themselves are sampled. A prompt is read once per group. A
+teacher's token costs `slower` times the student's forward pass; the student samples a token for 1
 and trains it for 3, scored or not.
 """
 
@@ -57,10 +57,10 @@ class Measured:
     """Responses and their gradients.
 
     Attributes:
-        products: of single tokens' gradients, (rows, tokens, tokens).
+        products: inner products of single tokens' gradients, (rows, tokens, tokens).
         surprise: -log p_T of each token, (rows, tokens).
         mean_squared: |E g|^2, without bias.
-        prompt: tokens of a prompt that a response pays for.
+        prompt: prompt tokens attributed to one response.
     """
 
     products: np.ndarray
@@ -77,7 +77,7 @@ class Measured:
 def measure(
     config: TeacherBudgetConfig, student: str, teacher: str, prompts: str, full: bool
 ) -> Measured:
-    """Gradients of the sampled estimator, or of each state's whole divergence."""
+    """Gradients of the sampled estimator, or of the whole divergence in each state."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(student)
     p: Any = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32).eval()
@@ -114,13 +114,13 @@ def measure(
 
 
 def _by_token(log_p: Tensor, log_q: Tensor, tokens: Tensor) -> Tensor:
-    """(log p - log q)(y) (e_y - p): of the sampled token."""
+    """(log p - log q)(y) (e_y - p): gradient of the sampled token."""
     gap = (log_p - log_q).gather(1, tokens[:, None])
     return gap * (torch.nn.functional.one_hot(tokens, log_p.shape[1]) - log_p.exp())
 
 
 def _by_state(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p (log p - log q - KL): of the state's reverse KL."""
+    """p (log p - log q - KL): gradient of the state's reverse KL."""
     gap = log_p - log_q
     return log_p.exp() * (gap - (log_p.exp() * gap).sum(dim=-1, keepdim=True))
 
@@ -133,12 +133,12 @@ def uniform(measured: Measured, share: float) -> Sizes:
 
 
 def by_surprise(measured: Measured, share: float) -> Sizes:
-    """In proportion to -log p_T, and a tenth of the share at least."""
+    """Probabilities in proportion to -log p_T, and at least a tenth of the share."""
     return np.stack([_scaled(size_T, share, share / 10) for size_T in measured.surprise])
 
 
 def falling(measured: Measured, share: float) -> Sizes:
-    """Prefixes: each further token with the same probability."""
+    """Prefixes: each further token is scored with the same probability."""
     low, high, s_T = 0.0, 1e3, np.ones(measured.tokens)
     for _ in range(100):  # the rate at which the mean is the share
         rate = (low + high) / 2
@@ -148,7 +148,7 @@ def falling(measured: Measured, share: float) -> Sizes:
 
 
 def by_position(measured: Measured, share: float) -> Sizes:
-    """Prefixes: as the tokens' gradients are found to get smaller, which nobody knows before."""
+    """Prefixes by the decrease of gradients along responses, which is not known in advance."""
     size_T = np.sqrt(np.mean([np.diag(K) for K in measured.products], axis=0))
     smooth_T = np.polyval(np.polyfit(np.arange(len(size_T)), size_T, 1), np.arange(len(size_T)))
     return np.broadcast_to(
@@ -161,7 +161,7 @@ def whole(measured: Measured, _share: float) -> Sizes:
 
 
 def _scaled(size_T: np.ndarray, share: float, least: float) -> np.ndarray:
-    """min(1, c size), at least `least`, whose mean is the share."""
+    """min(1, c size), at least `least`, with the share as its mean."""
     low, high, s_T = 0.0, 1e6, size_T
     for _ in range(200):
         c = (low + high) / 2
@@ -174,7 +174,7 @@ def _scaled(size_T: np.ndarray, share: float, least: float) -> np.ndarray:
 
 
 def second_moment(products: np.ndarray, s_T: np.ndarray, prefixes: bool) -> float:
-    """E |sum_t 1[t is scored] g_t / s_t|^2 over the drawing: tokens by themselves, or prefixes."""
+    """E |sum_t 1[t is scored] g_t / s_t|^2 over the choice: of single tokens, or of prefixes."""
     together = np.minimum.outer(s_T, s_T) if prefixes else np.outer(s_T, s_T)
     if not prefixes:
         np.fill_diagonal(together, s_T)
@@ -182,14 +182,14 @@ def second_moment(products: np.ndarray, s_T: np.ndarray, prefixes: bool) -> floa
 
 
 def teacher_tokens(s_T: np.ndarray, prefixes: bool) -> float:
-    """Tokens of a response up to the last that is scored, on average: all before it are read."""
+    """Mean tokens of a response up to the last scored one; all of them are read."""
     if prefixes:
         return float(s_T.sum())
     return float((1 - np.cumprod((1 - s_T)[::-1])).sum())
 
 
 def compare(measured: Measured, config: TeacherBudgetConfig) -> list[dict[str, Any]]:
-    """Each way, relative to every token of fewer rows."""
+    """Each way, relative to scoring every token of fewer rows."""
     ways = {
         "every token": (whole, True),
         "uniform tokens": (uniform, False),
@@ -224,7 +224,7 @@ def compare(measured: Measured, config: TeacherBudgetConfig) -> list[dict[str, A
 
 
 def run(config: TeacherBudgetConfig, console: Console) -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write the results."""
     work = Path(config.out)
     work.mkdir(parents=True, exist_ok=True)
     if config.student is None or config.teacher is None or config.prompts is None:

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.top_k_rounding`: what it would cost to round the teacher's log-probs.
+"""`python -m benchmarks.top_k_rounding`: error and time of rounding the teacher's log-probs.
 
 K = 64 tokens at each position, the student's likeliest, as float32 and in 16 bits: half precision,
-and fixed point (steps of 1/2048 from 0 down to -32). Of made distributions over 32,768 tokens, the
-largest error of a log-prob and of a position's divergence (the tail sampled, or one bucket), and
-the mean's; and what rounding and its undoing take beside the copies that they make smaller.
+and fixed point (steps of 1/2048 from 0 down to -32). For generated distributions over 32,768
+tokens: the largest error of a log-prob and of a position's divergence (the tail sampled, or one
+bucket), and the mean error; and the time of rounding and unrounding, against the copies that it
+makes smaller.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUNDED: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Errors(NamedTuple):
-    """In nats."""
+    """Errors in nats."""
 
     logprob: float
     sampled_tail: float
@@ -41,7 +42,7 @@ class Errors(NamedTuple):
 
 
 def errors(spread: float, apart: float) -> tuple[float, dict[str, Errors]]:
-    """The student's entropy, and the errors of each way to round."""
+    """The student's entropy, and the errors of each rounding."""
     noise = torch.Generator().manual_seed(0)
     z_NV = spread * torch.randn(POSITIONS, VOCABULARY, generator=noise)
     moved_NV = z_NV + apart * torch.randn(POSITIONS, VOCABULARY, generator=noise)
@@ -70,7 +71,7 @@ def errors(spread: float, apart: float) -> tuple[float, dict[str, Errors]]:
 
 
 def milliseconds() -> dict[str, float]:
-    """CPU of an answer of 8,192 tokens: copies, and what makes them smaller."""
+    """CPU milliseconds for an answer of 8,192 tokens: copies, rounding and unrounding."""
     noise = np.random.default_rng(0)
     log_q_NK = np.log(noise.random((8192, K), np.float32) + np.float32(1e-4))
     half_NK = log_q_NK.astype(np.float16)

@@ -1,11 +1,11 @@
-"""Weight pushes, end to end: the learner's tensors to the engine's acknowledgement.
+"""Weight pushes from the learner's tensors to the engine's acknowledgement, by transport.
 
-Each way pushes the same model from a learner alone, whose weights are whole, and from two workers
-over gloo, in turns; beside it stands a memcpy of the same bytes that was timed a moment before. The
-engine is idle; the pause is what generation would lose.
+Each way pushes the same model from a learner of one worker, whose weights are whole, and from two
+workers over gloo, alternately, each after a memcpy of the same bytes. The engine is idle; the pause
+is the time in which it could not generate.
 
-The stages of a push are timed alone, too. From their seconds per byte, and a network's rate,
-`push_seconds` works out a push that does not fit here (docs/benchmarks/weights.md).
+The stages of a push are also timed alone. From their seconds per byte and a network's rate,
+`push_seconds` computes a push that is too large for this machine (docs/benchmarks/weights.md).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SHAPE = {"vocab_size": 8192, "hidden_size": 640, "layers": 8, "heads": 10}
 
 
 def measure_transports(scratch: Path) -> dict[str, Any]:
-    """`bytes`; `pushes`, as `_measure` has them, by engine and transport; `stages`."""
+    """`bytes`; `pushes` (see `_measure`) by engine and transport; `stages`."""
     model = new_qwen3(**SHAPE, context_length=512, eos_token_id=1, pad_token_id=0, seed=0)
     directory = Path(tempfile.mkdtemp(prefix="transports-", dir=scratch))
     model.save_pretrained(directory / "model")
@@ -91,7 +91,7 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
 
 @contextmanager
 def _two_workers(model: str, scratch: Path) -> Iterator[Learner]:
-    """A learner that leads, from this process, a worker in another."""
+    """Learner that leads from this process, with a second worker in another process."""
     config = LearnerConfig.of(
         model=model, total_steps=1, device="cpu", threads=torch.get_num_threads()
     )
@@ -110,9 +110,11 @@ def _two_workers(model: str, scratch: Path) -> Iterator[Learner]:
 
 
 def _measure(transport: Transport, whole: Weights, sharded: Weights) -> dict[str, float]:
-    """Median seconds: `seconds` of a push from a learner alone, of which `pause_seconds` without
-    generation; `gathered_seconds` and `gathered_pause_seconds` from two workers; and
-    `memcpy_seconds` of the same bytes."""
+    """Median seconds of a push, and of a memcpy of the same bytes (`memcpy_seconds`).
+
+    From a learner of one worker: `seconds`, of which `pause_seconds` without generation. From two
+    workers: `gathered_seconds`, `gathered_pause_seconds`.
+    """
     names = ("seconds", "pause_seconds", "gathered_seconds", "gathered_pause_seconds")
     made: dict[str, list[float]] = {name: [] for name in (*names, "memcpy_seconds")}
     for turn in range(WARMUP + REPEATS):
@@ -131,8 +133,11 @@ def _measure(transport: Transport, whole: Weights, sharded: Weights) -> dict[str
 
 
 def _stages(whole: Weights, sharded: Weights) -> dict[str, float]:
-    """Median seconds for all bytes: `check` that they are finite, on both workers; `gather` from
-    two workers; `copy` of whole ones into shared memory; a `memcpy`."""
+    """Median seconds of each stage, for all bytes.
+
+    `check` that they are finite, on both workers; `gather` from two workers; `copy` of whole
+    tensors into shared memory; a `memcpy`.
+    """
     block = SharedBlock()
 
     def gather() -> None:
@@ -176,10 +181,10 @@ def _ray() -> Iterator[None]:
 
 
 def stage_costs(report: Mapping[str, Any]) -> dict[str, float]:
-    """`measure_transports` as seconds per GB of each stage of a push to SGLang.
+    """Seconds per GB of each stage of a push to SGLang, from `measure_transports`.
 
-    `load` is the server's pause when weights wait in shared memory; `network`, gloo on the
-    loopback, is what a push by group takes beyond checking and loading.
+    `load` is the server's pause if weights are in shared memory; `network`, gloo on the loopback,
+    is the time of a push by group beyond checking and loading.
     """
     gigabytes = report["bytes"] / 1e9
     made = {name: seconds / gigabytes for name, seconds in report["stages"].items()}
@@ -201,7 +206,7 @@ def on_network(costs: Mapping[str, float], gigabits_per_s: float) -> dict[str, f
 
 
 def push_seconds(gigabytes: float, costs: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a push: what waits for what in cluster/weights/transports.py and collective.py.
+    """Seconds of a push, by the waits in cluster/weights/transports.py and collective.py.
 
     Args:
         costs: seconds per GB of `check`, `gather`, `copy`, `network` and `load`.
@@ -226,7 +231,7 @@ def push_seconds(gigabytes: float, costs: Mapping[str, float]) -> dict[str, floa
 
 
 def transports_tables(report: Mapping[str, Any]) -> list[Table]:
-    """`measure_transports` for people."""
+    """Console tables of `measure_transports`."""
     gigabytes = report["bytes"] / 1e9
     pushes = Table(
         title=f"weight pushes of {gigabytes * 1e3:.0f} MB, seconds per GB (x a memcpy), median",

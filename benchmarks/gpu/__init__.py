@@ -1,1 +1,1 @@
-"""`make gpu`: what only a GPU can show, in ten minutes; the same checks run small on a CPU."""
+"""`make gpu`: measurements that need a GPU, in ten minutes; the same checks run small on a CPU."""

@@ -1,8 +1,8 @@
-"""`make gpu`: the checks of `benchmarks/gpu/checks.py`, in processes of their own, in half an hour.
+"""`make gpu`: the checks of `benchmarks/gpu/checks.py`, each in a process, within half an hour.
 
-Appends a line for each check to OUT/results.jsonl, prints a table in Markdown, ends with 1 if a
-check failed. Without a GPU it prints what it would do; `device=cpu size=tiny` runs the same checks
-small. `only=` takes names of checks and of parts, each of which ends within ten minutes.
+Appends one line per check to OUT/results.jsonl, prints a Markdown table, and exits with 1 if a
+check failed. Without a GPU it prints what it would run; `device=cpu size=tiny` runs the same checks
+small. `only=` takes names of checks and of parts. Each part ends within ten minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distill.lookup import known_names
 
 
 class ChecksFailed(IsothermError):
-    """This machine, or isotherm on it, is not in order."""
+    """Some checks failed: this machine, or isotherm on it, has a fault."""
 
     exit_code = 1
 
@@ -57,7 +57,7 @@ class GpuConfig:
 
     @property
     def names(self) -> list[str]:
-        """Names of the checks that are asked for, in their order.
+        """Names of the requested checks, in the order in which they run.
 
         Raises:
             ConfigError: a name of no check and no part.
@@ -71,7 +71,7 @@ class GpuConfig:
 
 
 def run_checks(config: GpuConfig, console: Console) -> None:
-    """Runs the checks and reports.
+    """Run the checks and report their results.
 
     Raises:
         ConfigError: device=cuda without a GPU, or an unknown name.
@@ -122,7 +122,7 @@ def _scratch(config: GpuConfig) -> Iterator[str]:
 
 
 def _processes(names: list[str], size: Size) -> Iterator[list[str]]:
-    """Names of the checks of each process. Tiny ones share it: they leave little behind."""
+    """Names of the checks of each process. Tiny checks share one: they leave little behind."""
 
     def process(name: str) -> str:
         return CHECKS[name].part if size == "tiny" or CHECKS[name].shares else name

@@ -24,10 +24,10 @@ _SHARE = 1e-3
 
 
 def packed_attention(setting: Setting) -> Numbers:
-    """Loss, gradient norm and seconds of packed rows by flex attention, and padded.
+    """Loss, gradient norm and seconds of packed rows by flex attention, and of padded rows.
 
-    In float32 both are the same numbers. In bfloat16 each rounds in its own way: how far is each
-    from float32?
+    In float32 both give the same numbers. In bfloat16 each rounds differently; the check reports
+    how far each is from float32.
     """
     config = setting.config("1.1B")
     made: Numbers = {}
@@ -57,7 +57,7 @@ def packed_attention(setting: Setting) -> Numbers:
 def _packed_step(
     setting: Setting, dtype: Precision, rows_D: list[TrainingRow], *, flex: bool
 ) -> dict[str, float]:
-    """Loss, norm of the gradient, and seconds of a pass, the second one of its kind."""
+    """Loss, gradient norm and seconds of a pass, the second of its kind."""
     with ExitStack() as patches:
         chosen = patch.object(SharedPrefixModel, "_attends_by_flex", lambda _: flex)
         patches.enter_context(chosen)
@@ -77,7 +77,7 @@ def _packed_step(
 
 
 def attention_precisions(setting: Setting) -> Numbers:
-    """Milliseconds of a layer's attention at 8B's heads, forward and backward."""
+    """Milliseconds of a layer's attention with the heads of an 8B model, forward and backward."""
     length, groups = setting.choose(64, 8192), 4
     heads = setting.choose(4, 32)
     made: Numbers = {}

@@ -1,6 +1,6 @@
-"""The checks by name, in the order in which they run: the question, what passes, and the limits.
+"""The checks by name, in the order in which they run, with their questions, criteria and limits.
 
-Nothing of a check is imported here: a machine without Ray or SGLang runs those that need neither.
+This module imports no check, so a machine without Ray or SGLang runs those that need neither.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Check:
     """One question about a machine.
 
     Attributes:
-        part: name of the checks that fit into one command of ten minutes; its module is
-            `benchmarks.gpu.PART_checks`, and the check is the function of its own name there.
+        part: name of a set of checks that fits into one command of ten minutes. Its module is
+            `benchmarks.gpu.PART_checks`; the check is the function of its name there.
         passes: criterion; empty: the check reports numbers only.
-        deadline_s: longest it may take at full size, starts of servers included.
+        deadline_s: longest duration at full size, including the starts of servers.
         needs: packages without which it is skipped.
-        shares: it runs in one process with the part's other checks of which this is true.
-        cuda: it is skipped on a CPU.
+        shares: True if it runs in one process with the part's other checks that have this set.
+        cuda: True if it is skipped on a CPU.
     """
 
     part: str
@@ -39,11 +39,11 @@ class Check:
     cuda: bool = False
 
     def run(self, name: str, setting: Setting) -> Numbers:
-        """Numbers for the report.
+        """Run the check; returns numbers for the report.
 
         Raises:
-            Skipped: it cannot run here.
-            Failed: it ran, and what must hold does not.
+            Skipped: the check cannot run here.
+            Failed: the check ran, and its criterion is not met.
         """
         for package in self.needs:
             if find_spec(package) is None:

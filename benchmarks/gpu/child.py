@@ -1,4 +1,4 @@
-"""Some checks in a process of their own: a line of JSON each, to the pipe that it is given."""
+"""Process that runs some checks, and writes one line of JSON per check to a pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outcome_of(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def main(pipe: int, names: Sequence[str], setting: Setting) -> None:
-    """Runs the checks one after the other; each outcome is written as soon as it is known."""
+    """Run the checks one after the other; write each outcome when its check ends."""
     with os.fdopen(pipe, "w", buffering=1) as outcomes:
         for name in names:
             outcomes.write(json.dumps(outcome_of(name, setting)) + "\n")

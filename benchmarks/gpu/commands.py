@@ -1,4 +1,4 @@
-"""Commands of the project as processes of their own, and what a run of theirs wrote."""
+"""Runs of the project's commands as processes, and reading of what they wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu.setting import require
 
 
 def command(deadline_s: float, module: str, *words: str, **settings: Any) -> None:
-    """Runs a module of the project, which writes to the check's log; it must end with 0."""
+    """Run a module of the project with its output in the check's log; it must exit with 0."""
     arguments = [*words, *(f"{name}={value}" for name, value in settings.items())]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -24,7 +24,7 @@ def command(deadline_s: float, module: str, *words: str, **settings: Any) -> Non
 
 
 def trained(deadline_s: float, out: Path, steps: int, **settings: Any) -> list[Mapping[str, Any]]:
-    """Metrics of each step of a run of recipe=opd, audited."""
+    """Train with recipe=opd and audit the run; returns the metrics of each step."""
     command(deadline_s, "cluster.train", "recipe=opd", out=out, steps=steps, **settings)
     command(deadline_s, "cluster.audit", out=out)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

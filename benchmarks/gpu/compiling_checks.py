@@ -1,4 +1,4 @@
-"""Check of compiled layers in the sharded learner, by itself: compiling takes minutes."""
+"""Check of compiled layers in the sharded learner, apart from others: compiling takes minutes."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from benchmarks.gpu.sharding_checks import sharded
 
 
 def compiled_step(setting: Setting) -> Numbers:
-    """Seconds, MFU and memory of sharded steps with compiled layers, by length of the row."""
+    """Seconds, MFU and memory of sharded steps with compiled layers, by row length."""
     return sharded(setting, compiled=True)

@@ -1,5 +1,6 @@
-"""Checks of SGLang servers. One server, started by the first check, serves all but captured graphs'
-second half: these checks share a process.
+"""Checks of SGLang servers, which share a process and one server.
+
+The first check starts the server. Only the second half of `captured_graphs` needs another one.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ T = TypeVar("T")
 
 @cache
 def _loop() -> asyncio.Runner:
-    """The event loop of all calls of this process's servers."""
+    """Event loop of all calls of this process's servers."""
     return asyncio.Runner()
 
 
 def new_engine(setting: Setting, **settings: Any) -> HostedSglangEngine:
-    """An engine with a server of its own, which is on its way; of the student, by default."""
+    """Start an engine with its own server, of the student by default; do not wait for it."""
     given = {
         "model": setting.pair()[0], "dtype": setting.dtype, "device": setting.device,
         "start_deadline_s": COLD_START_S, "request_deadline_s": _CALL_S,
@@ -56,7 +57,7 @@ def new_engine(setting: Setting, **settings: Any) -> HostedSglangEngine:
 
 @cache
 def _shared_engine(setting: Setting) -> HostedSglangEngine:
-    """The server that the checks of this process share. It ends with the process."""
+    """Server that the checks of this process share; it ends with the process."""
 
     async def start() -> HostedSglangEngine:
         return new_engine(setting)
@@ -77,7 +78,7 @@ def on_shared(setting: Setting, use: Callable[[HostedSglangEngine], Awaitable[T]
 def on_another(
     setting: Setting, use: Callable[[HostedSglangEngine], Awaitable[T]], **settings: Any
 ) -> T:
-    """Result of a coroutine on a server of its own."""
+    """Result of a coroutine on a new server."""
 
     async def run() -> T:
         engine = new_engine(setting, **settings)
@@ -90,14 +91,14 @@ def on_another(
 
 
 def server_start(setting: Setting) -> Numbers:
-    """Seconds until a server has answered its first requests, sampled and scored."""
+    """Seconds until a server has answered its first sampling and scoring requests."""
     started = time.perf_counter()
     gap = float(on_shared(setting, decode_gaps).max())
     return {"seconds": time.perf_counter() - started, "gap": gap}
 
 
 def handshake(setting: Setting) -> Numbers:
-    """The handshake of a run: the shared server, an embedded teacher, the learner, tokenizers."""
+    """Handshake of a run: the shared server, an embedded teacher, the learner, tokenizers."""
     student, teacher = setting.pair()
     config = LearnerConfig.of(model=student, total_steps=1, device=setting.device)
     learner = Learner(config, setting.scratch)
@@ -123,7 +124,7 @@ def handshake(setting: Setting) -> Numbers:
 
 
 def mixed_temperatures(setting: Setting) -> Numbers:
-    """Rows at four temperatures in one batch, in chunks too, beside plain log-softmax."""
+    """Rows at four temperatures in one batch, also in chunks, compared with log-softmax."""
     rng = np.random.default_rng(6)
     requests = [
         ScoreRequest(
@@ -163,7 +164,7 @@ def _truth(model: Any, request: ScoreRequest, t: float) -> np.ndarray:
 
 
 async def decode_gaps(engine: HostedSglangEngine, samples: int = 8) -> np.ndarray:
-    """Samples' own log-probs (decode) less those of the same tokens as given ones (prefill)."""
+    """Samples' own log-probs (decode) minus those of the same tokens when scored (prefill)."""
     prompt_T = np.arange(3, 19, dtype=np.int32)
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=64)
     made = await engine.generate(
@@ -183,7 +184,7 @@ async def decode_gaps(engine: HostedSglangEngine, samples: int = 8) -> np.ndarra
 
 
 def captured_graphs(setting: Setting) -> Numbers:
-    """Decode beside prefill with CUDA graphs and without, and what the graphs are worth."""
+    """Decode against prefill with CUDA graphs and without, and the graphs' speed-up."""
 
     async def use(engine: HostedSglangEngine) -> tuple[float, float]:
         gap = float((await decode_gaps(engine)).max())

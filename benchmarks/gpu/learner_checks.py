@@ -1,4 +1,4 @@
-"""Checks of the learner: numbers against slow truths, and speed."""
+"""Checks of the learner: numbers against slow reference computations, and speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _mean_allowed(dtype: Precision) -> float:
 
 
 def bfloat16_step(setting: Setting) -> Numbers:
-    """A step in bfloat16 with float32 weights: its log-probs and its loss beside float32's."""
+    """Log-probs and loss of a bfloat16 step with float32 weights, against a float32 step."""
     rows_D = rows_of(load_config(setting.model()), count=4, length=setting.choose(64, 512), seed=0)
     found = {}
     for dtype in ("float32", "bfloat16"):
@@ -67,7 +67,7 @@ def bfloat16_step(setting: Setting) -> Numbers:
 
 
 def full_divergence(setting: Setting) -> Numbers:
-    """estimator=full: the reverse KL of whole distributions, beside plain calls of both models."""
+    """Reverse KL of whole distributions (estimator=full), against direct calls of both models."""
     student, teacher = setting.pair()
     rows_D = rows_of(load_config(student), count=4, length=64, seed=1, teacher_coef=1.0)
     teachers = LocalTeachers({"": teacher}, dtype=torch.float32, device=setting.device)
@@ -97,7 +97,7 @@ def _plain_reverse_kl(student: str, teacher: str, rows_D: list[TrainingRow], dev
 
 
 def long_attention(setting: Setting) -> Numbers:
-    """A row of 8192 tokens: log-probs beside transformers' own attention; memory by length."""
+    """Log-probs of a row of 8192 tokens against transformers' attention; memory by length."""
     length = setting.choose(512, 8192)
     config = load_config(setting.model())
     [row] = rows_of(config, count=1, length=length, seed=2)
@@ -137,7 +137,7 @@ def _plain_logprobs(setting: Setting, row: TrainingRow, precision: Precision) ->
 
 
 def _step_peak(setting: Setting, length: int) -> int:
-    """Bytes that a step on one row takes beside weights, moments and gradients."""
+    """Bytes that a step on one row takes in addition to weights, moments and gradients."""
     learner = new_learner(setting, "bfloat16", gradient_checkpointing=True)
     rows_D = rows_of(load_config(setting.model()), count=1, length=length, seed=3)
     learner.step(Part(rows_D=rows_D, loss=LOSS))
@@ -147,7 +147,7 @@ def _step_peak(setting: Setting, length: int) -> int:
 
 
 def gradient_truth(setting: Setting) -> Numbers:
-    """Each estimator's mean gradient on the device, beside the exact one by enumeration."""
+    """Mean gradient of each estimator on the device, against the exact one by enumeration."""
     directory = Path(setting.scratch) / "enumeration"
     directory.mkdir(exist_ok=True)
     world = World(directory, device=setting.device)
@@ -164,7 +164,7 @@ def gradient_truth(setting: Setting) -> Numbers:
 
 
 def utilisation(setting: Setting) -> Numbers:
-    """Model FLOPs of a step beside what a large matrix product reaches here."""
+    """Model FLOPs of a step as a share of what a large matrix product reaches here."""
     learner = new_learner(setting, setting.dtype)
     count, length = setting.choose(8, 16), setting.choose(128, 2048)
     config = load_config(setting.model())

@@ -1,4 +1,4 @@
-"""Check of a whole run in one process: what rollouts, scoring and learning reach."""
+"""Check of a whole run in one process: speed of rollouts, scoring and learning."""
 
 from __future__ import annotations
 

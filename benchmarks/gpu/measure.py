@@ -1,4 +1,4 @@
-"""Seconds and bytes of what a check runs, on the device of its setting."""
+"""Seconds and bytes of calls on the device under test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.memory import kilobytes
 
 
 def wait(setting: Setting) -> None:
-    """Returns once the device has done all that is queued."""
+    """Wait until the device has finished all queued work."""
     if setting.cuda:
         torch.cuda.synchronize()
 
 
 def seconds(setting: Setting, run: Callable[[], object], repeats: int = 3) -> float:
-    """Median seconds of a call, after one that is not counted."""
+    """Median seconds of a call, after a warm-up call."""
     measured = []
     for _ in range(repeats + 1):
         wait(setting)
@@ -33,9 +33,9 @@ def seconds(setting: Setting, run: Callable[[], object], repeats: int = 3) -> fl
 
 
 def peak_bytes(setting: Setting, run: Callable[[], object]) -> int:
-    """Bytes that the call takes at its peak, beside what is held before it.
+    """Peak bytes of a call, in addition to those held before it.
 
-    On a CPU of the resident set, which malloc does not always give back.
+    On a CPU they are of the resident set, which malloc does not always give back.
     """
     if setting.cuda:
         wait(setting)
@@ -51,12 +51,12 @@ def peak_bytes(setting: Setting, run: Callable[[], object]) -> int:
 
 
 def held_bytes(setting: Setting) -> int:
-    """Bytes that tensors of this process hold on the GPU; 0 on a CPU."""
+    """Bytes of this process's tensors on the GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() if setting.cuda else 0
 
 
 def let_go(setting: Setting) -> None:
-    """Frees what nothing refers to any more, for the next of several models."""
+    """Free unreferenced memory before the next of several models."""
     gc.collect()
     if setting.cuda:
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Check of the memory plan: the peak of a learner's passes beside what is planned for them."""
+"""Check of the memory plan: measured peaks of a learner's passes against planned ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZES = ("0.6B", "1.7B", "8B/3")
 
 
 def planned_memory(setting: Setting) -> Numbers:
-    """Planned and measured GiB of a pass, and of all that a worker holds, at three sizes."""
+    """Planned and measured GiB of a pass, and of a whole worker, at three sizes."""
     made: Numbers = {}
     most = 1.15 if setting.cuda else 2.5  # a CPU's malloc keeps what it has once been given
     for shape in _SIZES:
@@ -34,7 +34,7 @@ def planned_memory(setting: Setting) -> Numbers:
 
 
 def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:
-    """Bytes of a pass of so many tokens, and of the worker with it."""
+    """Planned bytes of a pass with this number of tokens, and of the worker including it."""
     size = ModelSize.of(setting.model(shape))
     assert size is not None
     memory = LearnerMemory(model=size, dtype=setting.dtype, device=setting.device)
@@ -45,7 +45,7 @@ def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tup
 
 
 def _measured(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:
-    """The same as measured: the peak beside weights, moments and gradients, and with them."""
+    """Measured bytes: the peak without weights, moments and gradients, and with them."""
     length, config = setting.choose(512, 2048), setting.config(shape)
     learner = new_learner(
         setting, setting.dtype, shape, token_budget=tokens, gradient_checkpointing=recomputes

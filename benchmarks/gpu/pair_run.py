@@ -1,4 +1,4 @@
-"""A run of recipe=opd with a random 0.6 B student and 1.7 B teacher, and what its stages reach."""
+"""Run of recipe=opd with a random 0.6 B student and 1.7 B teacher; speed of its stages."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def pair_run(
     Each step waits for its own rollouts (max_staleness=0), so the stages follow one another.
 
     Args:
-        name: of the run's directory.
-        settings: of the run, besides the models and the sizes of a step.
+        name: name of the run's directory.
+        settings: settings of the run, besides the models and the sizes of a step.
     """
     prompts, out = Path(setting.scratch) / "prompts.jsonl", Path(setting.scratch) / name
     lines = [json.dumps({"prompt": f"{a} + {b} ="}) for a in range(40) for b in range(40)]
@@ -76,7 +76,7 @@ def _reached(setting: Setting, steps: Sequence[Mapping[str, Any]], rows: int) ->
 
 
 def _forward_flops(model: str, rows: int, length: int) -> float:
-    """FLOPs of the forward passes over rows of so many tokens, prompts left out."""
+    """FLOPs of forward passes over rows with this number of tokens, without prompts."""
     flops = ModelFlops.of(meta_causal_lm(model))
     assert flops is not None
     shapes: Any = rows_of(load_config(model), count=rows, length=2 * length, seed=0)

@@ -1,4 +1,4 @@
-"""Checks of single pieces of the project, each timed by itself; they need no server."""
+"""Checks of single pieces of the project, each timed separately; they need no server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ del flat, sent  # an ended process does not count itself out
 
 
 def plugin_cost(setting: Setting) -> Numbers:
-    """Milliseconds and GiB of the plugin's rows, beside a log-softmax of them."""
+    """Milliseconds and GiB of the plugin for some rows, against one log-softmax of them."""
     rows, vocab = setting.choose(64, 2048), setting.choose(5000, 151936)
     logits_NV = torch.randn(rows, vocab, device=setting.device)
     tokens_N = torch.randint(0, vocab, (rows,), device=setting.device)
@@ -59,7 +59,7 @@ def plugin_cost(setting: Setting) -> Numbers:
 
 
 def digest_cost(setting: Setting) -> Numbers:
-    """Seconds for each GiB of the proof's digest and of the checksum; SGLang's hash beside it."""
+    """Seconds per GiB of the proof's digest and of the checksum, and of SGLang's hash."""
     size = setting.choose(1 << 20, 1 << 30)
     data = torch.randint(0, 256, (size,), dtype=torch.uint8, device=setting.device)
     gib = size / GIB
@@ -81,7 +81,7 @@ def digest_cost(setting: Setting) -> Numbers:
 
 
 def top_k_decode(setting: Setting) -> Numbers:
-    """Milliseconds that likeliest tokens add to a decode step: a request at a time, and at once."""
+    """Milliseconds that likeliest tokens add to a decode step: per request, and as one tensor."""
     rows, top = setting.choose(8, 256), setting.choose(5, 33)
     vocab = setting.choose(5000, 151936)
     logp_NV = torch.randn(rows, vocab, device=setting.device).log_softmax(1)
@@ -114,7 +114,7 @@ def top_k_decode(setting: Setting) -> Numbers:
 
 
 def grouped_products(setting: Setting) -> Numbers:
-    """Milliseconds of a layer's experts by precision, and the precision that autocast chooses."""
+    """Milliseconds of a layer's experts by precision, and the one that autocast chooses."""
     experts, hidden, inner = (4, 64, 32) if setting.size == "tiny" else (128, 2048, 768)
     tokens = setting.choose(64, 8192) * 8
     weights = torch.randn(experts, hidden, inner, device=setting.device)
@@ -142,7 +142,7 @@ def grouped_products(setting: Setting) -> Numbers:
 
 
 def handles(setting: Setting) -> Numbers:
-    """A bucket lent three times to a process that knows nothing of this one but the handle."""
+    """Lend a bucket three times to a process that receives only its handle."""
     tensors = {
         "large": torch.randn(setting.choose(1 << 10, 1 << 26), device=setting.device),
         "odd": torch.randn(3, 5, device=setting.device).bfloat16(),

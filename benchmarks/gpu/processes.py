@@ -1,4 +1,4 @@
-"""Processes of checks: each check has a deadline, and what hangs or crashes is a failed check."""
+"""Processes of checks: each check has a deadline; a check that hangs or crashes has failed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Record = Callable[[str, dict[str, Any]], None]
 def run_in_process(
     names: Sequence[str], setting: Setting, out: Path, end: float, record: Record
 ) -> None:
-    """Runs the checks in one process, or in a new one from where one crashed or hung.
+    """Run the checks in one process; after a crash or a hang, the rest in a new one.
 
     Args:
         out: receives a log named after the first check of each process.
-        end: time.monotonic() after which nothing is begun, and what runs is ended.
+        end: time.monotonic() after which no check begins, and a running check is terminated.
         record: called with each check's name and outcome.
     """
     waiting = list(names)
@@ -56,7 +56,7 @@ def outcome(status: str, why: str, seconds: float) -> dict[str, Any]:
 def _run_until_one_fails_to_answer(
     waiting: list[str], setting: Setting, out: Path, end: float, record: Record
 ) -> list[str]:
-    """Runs a process to its end; returns the names that it did not come to."""
+    """Run a process to its end; returns the names of checks that it did not reach."""
     log = out / f"{waiting[0]}.log"
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "benchmarks.gpu.child", str(writer), ",".join(waiting)]
@@ -91,14 +91,14 @@ def _run_until_one_fails_to_answer(
 
 
 def _next_line(answers: RawIOBase, deadline_s: float) -> bytes | None:
-    """Next outcome; empty if the process has ended, None if there is none within the deadline."""
+    """Next outcome; empty if the process has ended, None if none arrives within the deadline."""
     poll = select.poll()  # select() refuses descriptors from 1,024 on
     poll.register(answers, select.POLLIN)
     return answers.readline() if poll.poll(1000 * max(0.0, deadline_s)) else None
 
 
 def _write_stacks(child: subprocess.Popen[bytes]) -> None:
-    """Ends the process by SIGABRT, at which faulthandler writes its threads' stacks to the log."""
+    """Terminate the process by SIGABRT, so that faulthandler writes its stacks to the log."""
     child.send_signal(signal.SIGABRT)
     try:
         child.wait(_STACKS_S)
@@ -107,7 +107,7 @@ def _write_stacks(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the process, and all that it started."""
+    """Terminate the process and all its descendants."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Checks of the push: weights of a learner into an engine on its device, by one way or another."""
+"""Checks of the push: a learner's weights into an engine on its device, by each transport."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from distill.records import TrainedGroups
 
 
 def push_copy(setting: Setting) -> Numbers:
-    """Weights into an engine on the same device, probed afterwards; beside a memcpy of them."""
+    """Push weights to an engine on the same device and probe them; compared with a memcpy."""
     return _push(setting, "shared_memory", sglang_installed())
 
 
 def push_ipc(setting: Setting) -> Numbers:
-    """The same into SGLang by CUDA IPC: a bucket at a time, none of it left on the GPU."""
+    """Push weights to SGLang by CUDA IPC: one bucket at a time, none left on the GPU."""
     return _push(setting, "ipc", True)
 
 
@@ -79,7 +79,7 @@ def _push(setting: Setting, choice: WeightsChoice, served: bool) -> Numbers:
 
 
 def _memcpy_s(setting: Setting, size: int) -> float:
-    """Seconds of copying as many bytes on the device itself."""
+    """Seconds of copying this number of bytes on the device."""
     source = torch.ones(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
     return seconds(setting, lambda: target.copy_(source))

@@ -22,7 +22,7 @@ class Results:
     """Newest outcome of every check on one device at one size, in a directory.
 
     Attributes:
-        out: the directory, which is made.
+        out: the directory; created if missing.
     """
 
     def __init__(self, out: Path, device: Literal["cpu", "cuda"], size: Size) -> None:
@@ -42,7 +42,7 @@ class Results:
             self._newest[line["check"]] = line
 
     def add(self, name: str, outcome: dict[str, Any]) -> None:
-        """Appends the outcome of a check."""
+        """Append the outcome of a check."""
         line = {
             "check": name, **outcome, "when": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": self.device, "size": self.size, "machine": self._machine,
@@ -52,7 +52,7 @@ class Results:
         self._take(line)
 
     def status(self, name: str) -> str | None:
-        """pass, fail or skipped; None: it has not run."""
+        """pass, fail or skipped; None: the check has not run."""
         return self._newest[name]["status"] if name in self._newest else None
 
     def table(self) -> str:
@@ -77,7 +77,7 @@ def _written(value: float | str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """GPUs, CPUs and versions that numbers were measured with."""
+    """GPUs, CPUs and versions of the machine that numbers were measured on."""
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     versions = {}
     for name in ("torch", "transformers", "triton", "sglang", "ray"):

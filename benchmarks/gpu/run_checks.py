@@ -18,24 +18,24 @@ def served_run(setting: Setting) -> Numbers:
 
 
 def states_run(setting: Setting) -> Numbers:
-    """A teacher's whole distributions, by hidden states from its server."""
+    """Run with a teacher's whole distributions, from hidden states of its server."""
     head: dict[str, Any] = {"teacher.head": teacher_of(setting)}
     return _run(setting, "states", estimator="full", **head)
 
 
 def adapter_run(setting: Setting) -> Numbers:
-    """An adapter, each version of which is loaded into the server beside the older ones."""
+    """Run with an adapter; the server loads each version beside the older ones."""
     adapter: dict[str, Any] = {"lora.rank": 16, "weights.transport": "adapter"}
     return _run(setting, "adapter", estimator="sampled", **adapter)
 
 
 def sleeping_run(setting: Setting) -> Numbers:
-    """The policy's server sleeps while the learner computes a step."""
+    """Run in which the policy's server sleeps while the learner computes a step."""
     return _run(setting, "sleeping", estimator="sampled", colocate="sleep")
 
 
 def turns_run(setting: Setting) -> Numbers:
-    """Learner, policy and teacher have the whole GPU by turns."""
+    """Run in which learner, policy and teacher use the whole GPU by turns."""
     turns: dict[str, Any] = {"colocate": "sleep", "gpus_per_actor": 0.5, "teacher.gpus": "policy"}
     return _run(setting, "turns", estimator="sampled", **turns)
 

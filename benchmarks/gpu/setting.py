@@ -1,4 +1,4 @@
-"""Where the checks run, and the models that they run on."""
+"""Device and size of the checks, and the models that they run on."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _LOGITS_STD = 2.0
 
 
 class Skipped(Exception):
-    """A check that cannot run here, and why."""
+    """The check cannot run here; the message has the reason."""
 
 
 class Failed(Exception):
-    """A check that ran and found something wrong."""
+    """The check ran, and found a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Device and size of the checks; `scratch` is theirs to write to."""
+    """Device and size of the checks. `scratch`: directory that they may write to."""
 
     device: Literal["cpu", "cuda"]
     size: Size
@@ -62,14 +62,14 @@ class Setting:
 
     @property
     def dtype(self) -> Precision:
-        """Precision that engines and learner compute in by default."""
+        """Default compute precision of engines and learner."""
         return "bfloat16" if self.cuda else "float32"
 
     def choose(self, tiny: int, full: int) -> int:
         return tiny if self.size == "tiny" else full
 
     def config(self, shape: str, **changes: Any) -> Qwen3Config:
-        """Config of one of `SHAPES`; at size=tiny of its small namesake."""
+        """Config of one of `SHAPES`; at size=tiny of its small counterpart."""
         tiny = self.size == "tiny"
         own = (_TINY if tiny else SHAPES)[shape]
         settings: dict[str, Any] = {
@@ -85,10 +85,10 @@ class Setting:
         return Qwen3Config(**settings)
 
     def model(self, shape: str = "1.1B", seed: int = 3) -> str:
-        """A random checkpoint of the shape, made once, with a tokenizer of characters.
+        """A random checkpoint of the shape, created once, with a tokenizer of characters.
 
-        On a GPU it is made there and saved in bfloat16, as checkpoints are published. The last norm
-        is scaled so that logits differ enough for a wrong temperature to be seen in bfloat16.
+        On a GPU it is created there and saved in bfloat16, as checkpoints are published. The last
+        norm is scaled, so that logits differ enough to detect a wrong temperature in bfloat16.
         """
         path = Path(self.scratch) / f"{self.size}-{shape.replace('/', '-')}-{seed}"
         if not path.exists():
@@ -111,7 +111,7 @@ class Setting:
             return kind(deepcopy(config)).float()  # its attention is switched
 
     def pair(self) -> tuple[str, str]:
-        """Student and teacher with a tokenizer; sharp enough that a wrong T is seen in bfloat16."""
+        """Student and teacher with a tokenizer; peaked enough to detect a wrong T in bfloat16."""
         hidden, layers = self.choose(64, 512), self.choose(2, 6)
         made = [
             tiny_model_dir(
@@ -128,7 +128,7 @@ class Setting:
 def rows_of(
     config: Any, *, count: int, length: int, seed: int, **changes: Any
 ) -> list[TrainingRow]:
-    """Random rows, of which the second half is trained."""
+    """Random rows; the second half of each is trained."""
     rng = np.random.default_rng(seed)
     trained_T = np.arange(length) >= length // 2
     return [
@@ -146,11 +146,11 @@ def rows_of(
 
 
 def require(condition: bool, why: str) -> None:
-    """Raises Failed with the reason, unless the condition holds."""
+    """Raise Failed with the reason unless the condition holds."""
     if not condition:
         raise Failed(why)
 
 
 def named(numbers: Mapping[str, float], suffix: str) -> Numbers:
-    """The numbers under names that say for which case they are."""
+    """The numbers under names that include their case."""
     return {f"{name}_{suffix}": value for name, value in numbers.items()}

@@ -1,6 +1,6 @@
 """Checks of the sharded learner: a step through learner.sharding with one worker, and its parts.
 
-One GPU makes a group of one: gathers and reductions run, and move nothing between GPUs.
+One GPU forms a group of one: gathers and reductions run, but move nothing between GPUs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _KINDS = {
 
 @contextmanager
 def group_of_one(setting: Setting) -> Iterator[WorkerGroup]:
-    """A worker group of one with the process groups that a group of several has."""
+    """A worker group of one with the process groups of a group of several."""
     group = WorkerGroup(None, setting.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if setting.cuda else "gloo",
@@ -74,15 +74,15 @@ def group_of_one(setting: Setting) -> Iterator[WorkerGroup]:
 
 
 class _Steps:
-    """A model, and forward and backward passes of the learner's loss on it, without an optimizer.
+    """A model, with forward and backward passes of the learner's loss, without an optimizer.
 
     Attributes:
-        parameters: number of them.
-        flops: of its passes.
+        parameters: their number.
+        flops: FLOPs of its passes.
     """
 
     def __init__(self, model: Any, group: WorkerGroup | None, *, compiled: bool = False) -> None:
-        """`group`: the model is sharded over it; None: it is whole, as that of one worker."""
+        """`group`: the model is sharded over it; None: unsharded, as with one worker."""
         self._device = model.device
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops = ModelFlops.of(model)
@@ -99,13 +99,13 @@ class _Steps:
         self._model = model
 
     def step(self, rows: list[TrainingRow]) -> None:
-        """Forward and backward pass on the rows; the gradients are left where they are."""
+        """Forward and backward pass on the rows; gradients are kept."""
         counts = StepCounts(tokens=sum(row.num_trained for row in rows), sequences=len(rows))
         loss, _ = _LOSS(self._forward, collate(rows, str(self._device)), counts)
         loss.backward()
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -129,12 +129,12 @@ class _Steps:
 
 
 def sharded_step(setting: Setting) -> Numbers:
-    """Seconds, MFU and memory of sharded steps by length of the row."""
+    """Seconds, MFU and memory of sharded steps by row length."""
     return sharded(setting, compiled=False)
 
 
 def sharded(setting: Setting, *, compiled: bool) -> Numbers:
-    """The numbers of `sharded_step`, which also go to the log as soon as they are known."""
+    """Numbers of `sharded_step`; each is also logged when it is measured."""
     config = setting.config("8B/3")
     lengths = setting.choose(64, 4096), setting.choose(128, 16384)
     made: Numbers = {}
@@ -156,7 +156,7 @@ def sharded(setting: Setting, *, compiled: bool) -> Numbers:
 
 
 def profile(setting: Setting) -> Numbers:
-    """Shares of a sharded step by kind of kernel, the kernel of its attention, the head's share."""
+    """Shares of a sharded step by kind of kernel; its attention kernel; the head's share."""
     config = setting.config("8B/3")
     rows = rows_of(config, count=1, length=setting.choose(64, 8192), seed=1)
     model = setting.random(config, Qwen3ForCausalLM)
@@ -185,7 +185,7 @@ def profile(setting: Setting) -> Numbers:
 
 
 def _head_seconds(setting: Setting, model: Any, positions: int) -> float:
-    """Seconds of the vocabulary projection's statistics and their gradient, by themselves."""
+    """Seconds of the vocabulary projection's statistics and their gradient, measured alone."""
     head, width = VocabularyHead.of(model.eval()), model.config.hidden_size
     tokens_N = torch.randint(0, model.config.vocab_size, (positions,), device=setting.device)
     hidden_NH = torch.randn(positions, width, device=setting.device, requires_grad=True)
@@ -208,7 +208,7 @@ def _kind(name: str) -> str:
 
 
 def mixture_step(setting: Setting) -> Numbers:
-    """Steps of a mixture of experts: whole under autocast, and sharded in bfloat16."""
+    """Steps of a mixture of experts: unsharded under autocast, and sharded in bfloat16."""
     tiny = setting.size == "tiny"
     width: dict[str, Any] = {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8,
@@ -232,13 +232,13 @@ def mixture_step(setting: Setting) -> Numbers:
 
 
 class _NoRanks:
-    """An engine of a weight group that has no ranks in it: rank 0 broadcasts to itself alone."""
+    """Engine without ranks in a weight group: rank 0 broadcasts to itself alone."""
 
     def weight_ranks(self) -> int:
         return 0
 
     def load_weights(self, weights: CollectiveBroadcast, version: int) -> float:
-        """Waits for the sender's word as a server does."""
+        """Wait for the sender's message, as a server does."""
         from distill.weight_group import announce
 
         announce(weights.member, version)
@@ -246,7 +246,7 @@ class _NoRanks:
 
 
 def weight_group(setting: Setting) -> Numbers:
-    """Seconds of pushes by a weight group of one: forming it, and its broadcasts."""
+    """Seconds of pushes by a weight group of one: forming the group, and its broadcasts."""
     from cluster.handles.local_actor import LocalActor
     from cluster.weights.collective import CollectiveTransport
     from cluster.weights.publisher import Attempt

@@ -1,4 +1,4 @@
-"""Checks of an engine that sleeps: memory that it gives back, and what it keeps of the GPU."""
+"""Checks of a sleeping engine: the GPU memory that it returns, and the memory that it keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT_S = 20.0
 
 
 def sleep_and_wake(setting: Setting) -> Numbers:
-    """An engine that sleeps: memory that comes back, and the same samples once weights have."""
+    """Memory that a sleeping engine returns; equal samples after its weights are restored."""
     made = _slept(setting, "true")
     allowed = tolerance_at(setting.dtype, TEMPERATURE)
     require(made["gap_after"] < allowed, f"it is not as it was: {made}")
@@ -31,7 +31,7 @@ def sleep_and_wake(setting: Setting) -> Numbers:
 
 
 def sleep_with_graphs(setting: Setting) -> Numbers:
-    """The same where SGLang keeps captured graphs on the GPU."""
+    """The same if SGLang keeps captured graphs on the GPU."""
     return {**_slept(setting, "false")}
 
 
@@ -67,7 +67,7 @@ def _free(setting: Setting) -> int:
 
 
 def _others_bytes(setting: Setting) -> int:
-    """Bytes of the GPU that other processes take, as the driver counts them."""
+    """GPU bytes of other processes, as the driver counts them."""
     if not setting.cuda:
         return 0
     command = [

@@ -21,7 +21,7 @@ _SLEEPS = 5
 
 
 def engines_by_turns(setting: Setting) -> Numbers:
-    """Seconds until an engine that sleeps has answered, and how far its answers have moved.
+    """Seconds until a sleeping engine has answered, and the change of its answers after its sleep.
 
     The seconds include those for which the other engine keeps its turn after its last call.
     """
