@@ -23,7 +23,7 @@ During every wait the driver checks for signals twice a second, and coroutines a
 (`Background`): heartbeats and restarts of each actor (`Supervisor`), announcements to workers,
 statuses of workers and of the queue (`Fleet`), canaries, engines that join, and evaluations that
 run concurrently with training. If the learner is lost or its work fails, it returns to a checkpoint
-(`_repeated`, `recover`); `Driver.answer_of_learner` distinguishes its errors from those of engines.
+(`_repeated`, `recover`); `Driver.ask_learner` distinguishes its errors from those of engines.
 
 sft, dpo, reward_model and train_from= are the same run with only a learner.
 """
@@ -41,6 +41,7 @@ from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost, RunFa
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import SupervisedConfig
+from cluster.placement.roles import LEARNER
 from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.checkpoints import Checkpoints
 from cluster.recipes.context import RunContext
@@ -211,7 +212,7 @@ class Run:
             return
         try:
             metrics = self.actors.driver.value(
-                "the learner's step", self._begun, timeout=_STEP_S, lost=LearnerLost
+                "the learner's step", self._begun, timeout=_STEP_S, worker=LEARNER
             )
         except RunFailed as failed:
             if isinstance(failed.__cause__, QueueClosed):

@@ -161,33 +161,17 @@ class Driver:
             self.background.check()
         except WorkFailed as error:
             assert isinstance(error.__cause__, errors.RayError)
-            failed = self._explained("the learner's work", error.__cause__, LearnerLost)
-            lost = LearnerFailed(str(failed)) if isinstance(failed, CallFailed) else failed
-            raise lost from error
+            raise self._explained("the learner's work", error.__cause__, LEARNER) from error
 
     def ask_learner(self, what: str, reference: Any) -> Any:
         """Value of a call of the learner, which may take any time while it makes progress.
 
-        Raises: as `answer_of_learner`.
-        """
-        return self.wait_for(self.answer_of_learner(what, reference))
-
-    async def answer_of_learner(self, what: str, reference: Any) -> Any:
-        """`ask_learner` for coroutines; the rule for the errors of every call of the learner.
-
-        Raises:
+        Raises: as `call`, and
             LearnerLost: a worker of it died or hangs. Its work is done again from a checkpoint.
             LearnerFailed: the same after an error of its own that no setting mends.
             CallFailed: no engine did its part (EngineError). None would for another learner either.
-            Otherwise as `call`.
         """
-        try:
-            return await self.answer(what, reference, LEARNER, LearnerLost)
-        except CallFailed as failed:
-            assert failed.__cause__ is not None
-            if isinstance(root_cause(failed.__cause__), EngineError):
-                raise
-            raise LearnerFailed(str(failed)) from failed
+        return self.wait_for(self.answer(what, reference, LEARNER))
 
     def call(self, what: str, reference: Any) -> Any:
         """The value of an actor call.
@@ -200,29 +184,22 @@ class Driver:
         """
         return self.wait_for(self.answer(what, reference))
 
-    async def answer(
-        self,
-        what: str,
-        reference: Any,
-        worker: str | None = None,
-        lost: type[ActorLost] = ActorLost,
-    ) -> Any:
-        """Value of an actor call, for coroutines; raises as `call` does of the call.
+    async def answer(self, what: str, reference: Any, worker: str | None = None) -> Any:
+        """Value of an actor call, for coroutines; raises as `call` or `ask_learner` of the call.
 
         Args:
             worker: role of the actor that executes the call. The call may exceed the deadline
                 while that actor's heartbeat shows progress. None: it may not.
-            lost: raised if the actor died or hangs.
         """
         began = time.monotonic()
         ended = asyncio.ensure_future(calls.end_of(reference))
         try:
             while not (await asyncio.wait([ended], timeout=_POLL_S))[0]:
                 if why := self._overdue(began, worker):
-                    raise (ActorHung if lost is ActorLost else lost)(f"{what} {why}")
+                    raise (LearnerLost if worker == LEARNER else ActorHung)(f"{what} {why}")
         finally:
             ended.cancel()
-        return self.value(what, reference, lost=lost)
+        return self.value(what, reference, worker=worker)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Value] | asyncio.Task[Value]) -> Value:
         """The value of a coroutine, once it has ended. A wait that fails ends the coroutine."""
@@ -291,7 +268,7 @@ class Driver:
         try:
             return self.wait_for(asyncio.wait_for(coroutine, self.deadline_s))
         except errors.RayError as error:
-            raise self._explained(what, error, ActorLost) from error
+            raise self._explained(what, error) from error
         except TimeoutError as error:
             late = f"{what} did not end within {self.deadline_s:.0f} s"
             raise CallFailed(late) from error
@@ -301,19 +278,21 @@ class Driver:
         what: str,
         reference: Any,
         timeout: float | None = None,
-        lost: type[ActorLost] = ActorLost,
+        worker: str | None = None,
     ) -> Any:
-        """The value of a finished call; see `call` for what it raises."""
+        """The value of a finished call; see `answer` for what it raises."""
         try:
             return calls.get(reference, timeout=timeout)
         except errors.GetTimeoutError as error:
             raise RunFailed(f"{what} did not answer within {timeout:.0f} s") from error
         except errors.RayError as error:
-            raise self._explained(what, error, lost) from error
+            raise self._explained(what, error, worker) from error
 
-    def _explained(self, what: str, error: errors.RayError, lost: type[ActorLost]) -> Exception:
+    def _explained(self, what: str, error: errors.RayError, worker: str | None = None) -> Exception:
+        """The error of a call that failed, for the run; the only place that tells them apart."""
+        of_learner = worker == LEARNER
         if is_death(error):
-            who = "the learner" if lost is LearnerLost else "its actor"
+            lost, who = (LearnerLost, "the learner") if of_learner else (ActorLost, "its actor")
             return lost(f"{what} failed because {who} died ({reason_of(error)})")
         cause = root_cause(error)
         if isinstance(cause, IsothermError):
@@ -326,6 +305,7 @@ class Driver:
         if isinstance(cause, errors.RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         # torch's class, which the driver does not import.
-        if lost is LearnerLost and type(cause).__name__ == "OutOfMemoryError":
+        if of_learner and type(cause).__name__ == "OutOfMemoryError":
             return OutOfMemory(f"{what} failed: {cause}")
-        return CallFailed(f"{what} failed: {type(cause).__name__}: {cause}")
+        failed = LearnerFailed if of_learner and not isinstance(cause, EngineError) else CallFailed
+        return failed(f"{what} failed: {type(cause).__name__}: {cause}")

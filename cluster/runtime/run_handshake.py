@@ -24,7 +24,7 @@ from cluster.handshake.handshake import (
     naming_heads,
     scored_by,
 )
-from cluster.placement.roles import EVALUATION, POLICY, served_teachers
+from cluster.placement.roles import EVALUATION, LEARNER, POLICY, served_teachers
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.learner_alone import LearnerAlone
@@ -104,10 +104,11 @@ class RunHandshake:
         Args:
             reference: a policy engine that scores in place of the learner.
         """
-        learner, of_learner = actors.learner, actors.driver.answer_of_learner
+        learner, answer = actors.learner, actors.driver.answer
 
         async def logprobs(rows_D: Any) -> Any:
-            return await of_learner("scoring by the learner", learner.logprobs.remote(rows_D))
+            asked = learner.logprobs.remote(rows_D)
+            return await answer("scoring by the learner", asked, LEARNER)
 
         learner_logprobs = None if self._config.only_keeps else logprobs
         if self._config.only_keeps and reference is None:  # a proven engine replaces it
@@ -116,7 +117,7 @@ class RunHandshake:
 
         async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
             asked = learner.teacher_logprobs.remote(teacher, rows_D)
-            return await of_learner("scoring by the learner's teacher", asked)
+            return await answer("scoring by the learner's teacher", asked, LEARNER)
 
         copies: dict[str, Copy] = {}
         teachers: dict[str, Any] = dict(scorers)

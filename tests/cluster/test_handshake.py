@@ -391,12 +391,12 @@ class Shaken:
             teacher_logprobs=lambda name, rows_D: copy and copy(rows_D),
         )
 
-        async def answer(_what: str, call: Awaitable[Any]) -> Any:
+        async def answer(_what: str, call: Awaitable[Any], _worker: str) -> Any:
             return await call
 
         self._parties: Any = SimpleNamespace(
             driver=SimpleNamespace(
-                run=lambda what, coroutine: asyncio.run(coroutine), answer_of_learner=answer
+                run=lambda what, coroutine: asyncio.run(coroutine), answer=answer
             ),
             pool=pools.__getitem__, learner=Handle(learner),
         )  # fmt: skip

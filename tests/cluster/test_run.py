@@ -86,7 +86,8 @@ class Actors(LearnerAlone):
 
     def __init__(self, told: list[str], make: Callable[[], LocalActor]) -> None:
         idle: Any = SimpleNamespace(background=Background(), critical=dict)
-        self.driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
+        self.signals = Signals()
+        self.driver = Driver(supervisor=idle, signals=self.signals, deadline_s=60)
         self._told, self._make = told, make
         self.leader = make()
         self.before: dict[int, Exception] = {}
@@ -164,12 +165,12 @@ class Scene:
             eval=SimpleNamespace(every=0),
         )  # fmt: skip
         return SimpleNamespace(
-            config=config, first_step=0, signals=SimpleNamespace(received=None), summary={},
+            config=config, first_step=0, signals=self.actors.signals, summary={},
             best=SimpleNamespace(due=False, saving=nothing), record=self.record,
             unsaved=self.unsaved, trained=nothing, saved=nothing, rewound=nothing,
             resume_from=None, directory=SimpleNamespace(append_event=nothing),
             progress=SimpleNamespace(note=nothing), set_aside=nothing, certify=nothing,
-            trackers=SimpleNamespace(pass_over_kept=nothing),
+            trackers=SimpleNamespace(pass_over_kept=nothing), recalls=lambda *_: False,
             record_evaluation=lambda _metrics, step: self.told.append(f"recorded {step}"),
             complete=lambda checkpoint: self.told.append(f"complete {checkpoint.step}"),
         )  # fmt: skip
@@ -306,6 +307,7 @@ def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck(signalle
         if not signalled:
             raise RunFailed("a worker has no memory")
         over.set()
+        run.actors.signals.received = signal.SIGTERM
         raise Interrupted(signal.SIGTERM)
 
     run.actors.driver.background.start(happens())
