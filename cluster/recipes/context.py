@@ -98,16 +98,19 @@ class RunContext:
         self.observer.line(line)
         self.trackers.log(line)
 
-    def recall_before(self, kind: str) -> None:
-        """Restore the evaluation before the first step from an earlier attempt's metrics.
+    def recalls(self, kind: str, when: str, step: int) -> bool:
+        """Restore an evaluation outside of a step from an earlier attempt's line, if it has one.
 
         Args:
             kind: `eval` or `validation`.
         """
-        for line in self.directory.read_metrics():
-            if line["step"] == 0 and f"time/{kind}" in line:
-                metrics = {name: value for name, value in line.items() if name != "step"}
-                self.summary[f"{kind} before"] = metrics
+        own, others = f"time/{kind}", ("time/step", "eval/teacher")
+        for line in reversed(self.directory.read_metrics()):
+            if line["step"] == step and own in line and not any(n.startswith(others) for n in line):
+                self.best.see(line)
+                self.summary[f"{kind} {when}"] = {n: v for n, v in line.items() if n != "step"}
+                return True
+        return False
 
     def record_late(self, metrics: Mapping[str, float], step: int) -> None:
         """Record an evaluation that ended after later steps had changed the weights."""

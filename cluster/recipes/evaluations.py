@@ -107,7 +107,7 @@ class Evaluations(NoEvaluations):
             return
         if self._context.first_step:
             self._evaluate_teachers()
-            self._context.recall_before("eval")
+            self._context.recalls("eval", "before", 0)
             return
         self._fleet.until_pushed()
         policy = self._beside(self._measured("before", lambda: self._pool(POLICY)))
@@ -120,8 +120,8 @@ class Evaluations(NoEvaluations):
         self._context.record_evaluation(measured.metrics, 0)
 
     def after_steps(self, step: int) -> None:
-        """Evaluates the trained policy."""
-        if self._has_problems:
+        """Evaluates the trained policy, unless an attempt that was killed here has done so."""
+        if self._has_problems and not self._context.recalls("eval", "after", step):
             self._context.record_evaluation(self._evaluate("after", step), step)
 
     def _evaluate_teachers(self) -> None:

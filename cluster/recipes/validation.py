@@ -34,7 +34,7 @@ class NoEvaluations:
         """Abandon evaluations of steps after `step`, to which the learner has returned."""
 
     def after_steps(self, step: int) -> None:
-        """Evaluate the weights after the last step."""
+        """Evaluate the weights after the last step, if no earlier attempt has recorded that."""
 
 
 class Validation(NoEvaluations):
@@ -47,7 +47,7 @@ class Validation(NoEvaluations):
         if self._context.first_step == 0:
             self._context.record_evaluation(self._validate("before"), 0)
         else:
-            self._context.recall_before("validation")
+            self._context.recalls("validation", "before", 0)
 
     def after_step(self, step: int) -> dict[str, float]:
         every = self._config.eval.every
@@ -55,7 +55,8 @@ class Validation(NoEvaluations):
         return self._validate(f"step {step}") if due else {}
 
     def after_steps(self, step: int) -> None:
-        self._context.record_evaluation(self._validate("after"), step)
+        if not self._context.recalls("validation", "after", step):
+            self._context.record_evaluation(self._validate("after"), step)
 
     def _validate(self, when: str) -> dict[str, float]:
         context = self._context

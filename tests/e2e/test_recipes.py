@@ -235,13 +235,16 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     assert straight[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert straight[-1]["train/loss"] < 0.6 and straight[-1]["dpo/accuracy"] == 1
     dpo(tmp_path / "halves", 4)
+    (tmp_path / "halves/summary.json").unlink()  # as if it was killed when it had evaluated
+    dpo(tmp_path / "halves", 4)
     resumed = dpo(tmp_path / "halves", 8)
     assert resumed[-1]["train/loss"] == pytest.approx(straight[-1]["train/loss"], abs=1e-6)
     one, other = weights(tmp_path / "straight/final"), weights(tmp_path / "halves/final")
     assert all(torch.equal(one[name], other[name]) for name in one)
     # The reference of held-out pairs is kept as well: what is evaluated is the same again.
-    held_out = [line for line in lines(tmp_path / "straight") if "validation/loss" in line]
-    assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8]
+    for out in ("halves", "straight"):
+        held_out = [line for line in lines(tmp_path / out) if "validation/loss" in line]
+        assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8]
     assert held_out[0]["validation/loss"] == pytest.approx(0.6931, abs=1e-3)
     best = min(held_out[1:], key=lambda line: line["validation/loss"])
     marked = json.loads((tmp_path / "straight/checkpoints/best.json").read_text())

@@ -263,6 +263,10 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     assert "nothing to do" in capsys.readouterr().out
     assert main(["recipe=opd", *arguments, "temperature=0.9"]) == 2
     assert "temperature was 0.7 there and is 0.9 now" in capsys.readouterr().err
+    finished = summary(out)
+    (out / "summary.json").unlink()  # as if it was killed when it had evaluated
+    assert main(["recipe=opd", *arguments]) == 0
+    assert summary(out)["eval after"] == finished["eval after"]
     longer = opd_arguments(tiny_pair, out, steps=4, local=True)
     assert main(["recipe=opd", *longer]) == 0, capsys.readouterr()
     assert_whole(out, 4)
