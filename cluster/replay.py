@@ -136,7 +136,7 @@ class StepReplay:
                 "or with the whole teacher in the learner (no teacher.head=), can",
                 field="teacher.head",
             )
-        self._directory = RunDirectory(self.config.recipe, self.config)
+        self._directory = RunDirectory(self.config)
         self._kept = KeptSteps(out)
         self._start = self._kept.start_of(step)
         self._inputs = check_rollout(self.config)

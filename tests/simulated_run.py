@@ -179,7 +179,7 @@ class SimulatedRun:
             local=True, engine="embedded", smoke_test=False, **({"eval_every": 0} | settings),
         )  # fmt: skip
         self.inputs = check_rollout(self.config)
-        directory = RunDirectory("rl", self.config)
+        directory = RunDirectory(self.config)
         directory.path.mkdir()
         (directory.path / "config.json").write_text('{"run_id": "simulated"}')
         roles = [replace(r, resources={}) for r in placed_roles(self.config)]

@@ -250,6 +250,7 @@ class CommonConfig(
     """Settings that every recipe has."""
 
     section: ClassVar[Section] = Section.OPTIMIZER
+    recipe: ClassVar[str]  # its name on the command line
 
     model: ModelSettings = section_field(ModelSettings)
     cluster: ClusterSettings = section_field(ClusterSettings)

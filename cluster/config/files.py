@@ -14,6 +14,7 @@ import yaml
 from chz.blueprint import Castable
 from chz.field import Field
 
+from cluster.config.common import CommonConfig
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import path_meant
@@ -87,9 +88,9 @@ def as_tree(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(tree))
 
 
-def as_yaml(recipe: str, config: Any, leave: Collection[str] = ()) -> str:
+def as_yaml(config: CommonConfig, leave: Collection[str] = ()) -> str:
     """YAML for `config=FILE` with the settings that differ from their defaults, except `leave`."""
-    kept: dict[str, Any] = {"recipe": recipe}
+    kept: dict[str, Any] = {"recipe": config.recipe}
     tree = as_tree(config)
     for path, field in fields_of(type(config)).items():
         if path not in leave and get(config, path) != default_of(field):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -99,7 +98,6 @@ class PolicyLearnerSettings(RunLearnerSettings):
 class RolloutConfig(
     DataSettings,
     CommonConfig,
-    ABC,
 ):
     """Settings of the recipes that train on the student's own samples."""
 
@@ -268,11 +266,6 @@ class RolloutConfig(
     def replays_routing(self) -> bool:
         return bool(self.learner.routing_replay)
 
-    @property
-    @abstractmethod
-    def recipe(self) -> str:
-        """Name of the recipe on the command line."""
-
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; a single teacher has an empty name."""
         return {}
@@ -409,6 +402,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     section: ClassVar[Section] = Section.ENGINES
+    recipe: ClassVar[str] = "opd"
 
     objective: OpdObjective = section_field(OpdObjective)
 
@@ -427,10 +421,6 @@ class OpdConfig(TeachersSettings, RolloutConfig):
             only_keeps=self.only_keeps,
             replays=self.train_from is not None,
         )
-
-    @property
-    def recipe(self) -> str:
-        return "opd"
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """As `RolloutConfig.teacher_models`; for teacher=policy, the student's checkpoint."""
@@ -509,11 +499,9 @@ class OpdConfig(TeachersSettings, RolloutConfig):
 class RlConfig(RolloutConfig):
     """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
 
-    objective: RlObjective = section_field(RlObjective)
+    recipe: ClassVar[str] = "rl"
 
-    @property
-    def recipe(self) -> str:
-        return "rl"
+    objective: RlObjective = section_field(RlObjective)
 
     @property
     def most_replaced(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import chz
 
@@ -24,57 +24,45 @@ from distill.lookup import known_names
 class OpdToolsConfig(OpdConfig):
     """recipe=opd_tools: OPD on questions that are answered with tools (env=ToolUse)."""
 
-    env: EnvConfig = env_field(ToolUse)
+    recipe: ClassVar[str] = "opd_tools"
 
-    @property
-    def recipe(self) -> str:
-        return "opd_tools"
+    env: EnvConfig = env_field(ToolUse)
 
 
 @chz.chz
 class RlToolsConfig(RlConfig):
     """recipe=rl_tools: GRPO on questions that are answered with tools (env=ToolUse)."""
 
-    env: EnvConfig = env_field(ToolUse)
+    recipe: ClassVar[str] = "rl_tools"
 
-    @property
-    def recipe(self) -> str:
-        return "rl_tools"
+    env: EnvConfig = env_field(ToolUse)
 
 
 @chz.chz
 class SelfplayConfig(RlConfig):
     """recipe=selfplay: the policy plays against itself, tic-tac-toe for a start."""
 
-    env: EnvConfig = env_field(TicTacToeGames)
+    recipe: ClassVar[str] = "selfplay"
 
-    @property
-    def recipe(self) -> str:
-        return "selfplay"
+    env: EnvConfig = env_field(TicTacToeGames)
 
 
 @chz.chz
 class OpdCondensedConfig(OpdConfig):
     """recipe=opd_condensed: OPD on documents longer than the context (env=Reading)."""
 
-    env: EnvConfig = env_field(Reading)
+    recipe: ClassVar[str] = "opd_condensed"
 
-    @property
-    def recipe(self) -> str:
-        return "opd_condensed"
+    env: EnvConfig = env_field(Reading)
 
 
 CONFIGS: dict[str, type[CommonConfig]] = {
-    "opd": OpdConfig,
-    "rl": RlConfig,
-    "opd_tools": OpdToolsConfig,
-    "rl_tools": RlToolsConfig,
-    "selfplay": SelfplayConfig,
-    "opd_condensed": OpdCondensedConfig,
-    "sft": SftConfig,
-    "dpo": DpoConfig,
-    "reward_model": RewardModelConfig,
-}
+    kind.recipe: kind
+    for kind in (
+        OpdConfig, RlConfig, OpdToolsConfig, RlToolsConfig, SelfplayConfig, OpdCondensedConfig,
+        SftConfig, DpoConfig, RewardModelConfig,
+    )
+}  # fmt: skip
 
 
 def config_of(recipe: str) -> type[CommonConfig]:

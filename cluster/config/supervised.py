@@ -101,6 +101,7 @@ class SftConfig(SupervisedConfig):
     """recipe=sft: supervised fine-tuning, with the loss only on completions and assistant turns."""
 
     section: ClassVar[Section] = Section.MODEL
+    recipe: ClassVar[str] = "sft"
     row_fields: ClassVar[Collection[str]] = EXAMPLE_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_example)
     measured: ClassVar[Collection[str]] = ("loss", "nll", "entropy")
@@ -132,6 +133,7 @@ class DpoConfig(SupervisedConfig):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
+    recipe: ClassVar[str] = "dpo"
     rows_per_unit: ClassVar[int] = 2
     measured: ClassVar[Collection[str]] = (
         "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_nll", "entropy",
@@ -146,6 +148,7 @@ class RewardModelConfig(SupervisedConfig):
     """recipe=reward_model: a scalar head that scores the chosen response above the rejected one."""
 
     section: ClassVar[Section] = Section.MODEL
+    recipe: ClassVar[str] = "reward_model"
     rows_per_unit: ClassVar[int] = 2
     measured: ClassVar[Collection[str]] = (
         "loss", "accuracy", "margin", "chosen_mean", "chosen_std", "rejected_mean", "rejected_std",

@@ -63,7 +63,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
         say(said)
     # As given: `auto` may resolve to another value where the run is resumed.
     recorded = changed(config, device=device, engine=engine)
-    directory = RunDirectory(config.recipe, recorded, inputs.digests, inputs.stops)
+    directory = RunDirectory(recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
         yield _planned(config, inputs, directory, resume_from, console)
 
@@ -79,7 +79,7 @@ def _planned(
     config.check_keep_best(judged=inputs.judged)
     fork = None
     if resume_from is None:
-        fork = find_fork(config, config.recipe, tokenizer=inputs.tokenizer, say=say)
+        fork = find_fork(config, tokenizer=inputs.tokenizer, say=say)
         try_own_objective(config, say)
         if config.train_from is None:
             try_user_code(config, inputs, say)

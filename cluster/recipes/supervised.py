@@ -50,14 +50,14 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     both = f", {inputs.overlap} of them with a prompt that is trained" if inputs.overlap else ""
     held_out = f" ({apart} held out{both})" if apart else ""
     recorded = changed(config, device=asked)
-    directory = RunDirectory(kind.recipe, recorded, inputs.digests, inputs.stops)
+    directory = RunDirectory(recorded, inputs.digests, inputs.stops)
     config.check_keep_best()
     with opened(config, directory, say) as resume_from:
         fork = None
         if resume_from is None:
-            fork = find_fork(config, kind.recipe, tokenizer=inputs.tokenizer, say=say)
+            fork = find_fork(config, tokenizer=inputs.tokenizer, say=say)
         console.print(
-            f"{kind.recipe}: {config.model.path} on {units} {kind.noun}{held_out}{kind.how}, "
+            f"{config.recipe}: {config.model.path} on {units} {kind.noun}{held_out}{kind.how}, "
             f"{config.steps} steps{epochs} of {config.data.batch_size}, into {directory.path} "
             f"(learner: {learner_line(config)}); stops at "
             f"{inputs.stops.described(inputs.tokenizer)}"
@@ -81,9 +81,8 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A recipe, its checked data, and words of its plan: `noun` is what `batch_size` counts."""
+    """Checked data of a recipe, and words of its plan: `noun` is what `batch_size` counts."""
 
-    recipe: str
     noun: str
     inputs: SupervisedInputs
     how: str = ""
@@ -94,15 +93,15 @@ def _checked(config: SupervisedConfig) -> _Checked:
         case DpoConfig():
             own = "its own start" if config.fork_from is None else config.model.path
             how = f", near to {config.model.reference or own} (beta={config.objective.beta:g})"
-            return _Checked("dpo", "pairs", check_dpo(config), how)
+            return _Checked("pairs", check_dpo(config), how)
         case RewardModelConfig():
             inputs = check_reward_model(config)
             assert inputs.padding is not None, "its rows are checked against its padding"
             padding = inputs.tokenizer.convert_ids_to_tokens(inputs.padding)
             how = f", with a scalar head (padding {padding})"
-            return _Checked("reward_model", "pairs", inputs, how)
+            return _Checked("pairs", inputs, how)
         case SftConfig():
-            return _Checked("sft", "rows", check_sft(config))
+            return _Checked("rows", check_sft(config))
     raise TypeError(config)
 
 

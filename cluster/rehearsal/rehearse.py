@@ -103,7 +103,7 @@ class _Rehearsal:
         self._config, self._small, self._inputs = config, small, inputs
         self._place, self._console = place, console
         self._outcomes: list[RehearsalCheck] = []
-        self._directory = RunDirectory(small.config.recipe, small.config)
+        self._directory = RunDirectory(small.config)
 
     def run(self) -> None:
         """Run all checks; stop if a check fails on which the others depend."""

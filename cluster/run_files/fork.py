@@ -78,7 +78,6 @@ class Fork:
 
 def find_fork(
     config: CommonConfig,
-    recipe: str,
     *,
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
@@ -102,7 +101,7 @@ def find_fork(
             "resumes that run; give another out=",
             field="fork_from",
         )
-    their = _record(run, config.fork_from)
+    recipe, their = config.recipe, _record(run, config.fork_from)
     checkpoint = _checkpoint(run, step, config.fork_from, say)
     if "reward_model" in (recipe, their.recipe) and recipe != their.recipe:
         remedy = f"Give model={checkpoint.model_dir} in place of fork_from="

@@ -70,7 +70,6 @@ class RunDirectory:
 
     def __init__(
         self,
-        recipe: str,
         config: CommonConfig,
         digests: Mapping[str, str] | None = None,
         stops: StopTokens | None = None,
@@ -80,7 +79,6 @@ class RunDirectory:
         self.final, self.groups = self.path / "final", self.path / GROUPS
         self.ledger, self.rollouts = self.path / "ledger.jsonl", self.path / "rollouts.jsonl"
         self.trace = self.path / "trace.json"
-        self._recipe = recipe
         self._attempt = secrets.token_hex(3)
         self._config = config
         self._data = dict(digests or {})
@@ -101,7 +99,7 @@ class RunDirectory:
 
     def actor_name(self, role: str) -> str:
         """Actor name that is unique on the cluster, also among earlier attempts of this run."""
-        return f"{self._recipe}-{self._attempt}/{role}"
+        return f"{self._config.recipe}-{self._attempt}/{role}"
 
     def log(self, name: str) -> str:
         """Log file for the output of a process of this run, such as a server."""
@@ -124,7 +122,7 @@ class RunDirectory:
     @property
     def yaml(self) -> str:
         """Settings of the run that differ from their defaults, for `config=FILE`."""
-        return as_yaml(self._recipe, self._config, leave=("dry_run",))
+        return as_yaml(self._config, leave=("dry_run",))
 
     def reference_scores(self, rows: str) -> Path:
         """File of a reference's log-probs of these rows, which a resumed run reads."""
@@ -198,7 +196,7 @@ class RunDirectory:
 
     def _check_same_run(self, was: RunRecord) -> None:
         """Raise ConfigError, with the setting that differs, if the recorded run is another one."""
-        if was.recipe != self._recipe:
+        if was.recipe != self._config.recipe:
             raise ConfigError(
                 f"out={self.path} holds a run of recipe={was.recipe}; choose another out=",
                 field="recipe",
@@ -310,7 +308,7 @@ class RunDirectory:
         self.write_json(
             "config.json",
             {
-                "recipe": self._recipe,
+                "recipe": self._config.recipe,
                 "run_id": run_id,
                 "settings": as_tree(self._config),
                 "data": self._data,

@@ -343,7 +343,7 @@ class _MethodRun:
 
     def __init__(self, config: RolloutConfig, length: int, method: Method) -> None:
         self._config, self._length, self._method = config, length, method
-        self.directory = RunDirectory(config.recipe, config)
+        self.directory = RunDirectory(config)
 
     def to_the_end(self, target: float | None, log: Console) -> None:
         """Run to the end. `target`: None if this run itself measures the teacher."""

@@ -180,7 +180,7 @@ def test_a_run_s_own_config_repeats_it(
     opd: NewOpd, tmp_path: Path, changes: Mapping[str, object]
 ) -> None:
     config = opd(**changes)
-    directory = RunDirectory("opd", config)
+    directory = RunDirectory(config)
     directory.path.mkdir()
     directory.start(None)
     as_yaml = written(tmp_path / "given.yaml", directory.yaml)
@@ -194,7 +194,7 @@ def test_a_run_s_own_config_repeats_it(
 
 def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -> None:
     config = opd()
-    directory = RunDirectory("opd", config)
+    directory = RunDirectory(config)
     directory.path.mkdir()
     directory.start(None)
     again = [f"config={directory.path}", f"out={tmp_path / 'again'}", "dry_run=True", "steps=3"]

@@ -18,7 +18,9 @@ import pytest
 
 from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
+from cluster.config.recipes import make
 from cluster.config.rows import digests_of
+from cluster.config.supervised import SftConfig
 from cluster.recipes.opening import failed_to_resume, opened
 from cluster.run_files import out_directory
 from cluster.run_files.out_directory import claimed_directory
@@ -52,12 +54,16 @@ MAY_CHANGE = {
 SAMPLES = {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://a:1"}
 
 
+def sft(out: str) -> SftConfig:
+    return make("sft", model="m", data="d", out=out)
+
+
 def started(
     config: OpdConfig,
     resume_from: Checkpoint | None = None,
     digests: Mapping[str, str] | None = None,
 ) -> RunDirectory:
-    directory = RunDirectory("opd", config, digests)
+    directory = RunDirectory(config, digests)
     with directory.locked():
         directory.start(resume_from)
     return directory
@@ -82,7 +88,7 @@ def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
 
 def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
     config = opd(temperature=1.5)
-    directory = RunDirectory("opd", config)
+    directory = RunDirectory(config)
     assert directory.check() is None
     assert not directory.path.exists()  # a check writes nothing
     started(config)
@@ -135,14 +141,14 @@ def test_another_run_is_refused_and_the_setting_named(
 ) -> None:
     trained(opd(**given))
     with refuses(ConfigError, path_of(OpdConfig, name)):
-        RunDirectory("opd", opd(**given | {name: value})).check()
+        RunDirectory(opd(**given | {name: value})).check()
 
 
 def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     assert flagged(OpdConfig, MAY_CHANGE_FLAG) == MAY_CHANGE
     trained(opd())
     changes = {"steps": 7, "keep": "all", "device": "cpu", "policy.engines": 2, "compile": True}
-    assert RunDirectory("opd", opd(**changes)).check() is None
+    assert RunDirectory(opd(**changes)).check() is None
 
 
 def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
@@ -151,13 +157,13 @@ def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
     written["settings"]["checkpoint_every"] = written["settings"].pop("checkpoint")["every"]
     path.write_text(json.dumps(written))
     with refuses(ConfigError, "out", names="checkpoint_every"):
-        RunDirectory("opd", opd()).check()
+        RunDirectory(opd()).check()
 
 
 def test_an_endpoint_may_move(opd: NewOpd) -> None:
     trained(opd(**SAMPLES))
     moved = SAMPLES | {"teacher.samples_from": "m@https://b:2/v1"}
-    assert RunDirectory("opd", opd(**moved)).check() is None
+    assert RunDirectory(opd(**moved)).check() is None
 
 
 def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:
@@ -166,7 +172,7 @@ def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") 
 
 
 def check(config: OpdConfig) -> Checkpoint | None:
-    return RunDirectory("opd", config, digests_of(config, {"data.source": RowReader()})).check()
+    return RunDirectory(config, digests_of(config, {"data.source": RowReader()})).check()
 
 
 def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
@@ -245,7 +251,7 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
 def test_another_recipe_is_refused(opd: NewOpd) -> None:
     trained(opd())
     with refuses(ConfigError, "recipe"):
-        RunDirectory("sft", opd()).check()
+        RunDirectory(sft(opd().out)).check()
 
 
 @pytest.mark.parametrize("changes", [{"lr": 0.5}, {"temperature": 0.8}, {"fork_from": "other"}])
@@ -257,19 +263,19 @@ def test_an_attempt_that_trained_nothing_gives_way_to_other_settings(
     was = first.run_id
     first.append_metrics({"step": 0, "eval/accuracy": 0.5})
     begin = save(first, opd().model.path, 0) if of_a_fork else None
-    assert RunDirectory("opd", opd()).check() == begin
+    assert RunDirectory(opd()).check() == begin
     scores = first.reference_scores("reference")
     scores.touch()
     started(opd())
     assert scores.exists()
     said: list[str] = []
-    assert RunDirectory("opd", opd(**changes)).check(said.append) is None
+    assert RunDirectory(opd(**changes)).check(said.append) is None
     assert len(said) == 1
-    assert RunDirectory("rl", opd(**changes)).check() is None
+    assert RunDirectory(sft(opd().out)).check() is None
     second = started(opd(**changes))
     assert second.run_id != was and second.read_metrics() == [] and not scores.exists()
     assert not second.store.complete()  # or the fork's weights would be taken for these
-    assert RunDirectory("opd", opd(**changes)).check(said.append) is None
+    assert RunDirectory(opd(**changes)).check(said.append) is None
     assert len(said) == 1
 
 
@@ -285,7 +291,7 @@ def test_a_death_at_the_start_leaves_no_checkpoint_to_other_settings(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(*at, dies)
         started(other)
-    assert RunDirectory("opd", other).check() is None
+    assert RunDirectory(other).check() is None
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -294,18 +300,18 @@ def test_a_checkpoint_of_a_step_is_of_a_run(opd: NewOpd, keeps: bool) -> None:
     directory = started(opd(rollout_only=keeps))
     save(directory, opd().model.path, 2).path.joinpath("manifest.json").unlink()
     with refuses(ConfigError, "rollout_only"):
-        RunDirectory("opd", opd(rollout_only=not keeps)).check()
+        RunDirectory(opd(rollout_only=not keeps)).check()
 
 
 def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with refuses(ConfigError, "out"):
-        RunDirectory("opd", opd(out=str(tmp_path / "file"))).check()
+        RunDirectory(opd(out=str(tmp_path / "file"))).check()
     with refuses(ConfigError, "out"):
-        RunDirectory("opd", opd(out=str(tmp_path))).check()
+        RunDirectory(opd(out=str(tmp_path))).check()
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "file").rename(tmp_path / ".config.json.partial")  # of a run that was killed
-    assert RunDirectory("opd", opd(out=str(tmp_path))).check() is None
+    assert RunDirectory(opd(out=str(tmp_path))).check() is None
 
 
 def refusal(config: OpdConfig, answer: Connection) -> None:
@@ -314,7 +320,7 @@ def refusal(config: OpdConfig, answer: Connection) -> None:
     os.setgid(65534)
     os.setuid(65534)
     try:
-        RunDirectory("opd", config).check()
+        RunDirectory(config).check()
         answer.send("nothing")
     except ConfigError as error:
         answer.send(str(error))
@@ -355,7 +361,7 @@ def test_a_run_that_cannot_resume_says_how_to_go_on(opd: NewOpd) -> None:
 def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:
     (started(opd()).path / "checkpoints").write_text("")
     with refuses(ConfigError, "out"):
-        RunDirectory("opd", opd()).check()
+        RunDirectory(opd()).check()
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
@@ -364,7 +370,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
     older, newest = (save(directory, config.model.path, step) for step in (2, 4))
     (newest.path / "trainer.json").write_bytes(b"stute")
     told: list[str] = []
-    assert RunDirectory("opd", config).check(told.append) == older
+    assert RunDirectory(config).check(told.append) == older
     assert newest.path.is_dir()  # a check writes nothing
     assert "step-000004 is damaged: trainer.json has sha256" in told[0]
     started(config, older)
@@ -398,7 +404,7 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resuming(opd: NewOpd) -> No
 
 
 def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
-    ours, theirs = RunDirectory("opd", opd()), RunDirectory("opd", opd())
+    ours, theirs = RunDirectory(opd()), RunDirectory(opd())
     with ours.locked():
         assert theirs.check() is None
         with pytest.raises(ConfigError), theirs.locked():
@@ -417,7 +423,7 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
     resumed: list[Checkpoint | None] = []
 
     def second() -> None:
-        directory = RunDirectory("opd", opd())
+        directory = RunDirectory(opd())
         with opened(opd(), directory, say) as checkpoint:
             directory.start(checkpoint)
             resumed.append(checkpoint)
@@ -429,7 +435,7 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
         waiting.set()
 
     for last in (2, 4):  # before the first checkpoint, and after
-        first = RunDirectory("opd", config)
+        first = RunDirectory(config)
         waiting.clear()
         with opened(config, first, say) as found:
             if found is None:
@@ -466,7 +472,7 @@ def test_the_directory_of_another_command_is_emptied_where_that_command_made_it(
 def test_such_a_directory_is_held_and_a_run_that_came_first_is_left_alone(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunDirectory("opd", opd())
+    run = RunDirectory(opd())
 
     def begin(_: str) -> None:
         """In place of the wait for the other process, which has had the directory for a moment."""
@@ -495,7 +501,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(opd: NewOpd, name
 
 
 def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: NewOpd) -> None:
-    directory = RunDirectory("opd", opd())
+    directory = RunDirectory(opd())
     with directory.locked():
         directory.start(None)
         with files_of_at_most(64):
@@ -517,10 +523,10 @@ def test_metrics_are_read_with_the_lines_that_wait(opd: NewOpd) -> None:
 
 def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
     ends, more = StopTokens(ids=(1,)), StopTokens(ids=(1, 2), one_event=True)
-    begun = RunDirectory("opd", opd(), stops=ends)
+    begun = RunDirectory(opd(), stops=ends)
     with begun.locked():
         begun.start(None)
     begun.append_metrics({"step": 1})
-    assert RunDirectory("opd", opd(), stops=ends).check() is None
+    assert RunDirectory(opd(), stops=ends).check() is None
     with refuses(ConfigError, "model.stop_tokens"):
-        RunDirectory("opd", opd(), stops=more).check()
+        RunDirectory(opd(), stops=more).check()

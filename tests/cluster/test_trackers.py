@@ -45,7 +45,7 @@ class Run:
     """A run's directory and its trackers, told of some steps."""
 
     def __init__(self, config: OpdConfig, first_step: int = 0) -> None:
-        self.directory = RunDirectory("opd", config)
+        self.directory = RunDirectory(config)
         self.directory.path.mkdir(exist_ok=True)
         if not (self.directory.path / "config.json").exists():
             self.directory.start(None)
@@ -270,7 +270,7 @@ def scripted(
         "cluster.run_files.trackers.KINDS", {"mlflow": lambda _started: Scripted(call)}
     )
     config, said = opd(track="mlflow"), []
-    directory = RunDirectory("opd", config)
+    directory = RunDirectory(config)
     directory.path.mkdir(exist_ok=True)
     directory.start(None)
     trackers = Trackers(config.tracking, directory, {}, 0, said.append, end_s)
