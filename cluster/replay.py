@@ -167,11 +167,12 @@ class StepReplay:
         """Build the learner's loop on the kept groups, with pushes that do nothing."""
         from cluster.hosts.learner_actor import policy_loop
         from cluster.run_files.replay_log import KeptGroupSource
+        from cluster.run_files.run_directory import RunDirectory
         from distill.models.loading import resolve_device
         from distill.settings import changed
-        from learner.checkpoint import CheckpointStore
 
-        config = changed(config, device=resolve_device(config.cluster.device))
+        device = resolve_device(config.cluster.device)
+        config = changed(config, device=device, out=scratch, keep="none", trace_step=None)
         learner_config = config.policy_learner(start, self._inputs.stops)
         return policy_loop(
             config=config,
@@ -180,9 +181,8 @@ class StepReplay:
             source=KeptGroupSource(
                 self._kept, range((start.step if start else 0) + 1, self._step + 1)
             ),
-            store=CheckpointStore(Path(scratch) / "checkpoints", keep=1 << 30),
+            directory=RunDirectory(config),
             resume_from=start,
-            dump_dir=str(Path(scratch) / "failed"),
         )
 
     def _compare(self, step: int, loop: Any, *, final: bool = False) -> None:

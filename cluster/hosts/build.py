@@ -24,13 +24,12 @@ from cluster.handles.node import node_address
 from cluster.hosts.actors import deferred, early_on_all_gpus, here, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
-from cluster.hosts.learner_actor import publishers_to, teacher_weights
+from cluster.hosts.learner_actor import publishers_to, rollout_log, teacher_weights
 from cluster.hosts.learners import (
     LEADER_GROUPS,
     LearnerActors,
     LearnerStart,
     policy_learners,
-    rollout_log,
 )
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.engines import RunEngines, by_turns

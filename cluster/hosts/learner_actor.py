@@ -16,7 +16,7 @@ from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedCo
 from cluster.config.supervised_checks import SupervisedInputs
 from cluster.hosts.followers import ActorFollowers
 from cluster.queue.group_queue import GroupQueue
-from cluster.run_files.replay_log import push_nowhere
+from cluster.run_files.replay_log import ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import WorkDone
@@ -27,7 +27,7 @@ from distill.objective.batching import TrainingRow
 from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.canaries import CopyAnswer, CopyQuestion
-from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
@@ -37,7 +37,6 @@ from learner.loop import (
     GroupSource,
     PolicyLoop,
     Publish,
-    Record,
     SupervisedMix,
     mixed_loss,
 )
@@ -51,11 +50,13 @@ from learner.policy_loss import (
 )
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop, with_reference
-from learner.trace import NO_TRACE, Tracing
+from learner.trace import Tracing
 
 # Supervised rows that are trained together with rollouts: how many an update has, and the default
 # of `sft.coef`.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
+# Steps between two of which keep=sample keeps a group.
+_SAMPLE_EVERY = 10
 # Longest wait for the turn on GPUs, as a multiple of no_progress_s. An engine that has the turn and
 # makes no progress is ended after one; the calls of one that works may take longer.
 _TURN_WAITS = 10
@@ -201,13 +202,9 @@ def policy_loop(
     learner_config: LearnerConfig,
     inputs: LearnerInputs,
     source: GroupSource,
-    store: CheckpointStore,
+    directory: RunDirectory,
     resume_from: Checkpoint | None,
-    dump_dir: str,
     publishers: Publishers | None = None,
-    trace: Tracing = NO_TRACE,
-    keep: RolloutLog | None = None,
-    record: Record | None = None,
     membership: Membership | None = None,
 ) -> PolicyLoop:
     """Build the loop of an opd or rl run, for any source of groups, where it will run.
@@ -215,13 +212,12 @@ def policy_loop(
     Args:
         publishers: makes the publishers of the policy's and of the teacher's weights; None: nothing
             is pushed.
-        keep: goes back to the step that is resumed from.
     """
-    if keep is not None:
-        keep.rewind(resume_from.step if resume_from else 0)
+    keep = rollout_log(config, directory)
+    keep.rewind(resume_from.step if resume_from else 0)
     group = WorkerGroup(membership, resolve_device(learner_config.device))
     losses = policy_losses(config, inputs.stops, group)
-    learner = Learner(learner_config, dump_dir, losses=losses, group=group)
+    learner = Learner(learner_config, directory.dumps, losses=losses, group=group)
     supervised = None
     if inputs.sft_rows_D:
         stream = RowStream(
@@ -239,7 +235,7 @@ def policy_loop(
         source=source,
         publish=publisher,
         sleep=_gpus_taken(config, learner, publisher),
-        store=store,
+        store=directory.store,
         loss=loss,
         teacher_weights=teacher_weights(config),
         supervised=supervised,
@@ -247,9 +243,9 @@ def policy_loop(
         push_dtype=getattr(torch, config.engine.dtype_on(config.cluster.device)),
         pushes_adapter=config.weights.transport == "adapter",
         teach=teacher_publisher,
-        trace=trace,
+        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
         keep=keep,
-        record=record,
+        record=ReplayLog(directory.path, config.whole_steps) if config.whole_steps else None,
         foresee=foresee,
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
@@ -266,6 +262,18 @@ def _gpus_taken(
         return publisher.sleep
     within_s = _TURN_WAITS * config.cluster.no_progress_s
     return lambda _version: learner.take_turn(within_s)
+
+
+def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
+    """Log of the groups that are kept for inspection."""
+    return RolloutLog(
+        directory.rollouts,
+        {"all": 1, "none": 0}.get(str(config.keep), _SAMPLE_EVERY),
+        whole=config.keep == "all",
+        last=config.steps,
+        trains=not config.only_keeps,
+        scored=config.scored_by_teacher(),
+    )
 
 
 def teacher_weights(config: RolloutConfig) -> dict[str, float]:
@@ -328,10 +336,9 @@ def build_supervised_loop(
     membership: Membership | None,
 ) -> SupervisedLoop:
     """Builds, in the learner's actor, the loop of an sft, dpo or reward_model run."""
-    dump_dir = str(directory.path / "failed")
     losses = supervised_losses(config)
     group = WorkerGroup(membership, resolve_device(learner_config.device))
-    learner = Learner(learner_config, dump_dir, losses=losses, group=group)
+    learner = Learner(learner_config, directory.dumps, losses=losses, group=group)
     rows_D, held_out = inputs.rows_D, inputs.held_out
     if isinstance(config, DpoConfig):
         compute = reference_logprobs(

@@ -30,8 +30,7 @@ from cluster.hosts.learner_actor import (
 )
 from cluster.placement.places import Places, place_of
 from cluster.placement.roles import KEEPER, LEARNER, learner_title
-from cluster.run_files.replay_log import KeptGroupSource, KeptSteps, ReplayLog
-from cluster.run_files.rollouts import RolloutLog
+from cluster.run_files.replay_log import KeptGroupSource, KeptSteps
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
@@ -47,13 +46,10 @@ from learner.config import LearnerConfig
 from learner.forward import LossFunction
 from learner.loop import GroupSource
 from learner.process_group import Membership, WorkerGroup, open_store
-from learner.trace import Tracing
 
 LEADER_GROUPS = {HEALTH_GROUP: 1, JOIN_GROUP: 1}
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
 _STATE = 6
-# Steps between two of which keep=sample keeps a group.
-_SAMPLE_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +108,6 @@ def policy_learners(
 ) -> LearnerActors:
     """Create the learner's workers of an opd or rl run, which train on groups of `source`."""
     learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
-    directory = start.directory
     build = partial(
         policy_loop,
         config=config,
@@ -120,11 +115,7 @@ def policy_learners(
         inputs=inputs.of_learner,
         source=source,
         publishers=publishers,
-        store=directory.store,
-        dump_dir=str(directory.path / "failed"),
-        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
-        keep=rollout_log(config, directory),
-        record=replay_log(config, directory),
+        directory=start.directory,
         resume_from=start.resume_from,
     )
     losses = partial(policy_losses, config, inputs.stops)
@@ -215,22 +206,3 @@ def _learner_bytes(config: CommonConfig) -> int:
     """Upper bound of the bytes that a learner reads at its start, from its own checkpoint."""
     copied = config.copied_teachers.values() if isinstance(config, RolloutConfig) else ()
     return _STATE * checkpoint_bytes(config.model.path) + sum(map(checkpoint_bytes, copied))
-
-
-def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
-    """Log of the groups that are kept for inspection."""
-    return RolloutLog(
-        directory.rollouts,
-        {"all": 1, "none": 0}.get(str(config.keep), _SAMPLE_EVERY),
-        whole=config.keep == "all",
-        last=config.steps,
-        trains=not config.only_keeps,
-        scored=config.scored_by_teacher(),
-    )
-
-
-def replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
-    """Log of the steps that can be replayed; None if none is kept."""
-    if not config.whole_steps:
-        return None
-    return ReplayLog(directory.path, config.whole_steps)

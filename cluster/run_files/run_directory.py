@@ -79,6 +79,7 @@ class RunDirectory:
         self.final, self.groups = self.path / "final", self.path / GROUPS
         self.ledger, self.rollouts = self.path / "ledger.jsonl", self.path / "rollouts.jsonl"
         self.trace = self.path / "trace.json"
+        self.dumps = str(self.path / "failed")  # of batches that were not finite
         self._attempt = secrets.token_hex(3)
         self._config = config
         self._data = dict(digests or {})

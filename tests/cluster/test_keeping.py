@@ -23,11 +23,11 @@ from cluster.recipes.observer import Observer, observed_by
 from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import KeptGroups
+from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from distill.objective.whole_groups import GroupsHere
 from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
-from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, opd_settings
 
@@ -121,10 +121,10 @@ def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
     config = settings(tmp_path / "alone", rollout_only=False, train_from=str(out), device="cpu")
     run(config)
     inputs = check_rollout(config)
+    again = settings(tmp_path / "again", rollout_only=False, train_from=str(out), keep="none")
     loop = policy_loop(
         config=config, learner_config=config.policy_learner(None, inputs.stops), inputs=inputs,
-        source=These(kept(out), 2), store=CheckpointStore(tmp_path / "checkpoints", keep=1),
-        resume_from=None, dump_dir=str(tmp_path / "failed"),
+        source=These(kept(out), 2), directory=RunDirectory(again), resume_from=None,
     )  # fmt: skip
     for _ in range(3):
         loop.step()
