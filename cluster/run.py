@@ -45,6 +45,7 @@ from cluster.placement.roles import LEARNER
 from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.checkpoints import Checkpoints
 from cluster.recipes.context import RunContext
+from cluster.recipes.observer import Observer
 from cluster.recipes.opening import begun, placed
 from cluster.recipes.plan import RunPlan, is_over
 from learner.checkpoint import Checkpoint
@@ -58,7 +59,7 @@ Value = TypeVar("Value")
 _STEP_S = 600.0
 
 
-def run(config: CommonConfig, console: Console) -> None:
+def run(config: CommonConfig, console: Console, observer: Observer | None = None) -> None:
     """Run to the end. `outcomes.exit_code` maps exceptions to the command's exit code.
 
     Raises:
@@ -69,7 +70,7 @@ def run(config: CommonConfig, console: Console) -> None:
     with _prepared(config, console) as plan:  # takes the lock of out/; starts nothing
         if is_over(plan, console):
             return
-        with begun(plan, console) as context, placed(context) as places:
+        with begun(plan, console, observer or Observer()) as context, placed(context) as places:
             Run(context, *plan.parts(context, places)).to_the_end()
 
 

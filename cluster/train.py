@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -32,6 +32,9 @@ from cluster.run_files.out_directory import check_out, wait_for_other_job
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.settings import meant_by
+
+if TYPE_CHECKING:
+    from cluster.recipes.observer import Observer  # imports torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,17 @@ def main(argv: list[str] | None = None) -> int:
     return run_and_report(run)
 
 
-def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = None) -> None:
+def run_recipe(
+    arguments: Arguments,
+    console: Console,
+    observer: Observer | None = None,
+    *,
+    explain: str | None = None,
+) -> None:
     """Run the recipe that the arguments name.
 
     Args:
+        observer: gets the run's metrics, and may end it.
         explain: only print the recipe's settings that match this word (`help_text`).
 
     Raises:
@@ -117,10 +127,10 @@ def run_recipe(arguments: Arguments, console: Console, *, explain: str | None = 
     check_out(out)
     with _ray_beside_imports(config):
         console.print("checking models and data", highlight=False)  # seconds, of imports alone
-        _run(config, console)
+        _run(config, console, observer)
 
 
-def _run(config: CommonConfig, console: Console) -> None:
+def _run(config: CommonConfig, console: Console, observer: Observer | None) -> None:
     with long_lived():  # while torch is imported
         if isinstance(config, RolloutConfig) and config.rehearses:
             from cluster.rehearsal.rehearse import rehearse
@@ -130,7 +140,7 @@ def _run(config: CommonConfig, console: Console) -> None:
             from cluster.run import run
 
             start = partial(run, config)
-    start(console)
+    start(console, observer)
 
 
 def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:

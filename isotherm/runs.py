@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster.base.outcomes import Interrupted, RunFailed, complaint
 from cluster.config.arguments import Arguments
 from cluster.console import make_console
-from cluster.recipes.observer import Observer, observed_by
+from cluster.recipes.observer import Observer
 from cluster.runtime.driver import Signals
 from cluster.train import run_recipe
 from distill.errors import ConfigError
@@ -64,8 +64,7 @@ class _RunThread:
             self._lines.put(dict(metrics))
 
         try:
-            with observed_by(Observer(line=line, signals=self._signals)):
-                run_recipe(arguments, console)
+            run_recipe(arguments, console, Observer(line=line, signals=self._signals))
         except Interrupted:
             pass  # by `end`
         except Exception as error:

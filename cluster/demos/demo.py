@@ -41,8 +41,7 @@ from cluster.demos.arithmetic import (
 from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines, read_object
-from cluster.recipes.observer import Observer, observed_by
-from cluster.runtime.driver import Signals
+from cluster.recipes.observer import Observer
 from distill.models.loading import new_qwen3
 
 HELD_OUT = 500
@@ -158,8 +157,8 @@ def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
         lines.append(line)
         stages.see(STUDENT, lines)
 
-    with log.open("w") as file, observed_by(Observer(line=see, signals=Signals())):
-        cluster.run.run(opd, log_console(file))
+    with log.open("w") as file:
+        cluster.run.run(opd, log_console(file), Observer(line=see))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

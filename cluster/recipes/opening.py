@@ -16,7 +16,7 @@ from cluster.config.common import CommonConfig
 from cluster.placement.places import LocalPlaces, Places
 from cluster.placement.roles import cpus_here, model_paths
 from cluster.recipes.context import RunContext
-from cluster.recipes.observer import Observer, present_observer
+from cluster.recipes.observer import Observer
 from cluster.recipes.plan import RunPlan
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.notify import Notifier, receiver_of
@@ -57,9 +57,9 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def begun(plan: RunPlan, console: Console) -> Iterator[RunContext]:
+def begun(plan: RunPlan, console: Console, observer: Observer) -> Iterator[RunContext]:
     """Connect to Ray and open everything that a run writes; summary.json records how it ends."""
-    observer, started = present_observer(), time.monotonic()
+    started = time.monotonic()
     with connected(plan.config), observer.signals.installed():
         context = _context(plan, console, observer)
         status = 1

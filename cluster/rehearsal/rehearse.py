@@ -44,7 +44,7 @@ from cluster.placement.roles import (
     cpus_here,
     served_teachers,
 )
-from cluster.recipes.observer import Observer, observed_by, present_observer
+from cluster.recipes.observer import Observer
 from cluster.rehearsal.elsewhere import ask_once
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
@@ -72,7 +72,7 @@ class RehearsalCheck:
     seconds: float | None = None
 
 
-def rehearse(config: RolloutConfig, console: Console) -> None:
+def rehearse(config: RolloutConfig, console: Console, observer: Observer | None = None) -> None:
     """Rehearse the run; print a table of the checks, and predictions for the full size.
 
     Raises:
@@ -85,7 +85,8 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     out = Path(config.out)
     with claimed_directory(out.with_name(f"{out.name}-rehearsal"), "rehearsal", say) as place:
         small = small_run(config, place)
-        rehearsal = _Rehearsal(config, small, inputs, place, console)
+        outer = (observer or Observer()).signals
+        rehearsal = _Rehearsal(config, small, inputs, place, console, outer)
         with local_head(cpus_here(small.config)) if starts_here() else nullcontext():
             rehearsal.run()
         rehearsal.report(time.monotonic() - began)
@@ -99,7 +100,9 @@ class _Rehearsal:
         inputs: RolloutInputs,
         place: Path,
         console: Console,
+        outer: Signals,
     ) -> None:
+        self._outer = outer
         self._config, self._small, self._inputs = config, small, inputs
         self._place, self._console = place, console
         self._outcomes: list[RehearsalCheck] = []
@@ -146,15 +149,14 @@ class _Rehearsal:
         strikes = Strikes(
             self._kinds(), self._directory.path / "events.jsonl", signals, _DEADLINE_S
         )
-        outer = present_observer()
 
         def line(metrics: Any) -> None:
-            outer.signals.check()
+            self._outer.check()
             strikes.line(metrics)
 
         try:
-            with observed_by(Observer(line=line, signals=signals)):
-                cluster.run.run(self._small.config, self._console)
+            observer = Observer(line=line, signals=signals)
+            cluster.run.run(self._small.config, self._console, observer)
         except Interrupted:
             if not strikes.ended:
                 raise

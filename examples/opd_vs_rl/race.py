@@ -33,7 +33,7 @@ from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.console import log_console
 from cluster.demos.arithmetic import Problems, train_tokenizer
-from cluster.recipes.observer import Observer, observed_by
+from cluster.recipes.observer import Observer
 from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
@@ -360,8 +360,7 @@ class _MethodRun:
         if self._is_over(over):
             return
         try:
-            with observed_by(Observer(line=see, signals=signals)):
-                cluster.run.run(self._config, log)
+            cluster.run.run(self._config, log, Observer(line=see, signals=signals))
         except Interrupted:
             if not over():
                 raise

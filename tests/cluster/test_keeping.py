@@ -19,7 +19,7 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.hosts.learner_actor import policy_loop
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
-from cluster.recipes.observer import Observer, observed_by
+from cluster.recipes.observer import Observer
 from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import KeptGroups
@@ -56,8 +56,8 @@ def out(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(config: OpdConfig) -> None:
-    cluster.run.run(config, Console(quiet=True))
+def run(config: OpdConfig, observer: Observer | None = None) -> None:
+    cluster.run.run(config, Console(quiet=True), observer)
 
 
 def kept(out: Path) -> list[TrajectoryGroup]:
@@ -154,8 +154,8 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
         if len(metrics(tmp_path / "run")) == 2:
             signals.received = 2
 
-    with observed_by(Observer(line=after_two, signals=signals)), pytest.raises(Interrupted) as end:
-        run(config)
+    with pytest.raises(Interrupted) as end:
+        run(config, Observer(line=after_two, signals=signals))
     assert end.value.exit_code == 130
     assert "every step kept so far is in out/groups" in complaint(end.value)
     before = KeptSteps(tmp_path / "run").steps

@@ -37,10 +37,11 @@ def opd_arguments(pair: Any, out: Path, **overrides: object) -> list[str]:
 
 
 def train(
-    recipe: str, out: Path, *, console: Any = None, **settings: Any
+    recipe: str, out: Path, *, console: Any = None, observer: Any = None, **settings: Any
 ) -> list[dict[str, float]]:
     """A run of a recipe, driven by this process; returns `metrics(out)`."""
-    cluster.run.run(make(recipe, out=str(out), **settings), console or Console(quiet=True))
+    config = make(recipe, out=str(out), **settings)
+    cluster.run.run(config, console or Console(quiet=True), observer)
     return metrics(out)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.base.outcomes import Interrupted
 from cluster.inspect.audit import audit
-from cluster.recipes.observer import Observer, observed_by
+from cluster.recipes.observer import Observer
 from cluster.runtime.driver import Signals
 from tests.conftest import TinyPair
 from tests.e2e import harness
@@ -138,8 +138,12 @@ def test_a_run_that_is_ended_gives_its_evaluation_up(tiny_pair: TinyPair, tmp_pa
             signals.received = signal.SIGTERM
 
     out = tmp_path / "run"
-    with observed_by(Observer(line=line, signals=signals)), pytest.raises(Interrupted):
-        distil(tiny_pair, out, waits_for="nothing that happens", steps=500, local=True)
+    observer = Observer(line=line, signals=signals)
+    with pytest.raises(Interrupted):
+        distil(
+            tiny_pair, out, waits_for="nothing that happens", steps=500, local=True,
+            observer=observer,
+        )  # fmt: skip
     assert place(out, "evaluation begins", step=2) < place(out, "evaluation given up", step=2)
     assert not measured(out)
     assert (out / "checkpoints/step-000002/manifest.json").is_file()

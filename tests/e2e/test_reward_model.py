@@ -16,8 +16,7 @@ from actors.envs.judge_env import Judged
 from cluster.config.supervised import RewardModelConfig
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
-from cluster.recipes.observer import Observer, observed_by
-from cluster.runtime.driver import Signals
+from cluster.recipes.observer import Observer
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
@@ -171,8 +170,10 @@ def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_p
 
     rows = [{"prompt": f"{a}+1="} for a in range(12)]
     reward = f"model:{trained / 'final'}"
-    with observed_by(Observer(line=kill, signals=Signals())):
-        steps = rl(tiny_pair, out, rows, reward=reward, local=False, steps=12, eval_every=4)
+    steps = rl(
+        tiny_pair, out, rows, reward=reward, local=False, steps=12, eval_every=4,
+        observer=Observer(line=kill),
+    )  # fmt: skip
     assert len(steps) == 12
     assert [event["who"] for event in events(out, "death")] == ["reward model"]
     assert len([event for event in events(out, "start") if event["who"] == "reward model"]) == 2
