@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_MARKS = 512
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
@@ -57,7 +59,7 @@ def parse_turn(
 ) -> ParsedTurn:
     """Parse a turn into content and calls. No text raises an error.
 
-    Calls within the thinking are ignored.
+    Calls within the thinking are ignored, and those after the first 512 marks of calls.
 
     Args:
         marks: marks of the model's thinking.
@@ -107,18 +109,20 @@ def _pieces(
     marks = re.compile(f"(?P<think>{opens})|(?P<spoken>{closes})|(?:{grammar.opener})")
     pieces: list[Piece] = []
     position = _after(thinking.closes, text, 0) if opened else 0
-    while mark := marks.search(text, position):
+    for _ in range(_MOST_MARKS):  # each may have all of the text read
+        if (mark := marks.search(text, position)) is None:
+            break
         position = mark.end()
         if mark["think"]:
             position = _after(thinking.closes, text, position)
         elif mark["spoken"]:
             if not thinking.answer:  # with such a mark, `closes` may end other parts too
                 pieces.clear()  # everything before was thinking, opened in the prompt or not at all
-        elif piece := grammar.read(text, position, tools):
-            pieces.append(replace(piece, start=mark.start()))
-            position = piece.stop
         else:
-            position += 1
+            piece = grammar.read(text, position, tools)
+            if piece.calls or piece.error:
+                pieces.append(replace(piece, start=mark.start()))
+            position = piece.stop
     return pieces
 
 

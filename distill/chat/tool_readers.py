@@ -1,7 +1,8 @@
 """Readers of tool calls: from the text after a format's opening mark to the calls.
 
-A reader never raises: for text that it cannot read, it returns an error message for the model. Each
-reader handles one notation of calls; `distill.chat.tool_formats` has the marks of the formats.
+A reader never raises: for text that it cannot read, it returns an error message for the model. Its
+time is proportional to the length of the text, whatever the text is. Each reader handles one
+notation of calls; `distill.chat.tool_formats` has the marks of the formats.
 
 json_calls     an object with a name and arguments          {"name": "add", "arguments": {"a": 1}}
 listed_calls   a list of such objects, or named calls       [{"name": "add", "arguments": {"a": 1}}]
@@ -44,7 +45,10 @@ Schemas: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of a turn from a format's opening mark to `stop`, with its calls or an error."""
+    """Part of a turn from a format's opening mark to `stop`, with its calls or an error.
+
+    With neither, no call begins before `stop`.
+    """
 
     start: int = 0
     stop: int
@@ -52,8 +56,8 @@ class Piece:
     error: str = ""
 
 
-# (text, position after the opening mark, tools) -> piece; None: the mark does not open a call.
-Reader: TypeAlias = Callable[[str, int, Schemas], Piece | None]
+# (text, position after the opening mark, tools) -> piece
+Reader: TypeAlias = Callable[[str, int, Schemas], Piece]
 
 # Ids of calls that the strictest templates (Mistral's) accept.
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -128,7 +132,7 @@ def listed_calls(opener: str, named: Reader, is_named: str) -> Reader:
     """Reader of a list of objects, or of a named call if `is_named` matches."""
     begins_named = re.compile(is_named)
 
-    def read(text: str, start: int, tools: Schemas) -> Piece | None:
+    def read(text: str, start: int, tools: Schemas) -> Piece:
         other = text.find(opener, start)
         stop = len(text) if other < 0 else other
         if begins_named.match(text, start):
@@ -149,8 +153,9 @@ _MEANT = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]+"\s*,\s*"(?:parameters|argume
 
 def _alone(text: str, start: int) -> bool:
     """True if there is no text before `start`, or text that ends with a mark."""
-    before = text[:start].rstrip()
-    return not before or before.endswith((">", "]"))
+    while start and text[start - 1].isspace():
+        start -= 1
+    return not start or text[start - 1] in ">]"
 
 
 def whole_turn(*marks: str) -> Reader:
@@ -160,7 +165,7 @@ def whole_turn(*marks: str) -> Reader:
     and has no words before it.
     """
 
-    def read(text: str, start: int, tools: Schemas) -> Piece | None:
+    def read(text: str, start: int, tools: Schemas) -> Piece:
         calls, position = [], start
         while found := _json_at(text, position):
             call = _call_of(found[0])
@@ -173,7 +178,7 @@ def whole_turn(*marks: str) -> Reader:
             return Piece(stop=len(text), calls=tuple(calls))
         if text.endswith(marks, 0, start) or (_alone(text, start) and _MEANT.match(text, start)):
             return _unread_object(text[start:], len(text))
-        return None
+        return Piece(stop=max(position, start + 1))
 
     return read
 
@@ -329,29 +334,61 @@ _PYTHON_NAME = re.compile(r"\s*\[?\s*([\w.]+)\s*\(")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
+# A token of calls with literal arguments: no operator, and no f-string.
+_PYTHON_TOKEN = re.compile(
+    r"""\s+|[rRuU]?(?:(?P<quotes>\'{3}|"{3})(?:[^\\]|\\.)*?(?P=quotes)|'(?:[^'\\\n]|\\.)*+'|"(?:[^"\\\n]|\\.)*+")"""
+    r"""|(?P<opens>[(\[{])|(?P<closes>[)\]}])|[\w.]++(?!['"])|[-+,:=]""",
+    re.DOTALL,
+)
+
+
+_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+# Levels of arguments that JSON values may have, and two of the call and its list.
+_MOST_BRACKETS = 66
+
+
+def _python_end(text: str, start: int) -> int | None:
+    """Position after the bracket that closes the first one after `start`; None without one."""
+    closers: list[str] = []
+    while token := _PYTHON_TOKEN.match(text, start):
+        start = token.end()
+        if token["opens"] and len(closers) < _MOST_BRACKETS:
+            closers.append(_CLOSERS[token["opens"]])
+        elif token["opens"] or (token["closes"] and [token["closes"]] != closers[-1:]):
+            return None
+        elif token["closes"] and closers.pop() and not closers:
+            return start
+    return None
+
+
 def python_calls(*ends: str) -> Reader:
     """Reader of a list of Python calls with keywords, up to an end mark or the turn's end."""
 
-    def read(text: str, start: int, tools: Schemas) -> Piece | None:
+    def read(text: str, start: int, tools: Schemas) -> Piece:
+        if over := _python_end(text, start):
+            stop = _skip_space(text, over)
+            end = next((end for end in ends if text.startswith(end, stop)), "")
+            if (end or stop == len(text)) and (calls := _python_list(text[start:over].strip())):
+                return Piece(stop=stop + len(end), calls=calls)
+        if not _alone(text, start):
+            return Piece(stop=start + 1)
         found = [(at, end) for end in ends if (at := text.find(end, start)) >= 0]
         body_stop, end = min(found, default=(len(text), ""))
-        body, stop = text[start:body_stop], body_stop + len(end)
-        if not (end or body.rstrip().endswith("]") or _alone(text, start)):
-            return None  # before parsing, since an answer may have many brackets
-        try:
-            listed = ast.parse(body.strip(), mode="eval").body
-            parts = listed.elts if isinstance(listed, ast.List) else [listed]
-            calls = tuple(_python_call(part) for part in parts)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            calls = ()
-        if calls:
-            return Piece(stop=stop, calls=calls)
-        if not _alone(text, start):
-            return None
+        body = text[start:body_stop]
         name = _PYTHON_NAME.match(body)
-        return _unread(name and name[1], body, stop)
+        return _unread(name and name[1], body, body_stop + len(end))
 
     return read
+
+
+def _python_list(text: str) -> tuple[ToolCall, ...]:
+    """Calls of a list, or a single call; empty if the text is neither."""
+    try:
+        listed = ast.parse(text, mode="eval").body
+        parts = listed.elts if isinstance(listed, ast.List) else [listed]
+        return tuple(_python_call(part) for part in parts)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return ()
 
 
 def _python_call(node: ast.expr) -> ToolCall:

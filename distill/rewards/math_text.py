@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
@@ -10,11 +11,9 @@ from decimal import Decimal
 # The answer is at the end; searching more text would only be slower.
 _LONGEST = 20_000
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
-# The end of a sentence, not the delimiter of \right. and not the space \, .
-_FULL_STOP = re.compile(r"(?<!\\right)(?<!\\)[\s.,;]+\Z")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
-_MARKED = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+_MARKED = re.compile(r"\$[^$]+\$|\\\((?:[^\\]|\\(?![()]))++\\\)|\\\[(?:[^\\]|\\(?![\[\]]))++\\\]")
 # US$18, and \$18, which is how LaTeX writes money.
 _CURRENCY = re.compile(
     r"\b(?:US|USD|AU|CA|HK|NZ|A|C)\s*\\?\$|\\\$|\bUSD\s*(?=\d)|(?<=\d)\s*USD\b|[€£¥₹]"
@@ -31,6 +30,8 @@ _SYMBOLS = str.maketrans(
 )
 _VULGAR = "\u00bc-\u00be\u2150-\u215e"
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
+# Levels of roots within roots that are read.
+_ROOTS_WITHIN = 8
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-zπ]))")
 _MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/]|\.\d)")
@@ -90,7 +91,10 @@ def _last_box(text: str) -> str | None:
 
 
 def _boxed(content: str) -> str:
-    latex = _FULL_STOP.sub("", _DOLLAR.sub("", _latex(content))).strip()
+    latex = _DOLLAR.sub("", _latex(content)).strip()
+    # The end of a sentence, not the delimiter of \right. and not the space \, .
+    kept = latex.rstrip(string.whitespace + ".,;")
+    latex = latex[: len(kept) + kept.endswith(("\\", "\\right"))]
     return rf"\boxed{{{latex}}}" if latex else ""
 
 
@@ -100,8 +104,8 @@ def _latex(text: str) -> str:
     text = _THOUSANDS.sub(lambda found: "".join(re.findall(r"\d", found[0])), text)
     text = re.sub(f"[{_VULGAR}]", _vulgar, text)
     text = re.sub(f"[{_SUPERSCRIPTS}]+", _superscript, text)
-    while (rooted := _ROOT.sub(_root, text)) != text:
-        text = rooted
+    for _ in range(_ROOTS_WITHIN):
+        text = _ROOT.sub(_root, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text.translate(_SYMBOLS))
     return _exact_decimals(text)
 

@@ -79,6 +79,11 @@ def test_equality_is_exact_but_for_decimals() -> None:
         ("The answer is 2 3/4 cups.", "11/4", 1),
         (r"The answer is 0.\overline{3}", "1/3", 1),
         (rf"The answer is 0.\overline{{{'3' * 5000}}}", "1/3", 0),
+        # Each of these would take seconds in quadratic time.
+        (rf"\boxed{{{'√(' * 3000}1{')' * 3000}}}", "1", 0),
+        (rf"\boxed{{{'. ' * 8000}7}}", "7", 1),
+        ("The answer is √(√(√(256))).", "2", 1),
+        (r"\boxed{5\, .}", "5", 1),
         ("The answer is 3.2e8.", "320000000", 1),
         ("x² + 1 is $x^2+1$", "x^2+1", 1),
         ("The answer is \N{MINUS SIGN}3.", "-3", 1),

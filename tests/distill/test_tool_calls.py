@@ -257,6 +257,24 @@ def test_a_long_run_of_one_character_is_read(tool_format: ToolFormat, begun: str
         assert parse(text, tool_format).text == text
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "unit", "end"),
+    [
+        ("pythonic", "[f(a=1)],", "x]"),
+        ("pythonic", "[f(", "]"),
+        ("pythonic", "[f(a=1), ", "]"),
+        ("llama", '{"name": "a", "parameters": {}}', "x"),
+        ("llama", '{"name":[', ""),
+        ("xml", "<tool_call><function=f></tool_call>", "</function></tool_call>"),
+        ("mistral", "[TOOL_CALLS]a{}", "x"),
+    ],
+)
+def test_many_marks_are_read(tool_format: ToolFormat, unit: str, end: str) -> None:
+    text = "x" + unit * (200_000 // len(unit)) + end  # in quadratic time, it would be minutes
+    read = parse(text, tool_format)
+    assert read.text == text and len(read.calls) + len(read.malformed) <= 512
+
+
 _MARKS = ["{", "}", "[", "]", '"name": "add"', '"arguments": {}', ";", "```json\n", "\n", " ", "x"]
 _MARKS += ["<think>", "</think>", "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
 _MARKS += [text for texts in ONE_CALL.values() for text in texts]
