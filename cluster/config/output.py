@@ -13,11 +13,12 @@ from actors.sglang.address import is_url, names_user, split_address
 from cluster.config.early_checks import WRITTEN_DIRECTORY
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.rules import at_least, multiple_of, needs, setting
+from distill.rules import at_least, multiple_of, needs, not_with, setting
 from distill.settings import ESSENTIAL, FUNCTION, MAY_CHANGE, Section, section_field
 
 # Trackers for track=; each is an extra of the package with the same name.
 TRACKERS = ("wandb", "tensorboard", "mlflow")
+_NO_CHECKPOINTS = not_with("rollout_only", why="without a learner there are no checkpoints")
 WandbMode = Literal["off", "offline", "online"]
 
 
@@ -33,6 +34,7 @@ class CheckpointSettings:
     )
     keep_last: int = setting(
         at_least(1),
+        _NO_CHECKPOINTS,
         default=2,
         doc="number of newest checkpoints that are kept",
         metadata=MAY_CHANGE,
@@ -40,6 +42,7 @@ class CheckpointSettings:
     keep_every: int = setting(
         at_least(0),
         multiple_of("checkpoint.every", "no other steps have checkpoints"),
+        _NO_CHECKPOINTS,
         default=0,
         doc="also keep the checkpoints of steps that are multiples of this, itself a multiple of "
         "checkpoint.every; 0: none",

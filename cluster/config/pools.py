@@ -29,6 +29,7 @@ class PolicyClusterSettings(ClusterSettings):
     section: ClassVar[Section] = Section.ENGINES
 
     colocate: Colocation = setting(
+        only_for("share", not_with("cluster.local", why="all actors are in this process")),
         only_for(
             "sleep",
             not_with(
@@ -256,6 +257,7 @@ class RolloutSettings:
     )
     cpus: float = setting(
         at_least(0),
+        not_with("cluster.local", why="this process reserves no CPUs"),
         default=0.0,
         doc="CPUs that each rollout worker reserves; 0: none reserved",
         metadata=MAY_CHANGE,

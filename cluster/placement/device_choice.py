@@ -12,11 +12,14 @@ import os
 from shutil import which
 from typing import TypeVar
 
+import chz
+
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles.node import joins_cluster
 from distill.errors import ConfigError
+from distill.rules import default_of
 from distill.settings import changed
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -33,6 +36,8 @@ def with_device(config: Config) -> tuple[Config, str]:
             whose autoscaler may start GPU nodes; the cluster of RAY_ADDRESS does not answer; or
             another setting does not fit the device.
     """
+    if config.cluster.device == "cpu":  # as asked for: device=auto may find GPUs elsewhere
+        _refuse_gpu_settings(config)
     device, said = _decided(config)
     if device == "cpu":
         _refuse_on_cpu(config)
@@ -107,6 +112,16 @@ def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
             f"device=cuda but {where} has no GPU; use device=cpu or add one", field="cluster.device"
         )
     return "cuda" if gpus else "cpu"
+
+
+def _refuse_gpu_settings(config: CommonConfig) -> None:
+    for name in ("gpus_per_actor", "gpu_memory_gib"):
+        value = getattr(config.cluster, name)
+        if value != default_of(chz.chz_fields(config.cluster)[name]):
+            raise ConfigError(
+                f"{name}={value:g} changes nothing with device=cpu; leave one of them out",
+                field=f"cluster.{name}",
+            )
 
 
 def _refuse_on_cpu(config: CommonConfig) -> None:

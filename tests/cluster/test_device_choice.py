@@ -82,6 +82,10 @@ def test_this_machine_decides_for_a_run_that_starts_here(
         with_device(opd(device="cuda"))
     with pytest.raises(ConfigError):
         with_device(opd(liger=True))
+    for name, value in (("gpus_per_actor", 0.5), ("gpu_memory_gib", 80.0)):
+        with refuses(ConfigError, f"cluster.{name}"):
+            with_device(opd(**{"device": "cpu", name: value}))
+        with_device(opd(**{name: value}))
     with pytest.raises(ConfigError):
         with_engine(opd(weights="ipc", device="cpu"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)

@@ -99,6 +99,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("opd", {"keep": 3}, "keep", ""),
     ("opd", {"keep": 0}, "keep", ""),
     ("opd", {"rollout_only": True, "keep": 10}, "keep", ""),
+    *(("opd", {"rollout_only": True, name: 20}, name, "rollout_only")
+      for name in ("checkpoint.keep_every", "checkpoint.keep_last")),
     ("opd", {"train_from": "e", "eval_every": 2}, "eval.every", ""),
     ("opd", {"train_from": "e", "dry_run": "rehearse"}, "train_from", ""),
     # workers, engines, GPUs
@@ -113,6 +115,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("opd", {"local": True, "learner_workers": 2}, "learner.workers", ""),
     ("opd", {"local": True, "policy_engines": "1..3"}, "policy.engines", ""),
     ("opd", {"local": True, "weights": "group"}, "weights.transport", ""),
+    ("opd", {"local": True, "rollout.cpus": 1}, "rollout.cpus", ""),
+    ("opd", {"local": True, "colocate": "share"}, "cluster.colocate", ""),
     *(("opd", EIGHT | {"policy_engines": engines, "policy_server_flags": flags},
        "policy.server_flags", "")
       for engines, flags in ((8, "--tp-size 2"), ("4..5", "--tp-size 2"), (2, "--tp-size 3"),
