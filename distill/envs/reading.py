@@ -32,7 +32,7 @@ from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import DataError
-from distill.rewards.key_facts import key_fact_bonuses
+from distill.rewards.key_facts import first_mentions, key_fact_bonuses
 from distill.rewards.registry import RewardFunction, answer_of, verdict
 from distill.rules import at_least, needs, readable_as, setting
 from distill.text.chunks import chunk_text, require_splitter
@@ -108,7 +108,9 @@ class Reader(MessageEnv):
             oracle = partial(
                 key_fact_bonuses, facts=document.facts, value=self._fact_bonus, answer=said
             )
-            metrics["facts_kept"] = fmean(fact in said for fact in document.facts)
+            metrics["facts_kept"] = fmean(
+                found is not None for found in first_mentions(document.facts, said)
+            )
         return MessageStep(messages=self._shows(said), afresh=True, oracle=oracle, metrics=metrics)
 
     def _shows(self, notes: str) -> list[Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,8 @@ def key_fact_bonuses(
 ) -> FloatArray:
     """Compute token rewards, float32 (len(tokens_T),): a fact's first mention earns `value`.
 
-    Case, and the amount of whitespace between a fact's words, do not matter. A fact must occur as
-    whole words: 42 is not in 1428, but is in 第42章. Facts that differ only in case and whitespace
-    count as one. The value is spread evenly over the tokens whose text overlaps the occurrence, so
-    the rewards sum to `value` times the number of facts mentioned.
+    Mentions are those of `first_mentions`. The value is spread evenly over the tokens whose text
+    overlaps the mention, so the rewards sum to `value` times the number of facts mentioned.
 
     Args:
         answer: part of the text in which facts count, such as the text after the thinking; if it
@@ -43,13 +42,28 @@ def key_fact_bonuses(
     has_text_T = stops_T > starts_T
     said = text if answer is None else answer.strip()
     start = text.rfind(said)
-    for fact in {_folded(fact): fact for fact in facts}.values():
-        pattern = re.compile(_pattern(fact), re.IGNORECASE)
-        found = pattern.search(text, start, start + len(said)) if start >= 0 else None
+    for found in first_mentions(facts, text, start, start + len(said)) if start >= 0 else ():
         if found is not None:
             says_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
             rewards_T[says_T] += value / says_T.sum()
     return rewards_T.astype(np.float32)
+
+
+def first_mentions(
+    facts: Sequence[str], text: str, start: int = 0, stop: int = sys.maxsize
+) -> list[re.Match[str] | None]:
+    """Find the first mention of each fact; None for a fact that does not occur.
+
+    Case, and the amount of whitespace between a fact's words, do not matter. A fact must occur as
+    whole words: 42 is not in 1428, but is in 第42章. Facts that differ only in case and whitespace
+    count as one.
+
+    Raises:
+        DataError: a fact is blank.
+    """
+    distinct = {_folded(fact): fact for fact in facts}.values()
+    patterns = [re.compile(_pattern(fact), re.IGNORECASE) for fact in distinct]
+    return [pattern.search(text, start, stop) for pattern in patterns]
 
 
 def _folded(fact: str) -> str:

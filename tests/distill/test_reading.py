@@ -78,6 +78,17 @@ def test_a_document_is_read_in_parts(tmp_path: Path) -> None:
     assert sum(paid) == pytest.approx(0.5 * kept) and kept >= 1
 
 
+@pytest.mark.parametrize(("fact", "kept"), [("Ab", 1.0), ("4", 0.0)])
+def test_facts_are_counted_as_they_are_paid(tmp_path: Path, fact: str, kept: float) -> None:
+    rows: list[Mapping[str, object]] = [{**ROWS[0], "facts": [fact]}]
+    made = played(
+        dataset(tmp_path, rows=rows, fact_bonus=0.5), Scripted(TOKENIZER, lambda *_: "ab 42")
+    )
+    assert made.metrics["facts_kept"] == kept
+    for notes in made.segments[:-1]:
+        assert (0.0 if notes.bonuses_T is None else notes.bonuses_T.sum()) == kept / 2
+
+
 @pytest.mark.parametrize("by", ["keywords", "tests.distill.test_reading:last_lines"])
 def test_a_document_is_condensed_first(tmp_path: Path, by: str) -> None:
     problems = dataset(tmp_path, by=by, part_tokens=30)
