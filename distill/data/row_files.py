@@ -101,7 +101,7 @@ def _json_rows(path: str) -> Rows:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:  # also: very long numbers, deep nesting
             what = _what_else(text) if not rows else ""
             why = (
@@ -116,10 +116,20 @@ def _json_rows(path: str) -> Rows:
     return rows
 
 
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields as an object. Raises ValueError for a name that occurs twice."""
+    row = dict(fields)
+    if len(row) < len(fields):
+        names = [name for name, _ in fields]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the field {twice[:40]!r} twice; remove one")
+    return row
+
+
 def _array_rows(path: str, text: str) -> Rows:
     """Rows of one JSON array; the number of a row is its index in the array, from 1."""
     try:
-        array = json.loads(text)
+        array = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise DataError(f"{path}:{line}: not a valid JSON array: {error}") from error

@@ -138,6 +138,8 @@ def test_a_long_cell_is_read(tmp_path: Path) -> None:
         ("a.jsonl", '{"a": 1}\n[1, 2]', ":2:"),
         ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", ":2:"),
         ("a.jsonl", '{"a": 1}\n{"a": ' + "1" * 5000 + "}", ":2:"),
+        ("a.jsonl", '{"a": 1}\n{"b": {"c": 1, "c": 1}}', ":2:"),
+        ("a.json", '[{"a": 1, "a": 2}]', ""),
         ("a.jsonl", "", ""),
         ("a.jsonl", "\n \n", ""),
         ("a.jsonl.gz", "no gzip", ""),
