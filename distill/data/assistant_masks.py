@@ -98,6 +98,15 @@ def _turn(
     """Render assistant turn i as served: the context that the model gets, then its answer."""
     if i == 0:
         raise DataError("messages[0] is the assistant's, which has nothing to answer; drop it")
+    added = added_tokens(tokenizer)
+    said = str(messages[i].get("content") or "").rstrip()
+    for stop in sorted(added[id_] for id_ in stop_ids if id_ in added):
+        if stop in said.removesuffix(stop):
+            raise DataError(
+                f"messages[{i}], the assistant's, has the stop token {stop} before its end, where "
+                "a served model would stop; remove it",
+                field="messages",
+            )
     prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
     upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)
     if not upto.startswith(prefix) or upto == prefix:
@@ -110,38 +119,31 @@ def _turn(
     if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):
         # A token spans the boundary. A served model continues the unchanged prefix instead.
         rest = upto[len(prefix) :]
-        added = added_tokens(tokenizer)
         answer_T = served_continuation(tokenizer, prefix_T, rest, added=added)
         answer_T = encode_chat(tokenizer, rest) if answer_T is None else answer_T
         tokens_T = np.concatenate([prefix_T, answer_T])
     is_stop_T = np.isin(tokens_T[len(prefix_T) :], list(stop_ids))
     spoken = int(np.argmax(is_stop_T)) + 1 if is_stop_T.any() else len(is_stop_T)
-    if (
-        not is_stop_T.any()
-        and (end := _end_behind(tokenizer, messages, i, tools, upto)) in stop_ids
-    ):
-        tokens_T, spoken = np.append(tokens_T, np.int32(end)), spoken + 1
+    if not is_stop_T.any():
+        # A turn of GLM models ends with the mark of the next role, which a served model generates.
+        answers = "tool" if messages[i].get("tool_calls") else "user"
+        for following in (*messages[i + 1 : i + 2], {"role": answers, "content": "0"}):
+            end = _end_behind(tokenizer, [*messages[: i + 1], following], tools, upto)
+            if end in stop_ids:
+                tokens_T, spoken = np.append(tokens_T, np.int32(end)), spoken + 1
+                break
     return _RenderedTurn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)
 
 
 def _end_behind(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    i: int,
     tools: Sequence[Mapping[str, Any]] | None,
     upto: str,
 ) -> int:
-    """First token of the message after turn i, or -1 if it cannot be determined.
-
-    A turn of GLM models ends with the mark of the next role, which a served model generates. After
-    the last message, the template renders an invented next message to find the token.
-    """
-    answers = "tool" if messages[i].get("tool_calls") else "user"
-    following = [*messages[i + 1 : i + 2], {"role": answers, "content": "0"}][:1]
+    """First token that the last message adds to `upto`, or -1 if it cannot be determined."""
     try:
-        text = chat_text(
-            tokenizer, [*messages[: i + 1], *following], tools=tools, add_generation_prompt=False
-        )
+        text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
     except DataError:  # the template does not support the role here
         return -1
     if not text.startswith(upto) or text == upto:

@@ -87,6 +87,8 @@ def test_every_assistant_turn_and_its_end_are_trained(chatty: PreTrainedTokenize
     assert chain.tokens_T.dtype == np.int32
     whole = chatty.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert chain.tokens_T.tolist() == whole
+    [ended] = chains_of(chatty, say("hi", "ho<e>"))
+    assert "[[ho<e>]]" in shown(chatty, [ended])[0]
 
 
 def test_a_template_with_generation_marks(chatty: PreTrainedTokenizerBase) -> None:
@@ -163,6 +165,13 @@ _NEXT_ROLE = (
         (say("hi", "ho", "a", "b"), ["<user>hi<assistant>[[ho<user>]]a<assistant>[[b<user>]]"]),
         (say("hi", "ho", "a"), ["<user>hi<assistant>[[ho<user>]]a"]),
         (
+            [*say("hi", "ho"), {"role": "system", "content": "s"}, *say("a", "b")],
+            [
+                "<user>hi<assistant>[[ho<user>]]",
+                "<user>hi<assistant>ho<system>s<user>a<assistant>[[b<user>]]",
+            ],
+        ),
+        (
             [
                 *say("hi"),
                 {"role": "assistant", "content": "f", "tool_calls": [{"function": {"name": "f"}}]},
@@ -176,7 +185,7 @@ def test_a_turn_that_ends_with_the_next_role_trains_that(
 ) -> None:
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    tokenizer.add_tokens(["<user>", "<assistant>", "<tool>"], special_tokens=True)
+    tokenizer.add_tokens(["<user>", "<assistant>", "<tool>", "<system>"], special_tokens=True)
     tokenizer.chat_template = _NEXT_ROLE
     stop_ids = [token_id(tokenizer, mark) for mark in ("<user>", "<tool>")]
     chains = conversation_chains(tokenizer, messages, stop_ids=stop_ids)
@@ -188,6 +197,8 @@ def test_a_turn_that_ends_with_the_next_role_trains_that(
     [
         ([{"role": "user", "content": "hi"}], None),
         ([{"role": "assistant", "content": "hi"}], None),
+        (say("hi", "h<e>o"), "messages"),
+        (say("hi", "h<e>o<e>\n"), "messages"),
         (
             [
                 {"role": "user", "content": "hi"},
