@@ -1,4 +1,4 @@
-"""Coroutines that advance while the driver waits, on an event loop of their own."""
+"""Coroutines that advance while the driver waits, on a separate event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class Background:
-    """Runs coroutines while somebody waits, and raises the errors of those nobody awaits."""
+    """Runs coroutines while the driver waits, and raises errors of coroutines without an owner."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,33 +19,33 @@ class Background:
     def beside(
         self, coroutine: Coroutine[Any, Any, Value] | asyncio.Task[Value]
     ) -> asyncio.Task[Value]:
-        """Begin a coroutine. Whoever holds the task looks at its value or error, or forgets it."""
+        """Begin a coroutine. The caller reads the task's value or error, or calls `forget`."""
         return asyncio.ensure_future(coroutine, loop=self._loop)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a coroutine that nobody needs to look at: `check` raises its error."""
+        """Begin a coroutine without an owner: `check` raises its error."""
         self._unawaited.add(task := self.beside(coroutine))
         return task
 
     def check(self) -> None:
-        """Raise the error of a started coroutine that has failed."""
+        """Raise the error of a coroutine of `start` that has failed."""
         for task in [task for task in self._unawaited if task.done()]:
             self._unawaited.remove(task)
             if not task.cancelled():
                 task.result()
 
     def advance(self, task: asyncio.Task[Any], seconds: float) -> bool:
-        """Run all coroutines until the task has ended, at most so long; True if it has."""
+        """Run all coroutines until the task ends, for at most `seconds`; True if it has ended."""
         self._loop.run_until_complete(asyncio.wait([task], timeout=seconds))
         return task.done()
 
     def forget(self, task: asyncio.Task[Any]) -> None:
-        """End a task, and raise no error of it."""
+        """Cancel a task and ignore its error."""
         self._unawaited.discard(task)
         forget(task)
 
     def close(self) -> None:
-        """End all coroutines."""
+        """Cancel all coroutines."""
         for task in list(self._unawaited):
             self.forget(task)
         while tasks := asyncio.all_tasks(self._loop):

@@ -1,7 +1,7 @@
-"""Exceptions that end a run before its last step, their exit codes, and their text for people.
+"""Exceptions that end a run before its last step, with their exit codes and messages.
 
-0 the command did what it was asked; 1 it failed; 2 bad input, nothing was started; 3 the handshake
-refused; 129 SIGHUP, 130 Ctrl-C and 143 SIGTERM, after a checkpoint.
+Exit codes: 0 the command succeeded; 1 it failed; 2 bad input, nothing was started; 3 the handshake
+was refused; 129 SIGHUP, 130 Ctrl-C and 143 SIGTERM, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _RESUMES = "same command resumes from the newest checkpoint, or starts again if 
 
 
 class RunFailed(RuntimeError):
-    """The run ended early. The message says which part failed.
+    """The run ended early. The message names the part that failed.
 
     Attributes:
-        remedy: what to do about it, a sentence.
+        remedy: a sentence that tells the user what to do.
     """
 
     remedy = f"The {_RESUMES}"
@@ -33,7 +33,7 @@ class Diverged(RunFailed):
     )
 
     def offer(self, out: Path, step: int) -> None:
-        """Add to the remedy how such a run begins from a checkpoint of this one."""
+        """Add to the remedy how to start such a run from a checkpoint of this one."""
         self.remedy += (
             f". From the weights of step {step}: python -m cluster.train config={out} "
             f"fork_from={out}:{step} out=DIR lr=RATE"
@@ -41,7 +41,7 @@ class Diverged(RunFailed):
 
 
 class OutOfMemory(RunFailed):
-    """The learner's GPU had no room for a step."""
+    """The learner's GPU has too little memory for a step."""
 
     remedy = (
         "Give the learner more room: a smaller learner.token_budget, "
@@ -51,7 +51,7 @@ class OutOfMemory(RunFailed):
 
 
 class CallFailed(RunFailed):
-    """An awaited call failed or took too long, although all actors may be alive."""
+    """An awaited call failed or timed out, although all actors may be alive."""
 
 
 class ActorLost(RunFailed):
@@ -63,20 +63,20 @@ class ActorHung(ActorLost):
 
 
 class LearnerLost(ActorLost):
-    """A learner worker died: the learner goes back to its last checkpoint.
+    """A learner worker died: the learner returns to its last checkpoint.
 
     Attributes:
-        before: its weights of this step and later are bad: it goes back to one of an earlier step.
-            None: it has died.
+        before: weights of this step and later are bad, so the learner returns to an earlier step.
+            None: the weights are good.
     """
 
     before: int | None = None
 
 
 class LearnerFailed(LearnerLost):
-    """A learner worker lives, and its work raised an error that no setting mends.
+    """A learner worker is alive, and its work raised an error that no setting would fix.
 
-    As if it had died; but the second time at the same step the run ends.
+    Handled like a death, but the second failure at the same step ends the run.
     """
 
 
@@ -84,8 +84,8 @@ class Interrupted(Exception):
     """The user (SIGINT), the scheduler (SIGTERM) or a lost terminal (SIGHUP) ends the run.
 
     Attributes:
-        trained: whether the run has a step to keep.
-        only_kept: such a step is groups that were kept, and nothing else.
+        trained: True if the run has a step to keep.
+        only_kept: True if such a step only kept groups.
     """
 
     def __init__(self, signum: int) -> None:
@@ -104,7 +104,7 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Exit code of a command that ends with this error; None for an error in the code."""
+    """Exit code of a command that ends with this error; None for an internal error."""
     match error:
         case IsothermError() | Interrupted() | StoppedAtOnce():
             return error.exit_code
@@ -116,9 +116,9 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def outcome(error: BaseException) -> BaseException:
-    """The error itself, or the Ctrl-C behind an error in the code.
+    """The error itself, or the KeyboardInterrupt that caused an internal error.
 
-    An extension module that is interrupted while it is imported raises ImportError from it.
+    An extension module raises ImportError if Ctrl-C interrupts its import.
     """
     behind: BaseException | None = error
     while behind is not None and exit_code(behind) is None:
@@ -127,7 +127,7 @@ def outcome(error: BaseException) -> BaseException:
 
 
 def complaint(error: BaseException) -> str:
-    """The text of an error for people, with its remedy if it has one apart from the message."""
+    """Text of an error for users, with its remedy if the message does not contain it."""
     match error:
         case Interrupted(trained=False):
             return f"interrupted ({error}) before the first step; the same command starts again"

@@ -1,1 +1,1 @@
-"""Actors around the plain classes: `ray.remote` is applied here; what each hosts, its handles."""
+"""Actors that host the plain classes: applies `ray.remote`, and builds actors and their handles."""

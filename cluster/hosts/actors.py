@@ -1,15 +1,15 @@
-"""Creation of actors from plain classes: `ray.remote` is applied to them here.
+"""Creation of actors from plain classes; `ray.remote` is applied here.
 
-Classes of engines are `deferred`. Ray loads an actor's class in every process that a handle to it
-arrives in, and with a class of a module all that the module imports: a rollout worker that only
-asks the embedded engine would load torch and transformers, seconds and hundreds of megabytes of
-each of many.
+Classes of engines are `deferred`. Ray loads an actor's class in every process that receives a
+handle of the actor, and with a class all imports of its module. Without deferral a rollout worker
+that only calls the embedded engine would load torch and transformers: seconds and hundreds of
+megabytes for each of many workers.
 
-Engines of several GPUs run on the GPUs of as many learner workers (`early_on_all_gpus`). Ray gives
-an actor the GPUs of one bundle, and each worker has a bundle of its own with one GPU. An engine's
-actor is in the first of its bundles. A task in each of the others reports the GPU there, and the
-engine's process sees all of them before its server starts. Rank i of the server then computes on
-the GPU of worker i of the group, and opens the weights that this worker lends.
+Engines of several GPUs run on the GPUs of the same number of learner workers (`early_on_all_gpus`).
+Ray gives an actor the GPUs of one bundle, and each worker has its own bundle with one GPU. An
+engine's actor is in the first of its bundles. A task in each of the others reports the GPU there,
+and the engine's process sees all of them before its server starts. Rank i of the server then
+computes on the GPU of worker i of the group, and opens the weights that this worker lends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cluster.handles.local_actor import LocalActor
 from cluster.handles.node import actor_gpus, node_id
 from cluster.process_memory import long_lived
 
-if TYPE_CHECKING:  # every process that a handle arrives in imports this module
+if TYPE_CHECKING:  # every process that receives a handle imports this module
     from cluster.config.common import CommonConfig
     from cluster.placement.places import Places
 
 
 def maker(config: CommonConfig) -> Callable[..., Any]:
-    """Creates an actor from a plain class, Ray's options, and the arguments of the class."""
+    """Return a function that creates an actor from a plain class, Ray's options and arguments."""
     return _in_this_process if config.cluster.local else _on_ray
 
 
@@ -40,7 +40,7 @@ def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings
     import ray
 
     own = dict(options)
-    groups = own.pop("concurrency_groups", None)  # Ray takes them with the class only
+    groups = own.pop("concurrency_groups", None)  # Ray accepts them only with the class
     remote: Any = ray.remote
     actor_class = remote(concurrency_groups=groups)(plain) if groups else remote(plain)
     return actor_class.options(**own).remote(*arguments, **settings)
@@ -53,7 +53,7 @@ def _in_this_process(
 
 
 def here() -> dict[str, Any]:
-    """Options of an actor that takes nothing, on the node of whoever asks."""
+    """Options of an actor that reserves nothing, on the caller's node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(node_id(), soft=False)
@@ -62,20 +62,21 @@ def here() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """A setting of a deferred class that is made before the class is imported.
+    """Setting of a deferred class that is made before the class is imported.
 
-    For a process that starts meanwhile; `make` must import little itself.
+    It may start a process, such as a server, that loads during the import. `make` itself must
+    import little.
     """
 
     make: Callable[[], Any]
 
 
 def deferred(plain: type) -> type:
-    """A class with the public methods of `plain`, whose module is imported where one is made.
+    """Class with the public methods of `plain`, whose module is imported with the first instance.
 
-    Ray sends it by value, so its methods hold the names of module and class, never the class. A
-    `plain` that no module leads to (of `__main__`, or nested) is sent by value itself: it comes
-    back as it is.
+    Ray sends it by value, so its methods hold the names of module and class, never the class. If
+    `plain` cannot be imported by name (in `__main__`, or nested), it is returned unchanged and sent
+    by value itself.
     """
     module, name = plain.__module__, plain.__qualname__
     if module == "__main__" or "." in name:
@@ -99,7 +100,7 @@ def deferred(plain: type) -> type:
 
 
 def _passed_on(name: str, asynchronous: bool) -> Any:
-    """A method that calls the hosted object's."""
+    """Method that calls the hosted object's method."""
 
     async def awaited(self: Any, *given: Any, **named: Any) -> Any:
         return await getattr(self.plain, name)(*given, **named)
@@ -115,11 +116,11 @@ def early_on_all_gpus(
 ) -> Early | Any:
     """`make` for a setting of a deferred class, run with the GPUs of all of a member's bundles.
 
-    Returns an `Early`, or a reference to one, which Ray resolves where it is an actor's argument.
+    Returns an `Early`, or a reference to one, which Ray resolves as an argument of the actor.
     """
     if places.span(role) == 1:
         return Early(make)
-    import ray  # which a run in this process does without
+    import ray  # not needed by a run in this process
 
     task: Any = ray.remote(_own_gpus)
     others = [

@@ -68,11 +68,11 @@ from distill.records import TrainedGroups
 from distill.rewards.length import LengthRules
 from distill.rewards.model_reward import REWARD_MODEL
 
-# A thread of its own for heartbeats, which a long call would keep waiting.
+# A separate thread for heartbeats, which a long call would delay.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
 # Ray restarts it, and repeats its unfinished calls.
 _LASTING = {"max_restarts": -1, "max_task_retries": -1}
-# Problems that a message names.
+# Number of problems that a message names.
 _SHOWN = 8
 
 
@@ -93,7 +93,7 @@ class RolloutCast:
         return {} if self.config.cluster.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
-        """The queue, on the driver's node beside `out/`; Ray restarts it from its journal."""
+        """Create the queue on the driver's node, near `out/`; Ray restarts it from its journal."""
         config = self.config
         options = {"name": self.directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
@@ -146,7 +146,7 @@ class RolloutCast:
         )
 
     def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
-        """Rollout workers. They get their engines by `update`, before they `run`."""
+        """Spec of rollout workers. They receive their engines by `update`, before `run`."""
         config, inputs = self.config, self.inputs
         dataset = EnvStream(
             inputs.train,
@@ -189,12 +189,12 @@ class RolloutCast:
 
     @property
     def _models_to_ask(self) -> dict[str, str]:
-        """The roles of the models that environments may ask, by the names they ask for."""
+        """Roles of the models that environments may call, by the names that they use."""
         models = dict.fromkeys(self.config.env.asks, REFERENCE)
         return models if self.config.reward_model is None else models | {REWARD_MODEL: REWARD}
 
     def reward_specs(self) -> list[ActorSpec]:
-        """The reward model, if the run has one: one for all rollout workers and evaluations."""
+        """Spec of the reward model, if any: one for all rollout workers and evaluations."""
         config = self.config
         path = config.reward_model
         if path is None:
@@ -220,13 +220,13 @@ class RolloutCast:
         ]  # fmt: skip
 
     def policy_spec(self, model: str, role: str = POLICY) -> ActorSpec:
-        """`model` is what the first ones start from; those restarted start as the student."""
+        """Spec of policy engines. The first ones load `model`; restarted ones load the student."""
         engines = self._engines
         settings = engines.evaluation if role == EVALUATION else engines.policy
         return self._engine_spec(role, settings, self.config.model.path, first=model)
 
     def scorer_specs(self) -> list[ActorSpec]:
-        """Teachers and the reference."""
+        """Specs of teachers and of the reference."""
         config, engines = self.config, self._engines
         scorers = [
             (role, engines.teacher, config.teacher_models()[name].model)
@@ -243,8 +243,12 @@ class RolloutCast:
         model: str,
         first: str | None = None,
     ) -> ActorSpec:
-        """Engines of a model, by the settings for its path and a log; those that are not restarted
-        start from `first`."""
+        """Spec of a model's engines.
+
+        Args:
+            settings: makes the engine settings from a model's path and a log file.
+            first: model that engines load at their first start; restarted ones load `model`.
+        """
 
         sharers = turn_roles(self.config)
         turns = len(sharers) if role in sharers else 1
@@ -306,7 +310,7 @@ class RolloutCast:
         return replace(spec, start_deadline_s=turns * spec.start_deadline_s)
 
     def _served(self, engine: EngineConfig) -> EngineConfig:
-        """An engine whose server, if it has one, can be started without torch."""
+        """Engine class whose server, if any, can be started without torch."""
         if not engine.hosted:
             return engine
         return chz.replace(
@@ -350,10 +354,11 @@ class RolloutCast:
         policies: Mapping[str, Any],
         teachers: Mapping[str, Any],
     ) -> LearnerActors:
-        """The learner's workers; or what keeps groups in its place.
+        """Create the learner's workers; with rollout_only=True the keeper that replaces them.
 
         Args:
-            policies, teachers: engines that it pushes weights to; of teachers that follow them.
+            policies, teachers: policy engines, and engines of a following teacher, that receive
+                weights.
         """
         config, device = self.config, self.config.cluster.device
         if config.only_keeps:

@@ -1,4 +1,4 @@
-"""The evaluator's actor: hosts the evaluator, and says how far it has got."""
+"""The evaluator's actor: hosts the evaluator and reports its progress."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Models = Mapping[str, EnginePool]
 
 
 class EvaluatorActor:
-    """Hosts an `Evaluator`, which it is made as, in an actor of its own."""
+    """Hosts an `Evaluator`, which its arguments build, in an actor."""
 
     def __init__(
         self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, inside: str
     ) -> None:
         self._evaluator = Evaluator(problems, tokenizer, inside)
-        self._asked: list[EnginePool] = []  # by calls under way
-        self._answers = 0  # of pools whose calls are over
+        self._asked: list[EnginePool] = []  # by calls in progress
+        self._answers = 0  # of pools whose calls have ended
 
     async def progress(self) -> WorkDone:
-        """A heartbeat: call it in `HEALTH_GROUP`. It moves with every answer of an engine."""
+        """Heartbeat; call it in `HEALTH_GROUP`. Its count changes with every engine's answer."""
         engines = frozenset(name for pool in self._asked for name in pool.under_way)
         return WorkDone(self._answers + sum(pool.answers for pool in self._asked), engines)
 

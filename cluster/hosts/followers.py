@@ -1,8 +1,8 @@
-"""A learner's workers other than the leader: their actors, and the leader's calls of them.
+"""Learner workers other than the leader: their actors, and the leader's calls of them.
 
-The driver creates them, and watches over each by its heartbeats. They are called by the leader
-alone, which has one call at a time in each lane (`ShardedModel.on_each`). A lane is a concurrency
-group of one thread, so its calls run in the order in which they were made.
+The driver creates them and watches each by heartbeats. Only the leader calls them, with one call at
+a time in each lane (`ShardedModel.on_each`). A lane is a concurrency group of one thread, so its
+calls run in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLLOWER_GROUPS = dict.fromkeys([HEALTH_GROUP, *get_args(Lane)], 1)
 
 
 class LearnerFollower:
-    """Hosts a follower: a worker that holds its share of the model, and runs what is called."""
+    """Hosts a follower: a worker that holds its shard of the model, and runs the leader's calls."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class LearnerFollower:
         membership: Membership,
         source: TrajectorySource | None,
     ) -> None:
-        """`source`: where the worker reads rollouts; None if its learner trains on none."""
+        """`source`: where the worker reads rollouts; None if its learner trains on other data."""
         group = WorkerGroup(membership, resolve_device(config.device))
         losses = build_losses(group)
         self._worker = LearnerWorker(config, losses, group)
@@ -58,8 +58,8 @@ class ActorFollowers:
     """`Followers` that are actors.
 
     Attributes:
-        actors: of `LearnerFollower`, by rank, from rank 1.
-        timeout_s: longest that the leader waits for a follower after its own part of a call.
+        actors: handles of `LearnerFollower`, by rank, from rank 1.
+        timeout_s: longest time that the leader waits for a follower after its own part of a call.
     """
 
     actors: Sequence[Any]
@@ -92,13 +92,12 @@ class ActorFollowers:
             del self._begun[lane]
 
     def check(self) -> None:
-        """Raise the error of a follower that failed in a call whose context the leader has not
-        left: the leader may wait in a collective for that follower, which never joins it.
+        """Raise the error of a follower that failed in a call that the leader has not left.
 
-        It is called with each heartbeat, and raises an error that two in a row find: a leader that
-        does not wait for that follower reports the error itself meanwhile. The lane `ahead` has no
-        collectives, and its errors end nothing. A follower's death is left to the follower's own
-        heartbeat.
+        The leader may wait in a collective that this follower never joins. Each heartbeat calls
+        this method, and it raises an error only if two calls in a row find it: a leader that does
+        not wait for the follower reports the error itself meanwhile. The lane `ahead` has no
+        collectives, and its errors are ignored. The follower's own heartbeat detects its death.
         """
         failed = {}
         begun = [some for lane, some in list(self._begun.items()) if lane != "ahead"]

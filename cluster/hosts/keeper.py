@@ -1,11 +1,11 @@
-"""Keeper of each step's groups, in the learner's place with rollout_only=True.
+"""Keeper of each step's groups, which replaces the learner with rollout_only=True.
 
     step   waits for: the step's groups    unblocked by: the rollout workers' puts
 
-Queue, leases, scores and step rules are those of a run that trains, and so is the order of things:
-groups are written to out/groups, then published, which frees their slots; then the driver has
-metrics written and the step marked. Engines keep the weights that they have loaded, so that all of
-it is of version 0; steps are numbered for the ledger's sake.
+Queue, leases, scores and step rules are those of a run that trains, and so is the order of a step:
+groups are written to out/groups, then published, which frees their slots; then the driver writes
+the metrics and marks the step. Engines keep their initial weights, so all groups are of version 0.
+Steps are numbered because the ledger requires it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from learner.checkpoint import Checkpoint
 
 
 class Keeper:
-    """Keeps groups, a step at a time. Has the methods of a `LearnerActor` that a run calls.
+    """Keeps the groups of one step at a time. Has the methods of `LearnerActor` that a run calls.
 
     Args:
-        directory: where groups are kept, and the marks.
-        resume_from: the mark from which to go on; what was kept after it is dropped.
+        directory: directory of the kept groups and of the marks.
+        resume_from: mark to continue from; groups that were kept after it are dropped.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Keeper:
     ) -> None:
         self._queue, self._groups, self._store = queue, directory.groups, directory.store
         self._rollouts = rollouts
-        self._objective = config.objective  # its advantages are kept for people to see
-        if not config.scored_by_reference:  # but by a learner's own, when it trains
+        self._objective = config.objective  # advantages are kept for inspection
+        if not config.scored_by_reference:  # a learner's own model scores when it trains
             self._objective = chz.replace(config.objective, reference_kl_coef=0.0)
         self._teacher_weights = teacher_weights
         self._stop_event = stop_event
@@ -68,10 +68,10 @@ class Keeper:
         rollouts.rewind(self._step_count)
 
     def step(self, waited_s: float) -> dict[str, float]:
-        """Takes a step's groups, keeps them, publishes; returns metrics of what was sampled.
+        """Take a step's groups, keep them, and publish; returns metrics of the samples.
 
         Raises:
-            CheckpointError: they could not be written.
+            CheckpointError: the groups could not be written.
         """
         started = time.perf_counter() - waited_s
         taken, groups_P = self._take()
@@ -116,7 +116,7 @@ class Keeper:
     def _show(
         self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
     ) -> None:
-        """Keeps some of the groups for people to look at."""
+        """Keep some of the groups for inspection."""
         ids = set(self._rollouts.chosen(step, [group.group_id for group in groups_P]))
         chosen = [pair for pair in rows_by_group(groups_P, rows_D) if pair[0].group_id in ids]
         if chosen:
@@ -129,7 +129,7 @@ class Keeper:
             )
 
     def save(self) -> Checkpoint:
-        """Marks the present step, which a resumed run goes on from."""
+        """Mark the current step, from which a resumed run continues."""
         saved = self._store.save(
             step=self._step_count, write=_nothing, delivery=self._kept.to_json()
         )
@@ -140,13 +140,13 @@ class Keeper:
         return self.save()
 
     def progress(self) -> WorkDone:
-        """A heartbeat: call it in `HEALTH_GROUP`."""
+        """Heartbeat; call it in `HEALTH_GROUP`."""
         return WorkDone(self._step_count)
 
     def written(self, wait: bool) -> None:
-        """No mark is ever written beside a step."""
+        """None: marks are never written concurrently with a step."""
 
-    # the engines', who get no weights
+    # the engines', which get no weights
 
     def publish(self) -> str:
         return "none are pushed: engines keep the student's (rollout_only=True)"

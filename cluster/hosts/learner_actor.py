@@ -1,4 +1,4 @@
-"""The learner's actor: hosts a training loop, built where it will run."""
+"""The learner's actor: hosts a training loop, which it builds itself."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop, with_reference
 from learner.trace import Tracing
 
-# Supervised rows that are trained together with rollouts: how many an update has, and the default
+# Supervised rows that are trained together with rollouts: their number per update, and the default
 # of `sft.coef`.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
-# Steps between two of which keep=sample keeps a group.
+# Interval, in steps, at which keep=sample keeps a group.
 _SAMPLE_EVERY = 10
 # Longest wait for the turn on GPUs, as a multiple of no_progress_s. An engine that has the turn and
-# makes no progress is ended after one; the calls of one that works may take longer.
+# makes no progress is terminated after one; calls of a working engine may take longer.
 _TURN_WAITS = 10
 
 # Makes the publishers of a learner's weights: to policy engines, and to a teacher's if it follows.
@@ -67,7 +67,7 @@ TrainingLoop = PolicyLoop | SupervisedLoop
 
 
 class LearnerActor:
-    """Hosts a training loop in an actor of its own. `build` is called in the actor."""
+    """Hosts a training loop in an actor, which calls `build`."""
 
     def __init__(self, build: Callable[..., TrainingLoop], membership: Membership | None) -> None:
         self._followers = None if membership is None else membership.followers
@@ -89,7 +89,7 @@ class LearnerActor:
         return self._loop.begin_save()
 
     def written(self, wait: bool) -> Written | None:
-        """See `CheckpointWriter.written`; in `JOIN_GROUP`, it waits for no other call."""
+        """See `CheckpointWriter.written`; in `JOIN_GROUP` it does not wait for other calls."""
         return self._loop.writer.written(wait=wait)
 
     def publish(self) -> str:
@@ -149,7 +149,7 @@ class LearnerActor:
 
     @property
     def _publishers(self) -> list[Publisher]:
-        """That of the policy engines, and that of a lagged or EMA teacher's if there is one."""
+        """Publishers of the policy's weights, and of a lagged or EMA teacher's if there is one."""
         both = self._policy.publisher, self._policy.teacher_publisher
         return [publisher for publisher in both if isinstance(publisher, Publisher)]
 
@@ -161,8 +161,7 @@ class LearnerActor:
         return self._loop.learner.logprobs(rows_D)
 
     def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """Log-probs by the learner's copy of a teacher (estimator=full), or by its lagged or EMA
-        teacher."""
+        """Log-probs by the learner's teacher: a copy (estimator=full), or a lagged or EMA one."""
         return self._loop.learner.teacher_logprobs(name, rows_D)
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
@@ -178,7 +177,7 @@ def publishers_to(
     push: PushSettings,
     learner: Learner,
 ) -> tuple[Publisher, Publisher | None]:
-    """Publisher to the policy engines, and to those of a lagged or EMA teacher."""
+    """Publishers to the policy engines, and to those of a lagged or EMA teacher."""
     policy = Publisher(
         policies,
         push,
@@ -255,7 +254,7 @@ def policy_loop(
 def _gpus_taken(
     config: RolloutConfig, learner: Learner, publisher: Publish
 ) -> Callable[[int], None] | None:
-    """Call by which the learner gets its GPUs for a step; None if no engine sleeps on them."""
+    """Call that acquires the learner's GPUs for a step; None if no engine sleeps on them."""
     if not (isinstance(publisher, Publisher) and config.engines_sleep):
         return None
     if not config.learner_takes_turns:
@@ -317,8 +316,10 @@ def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
 def reference_logprobs(
     config: DpoConfig, learner: Learner, learner_config: LearnerConfig, *, resumed: bool
 ) -> Callable[[Sequence[TrainingRow]], list[FloatArray]]:
-    """Log-prob function of DPO's reference: the learner's own model, else a frozen one, which is
-    loaded at the first call."""
+    """Log-prob function of DPO's reference: the learner's own model or a frozen one.
+
+    The frozen model is loaded at the first call.
+    """
     if config.model.reference is None and learner_config.lora.trains_adapter:
         return learner.base_logprobs
     if config.model.reference is None and not resumed:  # before its first step
@@ -335,7 +336,7 @@ def build_supervised_loop(
     resume_from: Checkpoint | None,
     membership: Membership | None,
 ) -> SupervisedLoop:
-    """Builds, in the learner's actor, the loop of an sft, dpo or reward_model run."""
+    """Build the loop of an sft, dpo or reward_model run; call it in the learner's actor."""
     losses = supervised_losses(config)
     group = WorkerGroup(membership, resolve_device(learner_config.device))
     learner = Learner(learner_config, directory.dumps, losses=losses, group=group)

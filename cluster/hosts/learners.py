@@ -1,4 +1,4 @@
-"""Builder of a learner's workers from checked settings, for every recipe."""
+"""Creation of a learner's workers from checked settings, for every recipe."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _STATE = 6
 class LearnerActors:
     """The learner's workers. The driver calls the leader, and the leader the followers.
 
-    `meeting_point` is the store of their process group; it lives as long as this object.
+    `meeting_point` is the store of their process group. It exists as long as this object.
     """
 
     leader: Any
@@ -73,7 +73,7 @@ class LearnerStart:
     """A start of a run's learner.
 
     Attributes:
-        resume_from: None: at the run's start.
+        resume_from: checkpoint to load; None at the start of a new run.
         attempt: number of starts before this one.
     """
 
@@ -154,8 +154,11 @@ def make_learners(
     start: LearnerStart,
     source: TrajectorySource | None = None,
 ) -> LearnerActors:
-    """Create the leader, whose loop is built by `build(membership=...)`, and the followers, which
-    read rollouts from `source`.
+    """Create the leader and the followers.
+
+    Args:
+        build: builds the leader's loop from `membership`.
+        source: where followers read rollouts.
     """
     make, timeout_s = maker(config), config.cluster.no_progress_s
 
@@ -188,7 +191,7 @@ def make_learners(
 
 
 def learner_spec(config: CommonConfig, places: Places) -> ActorSpec:
-    """Spec of the learner's workers: if one is lost, all are."""
+    """Spec of the learner's workers. If one is lost, all are."""
     read = 0 if config.only_keeps else _learner_bytes(config)
     place = {} if config.only_keeps else place_of(places, LEARNER, config.cluster.no_progress_s)
     return ActorSpec(

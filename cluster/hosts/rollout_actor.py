@@ -1,6 +1,6 @@
 """Rollout actor: hosts the worker and its engine pools, and serves the driver's calls.
 
-A run starts many of these actors and waits for them, so nothing here imports torch.
+A run starts many of these actors and waits for them, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Roster = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
-    """Engines that joined and left, by pool; a restarted engine counts as joined.
+    """Engines that joined and left, by pool. A restarted engine counts as joined.
 
     Attributes:
         came: handles of engines that joined.
         went: names of engines that left.
-        whole: `came` is the complete roster.
-        lives: numbers for `Score.scored_by` of the engines that joined, where they have one.
+        whole: True if `came` is the complete roster.
+        lives: numbers for `Score.scored_by` of the engines that joined, if they have one.
     """
 
     came: Roster
@@ -62,7 +62,7 @@ class RosterChange:
         )
 
     def applied(self, old: Roster) -> dict[str, dict[str, Any]]:
-        """Apply the change to a roster; the result has the roles of both."""
+        """Roster after the change. It has the roles of both."""
         roles = dict.fromkeys([*old, *self.came])
         kept = {role: {} if self.whole else dict(old.get(role, {})) for role in roles}
         for role, names in self.went.items():
@@ -90,7 +90,7 @@ class WorkerStatus:
 
 
 class RolloutActor:
-    """Hosts a `RolloutWorker` in an actor of its own."""
+    """Hosts a `RolloutWorker` in an actor."""
 
     def __init__(
         self, build: Callable[..., RolloutWorker], dataset: EnvStream, patience_s: float
@@ -121,12 +121,14 @@ class RolloutActor:
     async def canary(
         self, role: str, engine: str, requests: Sequence[ScoreRequest], patience_s: float
     ) -> tuple[list[Score], bool]:
-        """Send an engine's canaries with the next rows that it scores for this worker; see
-        `EnginePool.ride`."""
+        """Send an engine's canaries with the next rows that it scores for this worker.
+
+        See `EnginePool.ride`.
+        """
         return await self._pools[role].ride(engine, requests, patience_s)
 
     async def give_up(self, over: Mapping[int, int], epoch: int) -> None:
-        """Give up restarted groups of the queue's `epoch`; see `RolloutWorker.give_up`."""
+        """Cancel restarted groups of the queue's `epoch`; see `RolloutWorker.give_up`."""
         self._worker.give_up(over, epoch)
 
     async def drain(self) -> None:
@@ -156,7 +158,7 @@ def build_worker(
     models: Mapping[str, str],
     **settings: Any,
 ) -> RolloutWorker:
-    """Build the worker, in its actor. Role arguments, and values of mappings, are pool names."""
+    """Build the worker in its actor. Role arguments, and values of mappings, are pool names."""
     return RolloutWorker(
         policy=pools[policy],
         teachers={name: pools[role] for name, role in teachers.items()},

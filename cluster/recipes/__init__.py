@@ -1,1 +1,1 @@
-"""Recipes: what `recipe=NAME` runs. Each is one short file: check, build, drive, finish."""
+"""Recipes (`recipe=NAME`): check, build, run, finish."""

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: when one is due, and what becomes of it.
+"""Checkpoints of a run: when they are due, and what follows when they are complete.
 
-A checkpoint that is due is copied by the learner between two steps, and written while the next ones
-run (learner/checkpoint_writer.py). What a checkpoint accounts for is committed, and the best
-evaluation's marked, once it is complete on disk: between two later steps.
+The learner copies its state for a due checkpoint between two steps, and the copy is written during
+the next steps (learner/checkpoint_writer.py). Once the checkpoint is complete on disk, between two
+later steps, its groups are committed and the best evaluation is marked.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
 
-# A checkpoint that cannot be written is tried again between steps, so often. On a full disk
-# training then pauses, and the tries go on.
+# Number of retries, between steps, of a checkpoint that cannot be written. On a full disk
+# training then pauses, and the retries continue.
 _SAVE_TRIES = 10
 # Longest that a run which ends, by a signal or a failure, waits for its last checkpoint.
 _LAST_S = 600.0
 
 
 class Checkpoints:
-    """Checkpoints when they are due, one at a time. A disk that is full is given time.
+    """Saves due checkpoints, one at a time. A full disk delays the run instead of ending it.
 
-    A checkpoint is saved every so many steps, after each step whose evaluation may be the best,
-    and after the last.
+    A checkpoint is due at a fixed interval of steps, after each step whose evaluation may be the
+    best, and after the last step.
 
     Args:
-        actors: the learner, the driver that waits for it, and the queue that is told.
+        actors: the learner, the driver that waits for it, and the queue, which is notified.
     """
 
     def __init__(
@@ -46,43 +46,46 @@ class Checkpoints:
         config = context.config
         self._every = 1 if config.only_keeps else config.checkpoint.every
         self._steps = config.steps
-        self._writing: int | None = None  # the step of the one beside training
+        self._writing: int | None = None  # step of the checkpoint that is being written
         self._retries, self._not_before = Retries(), 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by metric
 
     def after_step(self, step: int) -> None:
-        """Between two steps: notes the checkpoint that is written, and begins the next if due."""
+        """Between two steps: finish a checkpoint that is written, and begin the next if due."""
         self._collect(wait=False)
         best = self._context.best.due or self._evaluations.wants_checkpoint(step)
         due = step % self._every == 0 or self._retries.failures or best
         if step < self._steps and due:
             self._collect(wait=True)
-            if self._retries.failures >= _SAVE_TRIES:  # rather than train what may be lost
+            if self._retries.failures >= _SAVE_TRIES:  # further steps could be lost
                 self._until_saved()
             elif time.monotonic() >= self._not_before:
                 self._begin(step)
 
     def times(self) -> dict[str, float]:
-        """Seconds since the last call, for the next step's line: `time/checkpoint` is what steps
-        waited, `time/checkpoint_write` what a thread wrote beside training."""
+        """Seconds since the last call, for the next step's metrics.
+
+        `time/checkpoint`: waits of steps. `time/checkpoint_write`: writing concurrently with
+        training.
+        """
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
 
     def last(self) -> Checkpoint:
-        """The checkpoint of the last step."""
+        """Checkpoint of the last step."""
         self._collect(wait=True)
         return self._until_saved()
 
     def _until_saved(self) -> Checkpoint:
-        """Saves a checkpoint of the present step, when the disk has room for it."""
+        """Save a checkpoint of the current step, once the disk has room."""
         while (saved := self._ask(self._actors.learner.save.remote())) is None:
             self._driver.pause(max(self._not_before - time.monotonic(), 0.0))
         self._written(saved)
         return saved
 
     def at_once(self) -> None:
-        """The checkpoint of the last whole step, whatever signals come."""
+        """Save the checkpoint of the last complete step, regardless of signals."""
         self._finish()
         deadline = time.monotonic() + _LAST_S
         while True:
@@ -99,7 +102,7 @@ class Checkpoints:
                 return
 
     def rescue(self) -> None:
-        """The run or the learner fails: a checkpoint that is being written is worth its end."""
+        """After a failure of the run or the learner: finish a checkpoint that is being written."""
         try:
             self._finish()
         except (RunFailed, IsothermError) as error:
@@ -108,7 +111,7 @@ class Checkpoints:
             self._context.unsaved(CheckpointError(why), again=False)
 
     def let_go(self, lost: LearnerLost) -> None:
-        """The learner is about to be replaced. One that lives writes what it is writing first."""
+        """Before the learner is replaced: a learner that is alive finishes its checkpoint."""
         if isinstance(lost, LearnerFailed):
             self.rescue()
         self._writing = None
@@ -119,7 +122,7 @@ class Checkpoints:
         self._context.best.saving(step)
         self._writing = step
         begun = self._ask(self._actors.learner.begin_save.remote())
-        if isinstance(begun, Checkpoint):  # no copy: it is written
+        if isinstance(begun, Checkpoint):  # written without a copy
             self._written(begun)
 
     def _collect(self, *, wait: bool) -> None:
@@ -127,9 +130,9 @@ class Checkpoints:
             self._note(self._ask(self._actors.learner.written.remote(wait)))
 
     def _finish(self) -> None:
-        """Waits, while nobody polls, for the one that is being written.
+        """Wait for the checkpoint that is being written, without polling.
 
-        Its thread needs no step to end, one say that waits for a worker which has failed.
+        Its thread does not depend on the current step, such as one that waits for a failed worker.
         """
         if self._writing is None:
             return
@@ -163,5 +166,5 @@ class Checkpoints:
     def _written(self, checkpoint: Checkpoint) -> None:
         self._writing = None
         self._retries = Retries()
-        self._actors.commit(checkpoint)  # the queue lets go of what the checkpoint accounts for
+        self._actors.commit(checkpoint)  # the queue releases the groups of the checkpoint
         self._context.saved(checkpoint)

@@ -1,4 +1,4 @@
-"""Records of a run that has begun: what it writes, shows and sends."""
+"""Records of a run that has begun: files, console output and notifications."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cluster.runtime.driver import Signals
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 
-# Kinds of failures that the console's last lines name.
+# Number of kinds of failures in the console's last lines.
 _KINDS = 5
 
 

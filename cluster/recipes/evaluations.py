@@ -28,7 +28,7 @@ from cluster.runtime.fleet import Fleet
 from distill.errors import CheckpointError
 from distill.rewards.model_reward import REWARD_MODEL
 
-# Problems of an evaluation whose responses are kept with keep=sample.
+# Number of problems of an evaluation whose responses keep=sample keeps.
 _SAMPLED_PROBLEMS = 8
 
 
@@ -74,7 +74,7 @@ class EvaluationSchedule:
             given_up, self.running = self.running, None
             self._owed, self._newest = due, (0, 0)
         if self._owed is not None and self._owed > step:
-            self._owed = None  # it will be reached again
+            self._owed = None  # the step will be reached again
         return given_up
 
 
@@ -120,7 +120,7 @@ class Evaluations(NoEvaluations):
         self._context.record_evaluation(measured.metrics, 0)
 
     def after_steps(self, step: int) -> None:
-        """Evaluates the trained policy, unless an attempt that was killed here has done so."""
+        """Evaluate the trained policy, unless a killed attempt has recorded that already."""
         if self._has_problems and not self._context.recalls("eval", "after", step):
             self._context.record_evaluation(self._evaluate("after", step), step)
 
@@ -150,7 +150,7 @@ class Evaluations(NoEvaluations):
     # between two steps
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Evaluates the weights of a step if that is due; returns metrics for the step's line."""
+        """Evaluate the weights of a step if due; returns metrics for the step's line."""
         if not self._config.eval.engines:
             return self._evaluate(f"step {step}", step) if self._schedule.due(step) else {}
         self.collect()
@@ -256,7 +256,7 @@ class Evaluations(NoEvaluations):
         while (running := self._schedule.running) is not None:
             try:
                 self._wait(running, None)
-            except LearnerLost as lost:  # the learner is not needed any more
+            except LearnerLost as lost:  # the learner is no longer needed
                 self._learner_lost = True
                 self._context.progress.note(f"{lost}; its last checkpoint holds every step")
 

@@ -14,10 +14,11 @@ def _unseen(_metrics: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
-    """
+    """Callbacks into the code that started a run.
+
     Attributes:
-        line: is given every line of metrics.jsonl, once it is on disk.
-        signals: of the run; with one received, the run ends as it does on that signal.
+        line: receives every line of metrics.jsonl, once it is on disk.
+        signals: signals of the run; setting one ends the run as the signal does.
     """
 
     line: Callable[[Mapping[str, float]], None] = _unseen

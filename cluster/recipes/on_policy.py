@@ -42,7 +42,7 @@ from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
 
-# Field of a segment that an estimator reads; estimator=full has a teacher in the learner.
+# Field of a segment that an estimator reads; estimator=full uses a teacher in the learner.
 _SCORES = {"sampled": "teacher_logprobs_T", "top_k": "teacher_top"}
 
 
@@ -51,7 +51,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
     """Check the run and print its plan.
 
     Raises:
-        IsothermError: the run cannot work as it is set.
+        IsothermError: the run cannot work with these settings.
     """
     say = partial(console.print, highlight=False)
     device, engine = config.cluster.device, config.engine.kind
@@ -61,7 +61,7 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
         say(said)
     if said := adapter_push(config):
         say(said)
-    # As given: `auto` may resolve to another value where the run is resumed.
+    # As given: `auto` may resolve to another value in a resumed run.
     recorded = changed(config, device=device, engine=engine)
     directory = RunDirectory(recorded, inputs.digests, inputs.stops)
     with opened(config, directory, say) as resume_from:
@@ -104,7 +104,7 @@ def _parts(
 ) -> tuple[Fleet, Evaluations]:
     directory, say, resume_from = context.directory, context.progress.note, context.resume_from
     if config.only_keeps:
-        context.progress.hidden.add("staleness/max")  # nothing is ever stale
+        context.progress.hidden.add("staleness/max")  # groups are never stale
     if not inputs.judged:
         context.progress.hidden.add("reward/mean")
     context.watch_over(config)
@@ -130,7 +130,7 @@ def _parts_on_kept(
     context: RunContext,
     places: Places,
 ) -> tuple[LearnerAlone, NoEvaluations]:
-    """A learner on kept steps, in their order; nothing is sampled, pushed or evaluated."""
+    """Parts of a run on kept steps, in their order; nothing is sampled, pushed or evaluated."""
     context.progress.hidden.add("staleness/max")  # versions are those of the run that sampled
     make = partial(kept_learners, config, inputs, kept)
     learner = LearnerAlone(
@@ -140,7 +140,7 @@ def _parts_on_kept(
 
 
 def _held_out_line(config: RolloutConfig, inputs: RolloutInputs) -> str:
-    """Number of evaluated problems, and how many of them have a prompt that is trained."""
+    """Line of the plan: evaluated problems, and how many of their prompts are also trained."""
     trained, evaluated = (
         [problems.builder(p, config.sampling.group_size).prompt_key for p in range(len(problems))]
         for problems in (inputs.train, inputs.held_out)
@@ -192,7 +192,7 @@ def _plan(
 
 
 def _states_lines(config: RolloutConfig, inputs: RolloutInputs) -> str:
-    """Lines of the plan on teachers whose head alone is in the learner: bytes of their states."""
+    """Lines of the plan: bytes of hidden states of teachers with only their head in the learner."""
     lines = ""
     for name, path in config.teacher_heads.items():
         each, step = state_bytes(config, path)
@@ -291,8 +291,10 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
 
 
 def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> None:
-    """Raises ConfigError for an objective that reads scores which the kept groups lack, or have at
-    another number of tokens."""
+    """Raise ConfigError if the objective reads scores that the kept groups lack.
+
+    Also if they have scores of another number of tokens.
+    """
     objective, read = config.objective, dict[str, str]()
     asked = objective.asked_of_policy + objective.asked_of_teacher
     if isinstance(config, OpdConfig):
@@ -323,7 +325,7 @@ def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> N
 
 
 def _check_teachers(config: OpdConfig, groups: Iterable[TrajectoryGroup]) -> None:
-    """Raises ConfigError for kept groups of a teacher that this run does not have."""
+    """Raise ConfigError if kept groups are of a teacher that this run does not have."""
     known = config.teacher_models()
     if missing := sorted({group.teacher for group in groups} - known.keys()):
         named = [teacher_setting(name) for name in missing]
@@ -335,12 +337,13 @@ def _check_teachers(config: OpdConfig, groups: Iterable[TrajectoryGroup]) -> Non
 
 
 def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSteps:
-    """The steps in `train_from=`. Those that are still to be trained are read and checked.
+    """Steps in `train_from=`. Steps that are still to be trained are read and checked.
 
     Raises:
-        ConfigError: there are none, or too few; or they are of another temperature, vocabulary or
-            teacher, or without scores that the objective reads; or those before `resume_from` are
-            other ones than it was trained on.
+        ConfigError: there are no steps, or too few; their temperature, vocabulary or teacher
+            differs;
+            they lack scores that the objective reads; or steps before `resume_from` are not those
+            that the checkpoint was trained on.
     """
     kept = KeptSteps(Path(config.train_from or ""))
     if not kept.steps:
@@ -370,10 +373,10 @@ def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSte
 
 
 def _check_kept(config: RolloutConfig, groups: Sequence[TrajectoryGroup], size: int) -> None:
-    """Raises ConfigError for groups of a kept step that this run cannot be trained on.
+    """Raise ConfigError for groups of a kept step that this run cannot train on.
 
     Args:
-        size: of the student's vocabulary.
+        size: size of the student's vocabulary.
     """
     if isinstance(config, OpdConfig):
         _check_teachers(config, groups)

@@ -1,4 +1,4 @@
-"""Surroundings of a run, opened in this order: lock, Ray, signals, records, places; and closed."""
+"""Environment of a run, opened in this order: lock, Ray, signals, records, places."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def begun(plan: RunPlan, console: Console, observer: Observer) -> Iterator[RunCo
 
 
 def _context(plan: RunPlan, console: Console, observer: Observer) -> RunContext:
-    """Begin the run's records, or go on with them; a forked run's checkpoint is put in place."""
+    """Begin the run's records or continue them; move a forked run's checkpoint into place."""
     config, directory, resume_from = plan.config, plan.directory, plan.resume_from
     directory.start(resume_from, plan.fork and plan.fork.to_json())
     if resume_from:
@@ -113,7 +113,7 @@ def _context(plan: RunPlan, console: Console, observer: Observer) -> RunContext:
 
 
 def _explained(raised: BaseException, context: RunContext) -> BaseException:
-    """The error that a run ends with, with what it has done so far and what can be resumed."""
+    """Error that a run ends with, extended by its progress and by what can be resumed."""
     error, checkpoint = raised, context.resume_from
     if isinstance(raised, Diverged):
         if newest := context.directory.store.latest():
@@ -143,7 +143,7 @@ def _write_failure(context: RunContext, error: BaseException, seconds: float) ->
 
 
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
-    """Error of a resumed run that made no step, with a remedy in case of a bad checkpoint."""
+    """Error of a resumed run that completed no step, with a remedy for a bad checkpoint."""
     return RunFailed(
         f"{error}. No step was made since resuming from {resume_from.path}: if it is the "
         "checkpoint that cannot be loaded, move it away, and the one before it is taken"

@@ -1,4 +1,4 @@
-"""A run that is checked and not begun: its parts, and the lines that describe it."""
+"""A checked run that has not begun: its parts, and the lines that describe it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
 from learner.memory import estimate_memory
 
-# A learning rate is remarked on if it is larger than lr=auto ever is by more than this.
+# A learning rate above the largest one of lr=auto by more than this factor gets a remark.
 _LR_TIMES = 10
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RunPlan:
 
 
 def is_over(plan: RunPlan, console: Console) -> bool:
-    """True, and the reason is printed, if there is nothing to run: a dry run, or it is finished."""
+    """True if there is nothing to run (a dry run, or a finished one); the reason is printed."""
     config, resume_from = plan.config, plan.resume_from
     if config.only_plans:
         console.print(describe_layout(config, plan.longest_row), highlight=False)

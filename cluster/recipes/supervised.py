@@ -1,4 +1,4 @@
-"""recipe=sft, dpo and reward_model: one model, trained on data that is there already."""
+"""recipe=sft, dpo and reward_model: one model, trained on existing data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     """Check the run and print its plan.
 
     Raises:
-        IsothermError: the run cannot work as it is set.
+        IsothermError: the run cannot work with these settings.
     """
     kind = _checked(config)
     inputs, asked = kind.inputs, config.cluster.device
@@ -81,7 +81,7 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Checked data of a recipe, and words of its plan: `noun` is what `batch_size` counts."""
+    """Checked data of a recipe, and words of its plan. `noun`: unit that `batch_size` counts."""
 
     noun: str
     inputs: SupervisedInputs

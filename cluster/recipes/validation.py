@@ -1,4 +1,4 @@
-"""Evaluations of a learner on held-out rows (sft, dpo, reward_model), and none at all."""
+"""Evaluations of a learner on held-out rows (sft, dpo, reward_model), and their absence."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from cluster.runtime.learner_alone import LearnerAlone
 
 
 class NoEvaluations:
-    """Evaluations of a run that has none. `cluster.run` calls these methods of every kind."""
+    """Evaluations of a run without any. `cluster.run` calls these methods for every kind of run."""
 
     def before_steps(self) -> None:
-        """Evaluate the weights before the first step, or recall what an earlier attempt found."""
+        """Evaluate the weights before the first step, or restore an earlier attempt's metrics."""
 
     def collect(self) -> None:
-        """Record an evaluation that ran beside training, if it has ended."""
+        """Record an evaluation that ran during training, if it has ended."""
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Evaluate the weights of a step if that is due; returns metrics for the step's line."""
+        """Evaluate the weights of a step if due; returns metrics for the step's line."""
         return {}
 
     def wants_checkpoint(self, step: int) -> bool:
-        """True if the weights of `step` are evaluated beside training, and may be the best."""
+        """True if the weights of `step` are evaluated during training, and may be the best."""
         return False
 
     def finish(self) -> None:
-        """Wait for the evaluation that runs beside training, after the last step."""
+        """Wait for the evaluation that runs during training, after the last step."""
 
     def give_up(self, why: str) -> None:
-        """Abandon the evaluation that runs beside training."""
+        """Abandon the evaluation that runs during training."""
 
     def rewound(self, step: int) -> None:
         """Abandon evaluations of steps after `step`, to which the learner has returned."""

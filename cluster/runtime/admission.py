@@ -1,10 +1,10 @@
 """Admission of engines that start in the middle of a run: weights, handshake, then announcement.
 
-beside a step    policy engines load the copy of the last push, and are compared with an engine
-                 that serves; again, if a push falls into the comparison
-between steps    all others: the learner pushes to them, and is compared with them. So are
-                 engines that could not join beside a step: they can read no copy, no other
-                 engine serves, they fail, or their handshake does
+during a step    policy engines load the copy of the last push, and are compared with an engine that
+                 serves; the comparison is repeated if a push interrupts it
+between steps    all others: the learner pushes to them, and is compared with them. This includes
+                 engines that could not join during a step: no copy can be read, no other engine
+                 serves, or they or their handshake failed
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Admission:
     """Admits ready engines: pushes the current weights, runs the handshake, lets them serve.
 
     Args:
-        actors: the run's, whose learner may be another after a recovery.
+        actors: actors of the run. A recovery replaces their learner.
         roles: roles of the engines that are admitted; other actors serve without admission.
-        examine: the handshake of some engines with the learner.
-        following: role of the lagged or EMA teacher, which receives weights from the learner, too.
+        examine: handshake of some engines with the learner.
+        following: role of the lagged or EMA teacher, which also receives weights from the learner.
         join: gets the first canary answers of scorers that passed the handshake; returns the
             reasons of refusals, by name.
         require_handshake: False admits engines whose handshake fails.
 
     Attributes:
-        joining: engines that are joining beside a step.
+        joining: engines that are joining during a step.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Admission:
         self._join_task: asyncio.Task[None] | None = None
 
     def begin_joining(self) -> None:
-        """Let policy engines join beside the learner's steps from now on."""
+        """Let policy engines join during the learner's steps from now on."""
         self._join_task = self._driver.background.start(self._join_all())
 
     def end_joining(self) -> None:
-        """The learner is lost: what its engines load is of no use."""
+        """Stop joins because the learner is lost, and with it the weights that they load."""
         if self._join_task is not None:
             self._join_task.cancel()
         self.joining = ()
 
     async def _join_all(self) -> None:
-        """Let all engines that wait join together, and then those that have come meanwhile."""
+        """Let all waiting engines join together, then those that have arrived meanwhile."""
         left: list[Member] = []  # to `admit_waiting`
         while True:
             waiting = [m for m in self._supervisor.waiting() if m.spec.name == POLICY]
@@ -93,7 +93,7 @@ class Admission:
                 self.joining = new
                 try:
                     why = await self._joined({member.name: member.handle for member in new})
-                except Exception as error:  # any: it recurs between steps, and is raised there
+                except Exception as error:  # it recurs between steps, and is raised there
                     why = reason_of(error)
                 if why is not None:
                     names = listed([member.name for member in new])
@@ -103,7 +103,7 @@ class Admission:
             await asyncio.sleep(_PAUSE_S)
 
     async def _joined(self, handles: Mapping[str, Any]) -> str | None:
-        """Load, compare and serve; returns why not, or None."""
+        """Load, compare and serve; returns the reason of a failure, or None."""
         joins = self._actors.learner.join.options(concurrency_group=JOIN_GROUP)
         if await joins.remote(handles) is None:
             return "the last push left no copy that they can read"
@@ -154,7 +154,7 @@ class Admission:
             if m.spec.name in self._roles and m not in self.joining
         ]
         self._admit(self._together([m for m in waiting if m.spec.name == POLICY]))
-        if self._supervisor.serving(POLICY):  # else there are no samples to score
+        if self._supervisor.serving(POLICY):  # otherwise there are no samples to score
             self._admit(self._together([m for m in waiting if m.spec.name != POLICY]))
 
     def _together(self, members: Sequence[Member]) -> Sequence[Member]:
@@ -194,8 +194,8 @@ class Admission:
     def _admit(self, members: Sequence[Member]) -> None:
         """Admit all that wait together; if that fails, each half separately, to isolate the cause.
 
-        Engines that do not answer are known by name; the others are admitted without them. Members
-        that serve, or that were terminated meanwhile, are passed over.
+        Engines that do not answer are identified by name; the others are admitted without them.
+        Members that serve, or were terminated meanwhile, are skipped.
         """
         present = self._supervisor.waiting()
         if not (members := [member for member in members if member in present]):
@@ -230,7 +230,7 @@ class Admission:
         for member in {m.name: m for m in known if m.name in silent.names}.values():
             self._refuse(member, str(silent))
         left = [member for member in members if member.name not in silent.names]
-        if len(left) < len(members):  # else they are tried again with another policy engine
+        if len(left) < len(members):  # otherwise they are tried again with another policy engine
             self._admit(left)
 
     def _agree(self, report: CalibrationReport) -> bool:
@@ -271,6 +271,6 @@ class Admission:
         return self._driver.run(f"the handshake of {names}", examined)
 
     def _refuse(self, member: Member, why: str) -> None:
-        self._driver.pause(0)  # it may be the learner that died
+        self._driver.pause(0)  # raises if the learner died
         if member in self._supervisor.members(member.spec.name):
             self._supervisor.bury(member, f"it was not admitted: {why}")

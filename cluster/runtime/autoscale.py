@@ -1,35 +1,36 @@
 """Autoscaling policy: target numbers of engines and rollout workers. No Ray, no clock.
 
-    observe (a window of the run) -> Decision (members wanted of each pool, and why)
+    observe (a window of the run) -> Decision (target size of each pool, and reasons)
 
-**Grow** when the learner waits for groups: the pool of the stage where most groups are. A learner
-that waits for a share w of its time is supplied with 1 - w of what it could take, so the pool
-becomes 1 / (1 - w) of what it is, at least one more and at most twice as many. It is the ratio by
-which Kubernetes' Horizontal Pod Autoscaler scales (desired = ceil(current * metric / target)).
+**Grow** when the learner waits for groups: the pool of the stage that holds most groups. A learner
+that waits for a share w of its time receives 1 - w of the groups that it could train, so the pool
+grows by the factor 1 / (1 - w), by at least one member and at most by a factor of two. Kubernetes'
+Horizontal Pod Autoscaler scales by the same ratio (desired = ceil(current * metric / target)).
 
-**Shrink** when the learner does not wait and workers stand idle for want of credit: by one, the
-pool with the fewest groups per member. At the run's end, when nothing is left to be started, to the
-number of groups that a pool may still see. (Staleness is no input of its own: credit bounds it, and
-supply in excess of the bound shows as want of credit.)
+**Shrink** when the learner does not wait and workers are idle for lack of credit: by one, the pool
+with the fewest groups per member. At the end of the run, when no group is left to start, to the
+number of groups that a pool may still receive. (Staleness is not a separate input: credit bounds
+it, and supply in excess of the bound appears as lack of credit.)
 
-What keeps it from flapping:
+Measures against flapping:
 
-- A condition has to hold without a break, and with the same members, for `up_after_s` (30 s, as
-  Ray Serve's `upscale_delay_s`) or `down_after_s` (120 s; Kubernetes' stabilisation window for
-  scaling down is 300 s, Ray Serve's `downscale_delay_s` 600 s). Too many members cost money, too
-  few cost the learner, which is the dearest part of a run; hence the haste in one direction only.
-  As in Ray Serve (`autoscaling_policy.py`) one window without the condition starts the count again.
+- A condition has to hold without interruption, and with the same members, for `up_after_s` (30 s,
+  as Ray Serve's `upscale_delay_s`) or `down_after_s` (120 s; Kubernetes' stabilisation window for
+  scaling down is 300 s, Ray Serve's `downscale_delay_s` 600 s). Too many members cost money; too
+  few idle the learner, the most expensive part of a run. Growing is therefore faster than
+  shrinking. As in Ray Serve (`autoscaling_policy.py`), one window without the condition restarts
+  the count.
 - Between `_WAIT_LOW` and `_WAIT_HIGH` nothing changes. One member of six or more is less than
-  `_WAIT_HIGH` of a pool, so such a pool never pays for one shrink with a growth.
-- In a smaller pool it can, and starvation does not tell by how much supply exceeds demand. So a
+  `_WAIT_HIGH` of a pool, so shrinking such a pool once never causes a growth.
+- In a smaller pool it can, and lack of credit does not show by how much supply exceeds demand. So a
   size that was too small is remembered for `memory_s`, and twice as long each time that it was
-  tried again too early: Kubernetes' choice of the largest recommendation within the window, with
-  a back-off.
-- One decision changes pools at a time, and the next comes `cooldown_s` later: members take so
-  long to start (SGLang 15 to 70 s), and one change at a time can be judged by its effect.
-- A growth that brought less than a quarter of what it promised is not repeated for `memory_s`, or
-  until another growth has helped: what a synchronous run (max_staleness=0) waits for is the length
-  of a rollout, which no number of engines shortens.
+  tried too early: Kubernetes' choice of the largest recommendation within the window, with a
+  back-off.
+- One decision changes pools at a time, and the next follows after `cooldown_s`: members take that
+  long to start (SGLang 15 to 70 s), and the effect of a single change can be measured.
+- A growth that achieved less than a quarter of its expected effect is not repeated for `memory_s`,
+  or until another growth has helped. A synchronous run (max_staleness=0), for example, waits for
+  the length of a rollout, which no number of engines shortens.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from typing import Literal
 
 PoolName = Literal["policy", "teacher", "rollout"]
 
-# Supply below this share of demand counts as this: ratios stay finite.
+# Lower bound of supply as a share of demand, so that ratios stay finite.
 _LEAST_SUPPLY = 0.01
-# Where a pool's groups are.
+# Stages of the groups of each pool.
 _STAGES: dict[PoolName, str] = {
     "policy": "being sampled",
     "teacher": "being scored",
     "rollout": "in their environments",
 }
-# Of the gain that a growth promises, the share that it must bring.
+# Share of its expected gain that a growth must achieve.
 _GAIN = 0.25
 # A learner that waits for more than this share of its time is short of groups.
 _WAIT_HIGH = 0.2
-# One that waits for less has enough of them.
+# A learner that waits for less than this share has enough groups.
 _WAIT_LOW = 0.02
 # Workers without credit for more than this share of the time are too many.
 _STARVED_HIGH = 0.5
@@ -62,7 +63,7 @@ _STARVED_HIGH = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The least and the most members of a pool."""
+    """Least and largest number of members of a pool."""
 
     name: PoolName
     minimum: int
@@ -77,11 +78,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A window of the run. Shares are in [0, 1]; groups under way are means over the window."""
+    """A window of the run. Shares are in [0, 1]; numbers of groups are means over the window."""
 
     seconds: float  # length of the window
-    learner_wait: float  # share of it that the learner stood waiting for groups
-    credit_starved: float  # share of it without credit, fewer groups under way than finished
+    learner_wait: float  # share of it in which the learner waited for groups
+    credit_starved: float  # share of it without credit, with fewer groups in progress than finished
     sampling: float  # groups in a policy engine
     environment: float  # groups in their environment or reward, outside any engine
     scoring: float  # groups in a teacher engine
@@ -92,20 +93,20 @@ class Observation:
 
     @property
     def under_way(self) -> dict[PoolName, float]:
-        """Groups by the pool whose work they wait for."""
+        """Groups in progress, by the pool whose work they wait for."""
         return {"policy": self.sampling, "teacher": self.scoring, "rollout": self.environment}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`targets`: members wanted, of every pool. `reasons`: of the pools that change just now."""
+    """`targets`: target size of every pool. `reasons`: of the pools that this decision changes."""
 
     targets: Mapping[PoolName, int]
     reasons: Mapping[PoolName, str]
 
 
 class _RecentWindows:
-    """The latest consecutive windows of one kind, as many as make up `needed_s` seconds."""
+    """The latest consecutive windows of one kind that make up `needed_s` seconds."""
 
     def __init__(self, needed_s: float) -> None:
         self._needed_s = needed_s
@@ -130,7 +131,7 @@ class _RecentWindows:
 
     @property
     def supply(self) -> float:
-        """Share of the learner's demand that was supplied."""
+        """Share of the learner's demand that was met."""
         return max(1 - self.wait, _LEAST_SUPPLY)
 
     def groups(self, pool: PoolName) -> float:
@@ -146,7 +147,7 @@ class _RecentWindows:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """Target size of a pool, and its reason; the present size if something forbids another."""
+    """Target size of a pool, and its reason; the current size if a rule forbids a change."""
 
     pool: PoolName
     size: int
@@ -155,17 +156,17 @@ class _Wish:
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory of a pool's earlier sizes. Times are seconds of the run."""
+    """Memory of a pool's earlier sizes. Times are seconds since the start of the run."""
 
-    too_few: int = -1  # with so many members the learner waited
-    until: float = 0.0  # for so long no shrink goes down to `too_few`
+    too_few: int = -1  # number of members with which the learner waited
+    until: float = 0.0  # until then no shrink goes down to `too_few`
     times: int = 0  # growths in a row that undid a shrink
     shrunk_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """The last one, to be judged: what the learner was given before, and the promised factor."""
+    """The last growth, to be evaluated: the supply before it, and the expected factor."""
 
     pool: PoolName
     supply: float
@@ -179,13 +180,13 @@ class Autoscaler:
     """Autoscaling policy with a memory; see the module's docstring for its rules.
 
     Args:
-        pools: those that may change. Others are left alone, whatever their stage holds.
-        up_after_s: how long the learner waits before a pool grows.
-        down_after_s: how long workers are starved before one shrinks; at least `up_after_s`.
-        cooldown_s: least time between two decisions that change anything.
-        memory_s: how long a size that was too small is not tried again.
-        settling_windows: after a change of members so many windows say nothing: groups that the
-            members of before had begun are in them.
+        pools: pools that may change. Other pools are left alone, whatever their stage holds.
+        up_after_s: time that the learner waits before a pool grows.
+        down_after_s: time that workers lack credit before a pool shrinks; at least `up_after_s`.
+        cooldown_s: least time between two decisions that change a pool.
+        memory_s: time for which a size that was too small is not tried again.
+        settling_windows: number of windows that are ignored after a change of members, because they
+            contain groups that the earlier members began.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class Autoscaler:
 
     def _gather(self, observation: Observation) -> None:
         ready = dict(observation.ready)
-        if ready != self._ready:  # what was seen of other members says nothing of these
+        if ready != self._ready:  # observations of other members do not apply to these
             self._short.clear()
             self._ample.clear()
             self._unsettled = self._settling_windows if self._ready else 0
@@ -256,7 +257,7 @@ class Autoscaler:
             self._ample.clear()
 
     def _decide(self, wishes: Sequence[_Wish]) -> Decision:
-        """Grants all wishes or, while the last change is fresh, none."""
+        """Grant all wishes, or none while the last change is recent."""
         granted: dict[PoolName, str] = {}
         if self._now - self._changed_at >= self._cooldown_s:
             for wish in wishes:
@@ -277,8 +278,11 @@ class Autoscaler:
         ]
 
     def _end(self, observation: Observation) -> list[_Wish]:
-        """A group may come back to the policy from its environment; its worker holds it all along;
-        it is scored last."""
+        """Target sizes at the end of the run, when no group is left to start.
+
+        A group may return to the policy from its environment; its worker holds it until its end;
+        scoring comes last.
+        """
         groups = observation.under_way
         total = math.ceil(sum(groups.values()))
         sampled = math.ceil(observation.sampling + observation.environment)
@@ -299,7 +303,7 @@ class Autoscaler:
         groups, wait = self._short.groups(name), self._short.wait
         pool = self._pools.get(name)
         if pool is None or not groups:
-            return []  # no group is under way, or it is in a stage that is not ours to change
+            return []  # no group is in progress, or only in stages whose pools are fixed
         now = self._targets[name]
         if now >= pool.maximum or self._is_futile(name) or observation.ready[name] < now:
             return []
@@ -318,18 +322,18 @@ class Autoscaler:
         return self._now < self._futile.get(name, -math.inf)
 
     def _judge_last_growth(self, observation: Observation) -> None:
-        """Judges the last growth, once all its members work."""
+        """Evaluate the last growth, once all its members work."""
         grown = self._growth
         if grown is None or observation.ready[grown.pool] < self._targets[grown.pool]:
             return
         if grown.helped(self._short.supply):
-            self._futile.clear()  # what did not help before may have been held up elsewhere
+            self._futile.clear()  # another pool may have limited an earlier growth
         else:
             self._futile[grown.pool] = self._now + self._memory_s
         self._growth = None
 
     def _shrink(self, observation: Observation) -> list[_Wish]:
-        """The pool with the fewest groups per member, of those that may shrink."""
+        """Pool with the fewest groups per member among those that may shrink."""
         able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
         if not able:
             return []
@@ -351,7 +355,7 @@ class Autoscaler:
         return smaller >= self._pools[name].minimum and not known_too_few
 
     def _remember(self, wish: _Wish) -> None:
-        """Updates the pool's memory for a change; called before the change."""
+        """Update the pool's memory; call it before the change."""
         memory, now = self._memory[wish.pool], self._targets[wish.pool]
         if wish.size < now:
             memory.shrunk_at = self._now

@@ -53,13 +53,13 @@ class Canaries:
     """The canaries of one run's frozen models: on engines, in the learner, and the reward model.
 
     Args:
-        actors: the run's, whose learner may be another after a recovery.
+        actors: actors of the run. A recovery replaces their learner.
         scorers: roles whose weights never change.
         found: called with a finding for each model that has drifted.
         trusted: called with the step up to which weights contain only proven groups.
 
     Attributes:
-        step: of the weights that canaries were last asked about.
+        step: step of the weights after which canaries were last sent.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Canaries:
             listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
             headed=[teacher_role(name) for name in config.teacher_heads],
         )
-        self._numbers: dict[Watched, int] = {}  # of the lives in the journal
+        self._numbers: dict[Watched, int] = {}  # numbers of lives in the journal
         self._next_number = 0
-        self._digests: dict[object, str] = {}  # that each life of these weights has to have
-        self._starting: dict[Member, asyncio.Task[None]] = {}  # reward models, not known yet
+        self._digests: dict[object, str] = {}  # required of each life of these weights
+        self._starting: dict[Member, asyncio.Task[None]] = {}  # reward models without first answers
         self._pending: dict[Watched, asyncio.Task[None]] = {}
         self._proven = -1  # the newest step that `trusted` was called with
         self._bad: tuple[int, str] | None = None
@@ -176,7 +176,7 @@ class Canaries:
     async def _introduce_late(self, member: Member) -> None:
         try:
             await self._introduce(member)
-        except (ActorLost, CallFailed) as error:  # if it lives, it is asked again
+        except (ActorLost, CallFailed) as error:  # if it is alive, it is asked again
             logger.warning("%s: no canary (%s)", member.name, error)
         finally:
             del self._starting[member]
@@ -201,7 +201,7 @@ class Canaries:
         )
 
     def _register(self, watched: Watched) -> Any:
-        """Give the model's life a number; returns a reference to the journal's note of it."""
+        """Give the model's life a number; returns a reference to the journal entry."""
         number, self._next_number = self._next_number, self._next_number + 1
         self._numbers[watched] = number
         return self._queue.actor.scorer.remote(number, {"who": watched.who} | watched.described())
@@ -283,7 +283,7 @@ class Canaries:
         return member is not None and member not in self._supervisor.members(member.spec.name)
 
     def _written_down(self, models: Iterable[Watched]) -> dict[Watched, int]:
-        """Numbers of models that are about to be asked, once they are in the queue's journal."""
+        """Numbers of models that are about to be asked, once the queue's journal has them."""
         numbers = {watched: self._numbers[watched] for watched in models}
         if numbers:
             self._driver.call(
@@ -305,8 +305,8 @@ class Canaries:
         self._learner_asked_at = self.step
 
     def _ask_alone(self, models: Sequence[Watched]) -> None:
-        """Send canaries of their own to engines and reward models, and wait for the verdicts."""
-        for watched in models:  # an earlier answer would count as one to this canary
+        """Send separate canaries to engines and reward models, and wait for the verdicts."""
+        for watched in models:  # an earlier answer would count as an answer to this canary
             if pending := self._pending.pop(watched, None):
                 pending.cancel()
         numbers = self._written_down(models)
@@ -343,7 +343,7 @@ class Canaries:
     async def _judge(
         self, watched: Watched, number: int, answer: Any, began: float, *, rode: bool = False
     ) -> None:
-        """Compare an answer with the first one, and have the queue write the verdict down."""
+        """Compare an answer with the first one, and make the queue record the verdict."""
         drift = watched.drift(answer)
         said = {
             "step": self.step,

@@ -1,10 +1,10 @@
-"""The driver's waits: for calls of actors, while it polls signals and every actor's life.
+"""The driver's waits for calls of actors, which poll signals and the life of every actor.
 
-The run itself is straight code that waits (`call`, `run`); what goes on beside it are
-coroutines (`background`), which advance while it waits. They await `answer` in place of `call`.
-`cluster/run.py` says what a run waits for, and for how long. Between two steps the learner is idle.
-Engines that need the weights from the learner itself are admitted then; engines that can read a
-copy join at any time (cluster/runtime/admission.py).
+The run is sequential code that waits (`call`, `run`). Coroutines (`background`) advance while it
+waits; they await `answer` in place of `call`. `cluster/run.py` lists the waits of a run and their
+deadlines. Between two steps the learner is idle. Engines that need the weights from the learner
+itself are admitted then; engines that can read a copy join at any time
+(cluster/runtime/admission.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Signals:
         A second signal ends the process immediately.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield  # handlers can be set in the main thread only; a test's thread goes without
+            yield  # handlers can be set in the main thread only; tests may run in another thread
             return
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -98,7 +98,7 @@ class Signals:
         if self.received is None:
             self.received, self._received_at = signum, now
             # Not print: a handler may run in the middle of one.
-            with suppress(OSError):  # the terminal may be what was lost
+            with suppress(OSError):  # the terminal may be gone
                 below_the_bar = "\n" if os.isatty(2) else ""
                 name = signal.Signals(signum).name
                 os.write(2, f"{below_the_bar}{name}: {_ENDING}\n".encode())
@@ -147,15 +147,15 @@ class Driver:
             self.deadline_s = usual
 
     def poll(self) -> None:
-        """Raise what a signal, or a coroutine in the background that failed, has to say."""
+        """Raise Interrupted after a signal, or the error of a background coroutine."""
         self._signals.check()
         self._check()
 
     def _check(self) -> None:
-        """Raise the error of a coroutine in the background that failed.
+        """Raise the error of a background coroutine that failed.
 
-        Where a learner worker's work failed and the others wait for it, that is its reason: an
-        error that a user can act on, or the loss of the learner.
+        If a learner worker's work failed while the others wait for it, raise the cause: an error
+        that the user can act on, or the loss of the learner.
         """
         try:
             self.background.check()
@@ -167,25 +167,26 @@ class Driver:
         """Value of a call of the learner, which may take any time while it makes progress.
 
         Raises: as `call`, and
-            LearnerLost: a worker of it died or hangs. Its work is done again from a checkpoint.
-            LearnerFailed: the same after an error of its own that no setting mends.
-            CallFailed: no engine did its part (EngineError). None would for another learner either.
+            LearnerLost: a learner worker died or hangs. The work is repeated from a checkpoint.
+            LearnerFailed: the work raised an error that no setting would fix; also repeated.
+            CallFailed: no engine did its part (EngineError). Another learner would not help.
         """
         return self.wait_for(self.answer(what, reference, LEARNER))
 
     def call(self, what: str, reference: Any) -> Any:
-        """The value of an actor call.
+        """Value of an actor call.
 
         Raises:
-            Interrupted: a signal came in while waiting. The call continues.
+            Interrupted: a signal arrived during the wait. The call continues.
             ActorLost: the actor died; ActorHung: it hangs.
             LearnerLost: a learner worker died meanwhile.
-            RunFailed: anything else. Errors a user can act on (IsothermError) are not wrapped.
+            RunFailed: any other error. Errors that a user can act on (IsothermError) are not
+                wrapped.
         """
         return self.wait_for(self.answer(what, reference))
 
     async def answer(self, what: str, reference: Any, worker: str | None = None) -> Any:
-        """Value of an actor call, for coroutines; raises as `call` or `ask_learner` of the call.
+        """Value of an actor call, for coroutines; raises as `call` or `ask_learner`.
 
         Args:
             worker: role of the actor that executes the call. The call may exceed the deadline
@@ -202,7 +203,7 @@ class Driver:
         return self.value(what, reference, worker=worker)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Value] | asyncio.Task[Value]) -> Value:
-        """The value of a coroutine, once it has ended. A wait that fails ends the coroutine."""
+        """Value of a coroutine. If the wait fails, the coroutine is cancelled."""
         task = self.background.beside(coroutine)
         try:
             while not self.waited_for(task):
@@ -214,7 +215,7 @@ class Driver:
     def waited_for(self, task: asyncio.Task[Any]) -> bool:
         """Poll, and wait a short while for a task; True if it has ended.
 
-        A death that was noticed meanwhile is raised in place of the error of a task that it failed.
+        If a death has failed the task, the death is raised in place of the task's error.
         """
         self.poll()
         ended = self.background.advance(task, _POLL_S)
@@ -264,7 +265,7 @@ class Driver:
         self.wait_for(asyncio.sleep(seconds))
 
     def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
-        """The value of a coroutine that awaits actor calls; raises as `call` does."""
+        """Value of a coroutine that awaits actor calls; raises as `call` does."""
         try:
             return self.wait_for(asyncio.wait_for(coroutine, self.deadline_s))
         except errors.RayError as error:
@@ -280,7 +281,7 @@ class Driver:
         timeout: float | None = None,
         worker: str | None = None,
     ) -> Any:
-        """The value of a finished call; see `answer` for what it raises."""
+        """Value of a finished call; see `answer` for the errors."""
         try:
             return calls.get(reference, timeout=timeout)
         except errors.GetTimeoutError as error:
@@ -289,7 +290,7 @@ class Driver:
             raise self._explained(what, error, worker) from error
 
     def _explained(self, what: str, error: errors.RayError, worker: str | None = None) -> Exception:
-        """The error of a call that failed, for the run; the only place that tells them apart."""
+        """Error of a failed call, for the run; the only place that classifies such errors."""
         of_learner = worker == LEARNER
         if is_death(error):
             lost, who = (LearnerLost, "the learner") if of_learner else (ActorLost, "its actor")

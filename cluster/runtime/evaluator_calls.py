@@ -1,11 +1,10 @@
 """Calls of the evaluator, with retries, and the cause of its deaths.
 
-an engine dies during the call        the call is retried, up to 5 times
-the evaluator dies                    the call is retried on its replacement
-it makes no progress for deadline_s,  it is terminated and replaced, and the call is retried
-    nor do engines that it waits for,
-    and it gets no answer
-... in an environment or a reward     the second time ends the run, with the problems' names
+an engine dies during the call           the call is retried, up to 5 times
+the evaluator dies                       the call is retried on its replacement
+neither it nor engines that it waits     it is terminated and replaced, and the call is retried
+    for make progress for deadline_s
+... in an environment or a reward        the second time ends the run, with the problems' names
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ class EvaluatorCalls:
 
     def __init__(self, driver: Driver) -> None:
         self._supervisor, self._driver = driver.supervisor, driver
-        self._last_words: list[str] = []  # of evaluators that ended in somebody's code
+        self._last_words: list[str] = []  # of evaluators that died in user code
 
     def buried(self, member: Member) -> None:
-        """Record the problems in whose code an evaluator ended, before its successor begins."""
+        """Record the problems in whose code an evaluator died, before its successor begins."""
         if words := member.spec.last_words():
             self._last_words.append(words)
 
     async def ask(self, what: str, make: Callable[[Any], Any]) -> Any:
-        """Value of the call that `make` makes of the evaluator's handle.
+        """Value of the call that `make` makes with the evaluator's handle.
 
         Raises:
-            RunFailed: it did not end, or its actor died, too often.
+            RunFailed: the call did not end, or the evaluator died, too often.
         """
         before = len(self._last_words)
         for left in reversed(range(_TRIES)):

@@ -63,9 +63,9 @@ from learner.checkpoint import Checkpoint
 _CLOSE_S = 5.0
 # Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
 _LAST_CANARIES_S = 30.0
-# Between two looks for changes of who serves, and between two statuses of the queue.
+# Seconds between two looks for changes of serving engines, and between two queue statuses.
 _CHANGES_S, _STATUS_S = 0.25, 1.0
-# Longest wait for what turns took; engines that are alive answer at once.
+# Longest wait for metrics of turns; engines that are alive answer immediately.
 _TURNS_S = 5.0
 # Prompt groups that may be set aside; one more ends the run.
 _MAX_SET_ASIDE = 100
@@ -75,7 +75,7 @@ class Fleet(LearnerAlone):
     """Lifecycle manager of all actors of a rollout run.
 
     Args:
-        handshake: of the first engines, and of those that join.
+        handshake: handshake of the first engines, and of those that join.
         say: prints a line on the console.
         found: called with findings on scorers that drifted and on groups that fail.
     """
@@ -142,7 +142,7 @@ class Fleet(LearnerAlone):
             self.queue.actor.expire_now.remote, self._bury, say, config.cluster.no_progress_s
         )
 
-    # who there is
+    # members
 
     @property
     def statuses(self) -> dict[str, WorkerStatus]:
@@ -167,8 +167,10 @@ class Fleet(LearnerAlone):
         return self._cast.learners(start, self.queue, policies, teachers)
 
     def _pushed_to(self, role: str | None) -> dict[str, Any]:
-        """Engines of the role that a new learner pushes weights to; the others are admitted
-        later."""
+        """Engines of the role that a new learner pushes weights to.
+
+        The other engines are admitted later.
+        """
         if role is None:
             return {}
         if self._working:
@@ -201,7 +203,7 @@ class Fleet(LearnerAlone):
                 self.supervisor.admit(member)
 
     def compare_all(self, resume_from: Checkpoint | None) -> None:
-        """The push comes first if the engines' own checkpoint does not hold these weights."""
+        """Push first if the engines' own checkpoint does not hold the learner's weights."""
         resumed, config = resume_from is not None, self._config
         adapter = (
             config.weights.transport == "adapter" if resumed else config.lora.adapter is not None
@@ -260,16 +262,16 @@ class Fleet(LearnerAlone):
     def close(self) -> None:
         try:
             calls.get(self.queue.actor.close.remote(), timeout=_CLOSE_S)
-            if self._committed is not None:  # Ray would report a call that is cut short
+            if self._committed is not None:  # Ray would report a cancelled call
                 calls.get(self._committed, timeout=_CLOSE_S)
-        except errors.RayError as error:  # dead or hanging: its journal lacks only its end
+        except errors.RayError as error:  # dead or hanging: only the end of its journal is missing
             self._directory.append_event("unclosed", why=reason_of(error))
         super().close()
 
     # while the driver waits
 
     async def _announce_changes(self) -> None:
-        """Tell the rollout workers, again and again, which engines serve now."""
+        """Send changes of the serving engines to the rollout workers, in a loop."""
         while True:
             if self.workers.announced != self.supervisor.changes:
                 self._announce()
@@ -282,7 +284,7 @@ class Fleet(LearnerAlone):
         self.canaries.ask_new_reward_models()
 
     async def _follow_queue(self) -> None:
-        """Ask the queue for its status, again and again, and act on it."""
+        """Request the queue's status in a loop, and act on it."""
         while True:
             try:
                 status: QueueStatus = await self.queue.actor.status.remote()
@@ -340,7 +342,7 @@ class Fleet(LearnerAlone):
             self.scaling.waited()
 
     def until_pushed(self) -> None:
-        """Waits until all engines hold the learner's weights; call it while the learner is idle."""
+        """Wait until all engines hold the learner's weights; call it while the learner is idle."""
         self._pushed(wait=True)
 
     def _pushed(self, *, wait: bool) -> None:
@@ -354,7 +356,7 @@ class Fleet(LearnerAlone):
                     self.supervisor.bury(member, why)
 
     def _renew_leases(self, status: QueueStatus) -> None:
-        """Renew leases that are more than half over, of groups that make progress."""
+        """Renew leases past half of their time, of groups that make progress."""
         half_s = self._config.queue.lease_s / 2
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
         if not old:
@@ -365,14 +367,14 @@ class Fleet(LearnerAlone):
             self.queue.actor.renew.remote(moving)
 
     def _give_up_overdue(self, status: QueueStatus) -> None:
-        """Make workers give up overdue groups that were restarted elsewhere."""
+        """Make workers cancel overdue groups that were restarted elsewhere."""
         if not status.begun_again:
             return
         for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
             member.handle.give_up.remote(status.begun_again, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
-        """Raise RunFailed if so many groups fail that the cause is not in the groups."""
+        """Raise RunFailed if so many groups fail that the groups cannot be the cause."""
         self._report_failures(status.newest_set_aside)
         in_a_row = status.consecutive_set_aside >= max(self._config.data.batch_size, 2)
         if in_a_row or status.set_aside > _MAX_SET_ASIDE:
@@ -406,7 +408,7 @@ class Fleet(LearnerAlone):
                 else:
                     left = self.learner.dismiss.remote([member.name])
                     self.driver.ask_learner(f"letting {member.name} go", left)
-                if member in self.supervisor.members(role):  # else it has died meanwhile
+                if member in self.supervisor.members(role):  # otherwise it has died meanwhile
                     self._dismiss(member)
 
     def recover(self, lost: LearnerLost) -> int:
@@ -477,7 +479,7 @@ class Fleet(LearnerAlone):
     # pools that change their size
 
     def grow(self, role: str) -> None:
-        """Add a member to the pool, in a place of its own on the cluster."""
+        """Add a member to the pool, in a new placement group."""
         if self._has_place(role):
             index = self._placement.add(role)
         else:

@@ -1,7 +1,7 @@
 """The learner of a run: its start, its return to a checkpoint, and its end.
 
-A run without engines (sft, dpo, reward_model, train_from=) has nothing else. `Fleet` adds engines,
-rollout workers and the queue; what concerns those does nothing here.
+A run without engines (sft, dpo, reward_model, train_from=) has no other actors. `Fleet` adds
+engines, rollout workers and the queue; methods that concern those are no-ops here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cluster.supervision.supervise import Member, Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 
-# Longest that a learner which is to go back may write a checkpoint.
+# Longest time for which a learner may finish a checkpoint before it is replaced.
 _WRITING_S = 600.0
 
 
@@ -65,12 +65,12 @@ class LearnerAlone:
 
     @property
     def learner(self) -> Any:
-        """The leader of the present learner's workers."""
+        """Leader of the current learner workers."""
         assert self._learners is not None
         return self._learners.leader
 
     def pool(self, role: str, patience_s: float = 0) -> EnginePool:
-        """Engines of a role that serve now; a learner that is alone has none."""
+        """Serving engines of a role; none without a fleet."""
         return EnginePool(role, self.supervisor.serving(role), patience_s)
 
     def start(self, resume_from: Checkpoint | None) -> None:
@@ -120,7 +120,7 @@ class LearnerAlone:
         self._attempt += 1
 
     def _restart(self, lost: LearnerLost) -> Checkpoint | None:
-        """End all workers and create others; returns the checkpoint that these load."""
+        """Terminate all workers and create new ones; returns the checkpoint that they load."""
         assert self._learners is not None
         title = self._learner_spec.title(0)
         if lost.before is not None:
@@ -146,14 +146,14 @@ class LearnerAlone:
         return checkpoint
 
     def _end_writing(self) -> None:
-        """Wait for the checkpoint that is being written, or it would be the newest one later."""
-        with suppress(errors.RayError, CheckpointError):  # what it did not write is not there
+        """Wait for the checkpoint that is being written; later it would count as the newest."""
+        with suppress(errors.RayError, CheckpointError):  # an unwritten checkpoint does not exist
             calls.get(self.learner.written.remote(True), timeout=_WRITING_S)
 
-    # engines, scorers and queue: a fleet has them
+    # methods for engines, scorers and queue, which `Fleet` overrides
 
     def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
-        """Bring everything else back to the weights of a learner that has been restarted."""
+        """Bring all other actors back to the weights of a restarted learner."""
 
     def compare_all(self, resume_from: Checkpoint | None) -> None:
         """Push the first weights to every engine, compare all parties (the handshake), and get the
@@ -175,11 +175,11 @@ class LearnerAlone:
         return 0.0
 
     def turns(self) -> dict[str, float]:
-        """Metrics `turns/*` since the last call; empty where no engines take turns on GPUs."""
+        """Metrics `turns/*` since the last call; empty if no engines take turns on GPUs."""
         return {}
 
     def end_waits(self) -> None:
-        """End what the learner waits for."""
+        """End the learner's wait for groups."""
 
     def ask_canaries(self, step: int) -> None:
         """Send canaries that are due after `step`; after the last step, wait for the answers."""
@@ -192,10 +192,10 @@ class LearnerAlone:
         """
 
     def ask_last_canaries(self, step: int) -> None:
-        """Send last canaries to every scorer after a signal, else the last groups stay unproven."""
+        """Send last canaries to every scorer after a signal, so that the last groups are proven."""
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        """Tell the queue which groups a checkpoint that is complete on disk accounts for."""
+        """Pass to the queue the groups of a checkpoint that is complete on disk."""
 
     def settle(self) -> None:
         """Finish the checks of the last push."""

@@ -1,12 +1,12 @@
 """Autoscaling of a run: observes it window by window, and grows and shrinks its pools.
 
-cluster/runtime/autoscale.py decides. Growing means one more actor in a placement group of its own:
-a cluster that has no room for it adds a node, if Ray's autoscaler runs there. Shrinking drains an
-actor and gives its place back; Ray's autoscaler removes nodes that stay empty.
+cluster/runtime/autoscale.py decides. Growing adds an actor in a new placement group. If the cluster
+has no room for it, Ray's autoscaler, if any, adds a node. Shrinking drains an actor and returns its
+place; Ray's autoscaler removes nodes that stay empty.
 
-A window is made of whole steps: it ends when a step's groups are there, and the next begins. Then
-the share of it that the learner waited is that of its steps, however long they are. The first
-begins with the first step's groups: before, a pool of any size would keep the learner waiting.
+A window consists of whole steps: it ends when a step's groups are complete, and the next one
+begins. So the learner's share of waiting is that of whole steps, of any length. The first window
+begins with the first step's groups: before that, a pool of any size would keep the learner waiting.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cluster.supervision.supervise import State, Supervisor
 
 # Least length of a window.
 _WINDOW_S = 5.0
-# A size that was too small is not tried again for so many times `down_after_s`: 30 min, of 120 s.
+# `memory_s` as a multiple of `down_after_s`: 30 min for 120 s.
 _MEMORY = 15
 
 
 class Pools(Protocol):
-    """The pools of a run, which grow and shrink by one member."""
+    """Pools of a run, which grow and shrink by one member."""
 
     supervisor: Supervisor
     bounds: dict[str, tuple[int, int]]
@@ -46,11 +46,12 @@ class Pools(Protocol):
 
 
 class Scaling:
-    """Call `update` often; `waiting` and `waited` around the learner's waits for groups.
+    """Calls the autoscaler. Call `update` often; `waiting` and `waited` around learner's waits.
 
     Args:
-        steps_in_flight: steps whose groups are under way or finished at the same time. For so many
-            windows after a change of members, groups were made in part by those of before.
+        steps_in_flight: number of steps whose groups are in progress or finished at the same time.
+            For this number of windows after a change of members, some groups are of earlier
+                members.
         up_after_s, down_after_s: see `Autoscaler`.
     """
 
@@ -96,11 +97,11 @@ class Scaling:
         self._recorded: dict[str, object] = {}
 
     def waiting(self) -> None:
-        """The learner begins to wait for a step's groups."""
+        """Record that the learner begins to wait for a step's groups."""
         self._wait_began = self._clock()
 
     def waited(self) -> None:
-        """The step's groups are there: the wait ends."""
+        """Record that the step's groups are complete."""
         now = self._clock()
         if self._began is None:
             self._began = now
@@ -111,7 +112,7 @@ class Scaling:
             self._began, self._waited_s = now, 0.0
 
     def update(self, status: QueueStatus) -> None:
-        """Takes a sample; after a window's end decides and acts."""
+        """Take a sample; after a window's end, decide and act."""
         self._record_sizes()
         self._record_nodes()
         workers = self._pools.statuses.values()
@@ -170,7 +171,7 @@ class Scaling:
                 self._step(name, target > now)
 
     def _step(self, pool: PoolName, grows: bool) -> None:
-        """One member more or less: of several teachers, at the busiest or the idlest."""
+        """Add or remove one member; of several teachers, at the busiest or the idlest."""
         load = {role: self._load(role) for role in self._roles[pool]}
         if grows:
             below = [role for role in load if self._size([role]) < self._pools.bounds[role][1]]
@@ -180,7 +181,7 @@ class Scaling:
             self._pools.shrink(min(above, key=load.__getitem__))
 
     def _load(self, role: str) -> float:
-        """Requests under way a member."""
+        """Requests in progress per member."""
         workers = self._pools.statuses.values()
         requests = sum(
             count
@@ -200,7 +201,7 @@ class Scaling:
             self._directory.append_event("nodes", alive=alive)
 
     def _record_sizes(self) -> None:
-        """Events of pools that have changed."""
+        """Record events for pools that have changed."""
         members = self._pools.supervisor.members
         for pool, roles in self._roles.items():
             states: Mapping[str, tuple[State, ...]] = {

@@ -1,12 +1,12 @@
 """Stall detection: logs the wait graph, re-leases groups, then restarts actors.
 
     stall_after_s without progress       logs the wait graph; leases the late groups again
-    twice as long                        ends the actors that hold them; they are restarted
+    twice as long                        terminates the actors that hold them; they are restarted
     deadline_s                           fails the run, with the same report
 
-Progress is a group that arrives, a group that gets on to its next stage, and work done by an engine
-at which a group waits: an engine that generates for hours is let be. Heartbeats find what is dead
-or frozen. This finds what answers them, and does nothing else.
+Progress is a group that arrives, a group that enters its next stage, and work of an engine at which
+a group waits: an engine may generate for hours. Heartbeats detect actors that are dead or frozen;
+this detects actors that answer heartbeats but do nothing else.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Watchdog:
         workers: Mapping[str, WorkerStatus],
         still_s: Mapping[str, float],
     ) -> None:
-        """Call again and again while groups are waited for.
+        """Check for stalls; call it periodically while the learner waits for groups.
 
         Args:
-            still_s: seconds since each engine last got on with its work, by name.
+            still_s: seconds since the last progress of each engine, by name.
 
         Raises:
-            RunFailed: nothing got on within the deadline.
+            RunFailed: there was no progress within the deadline.
         """
         now = self._clock()
         # Time between two checks is time in which the learner worked.
@@ -74,7 +74,7 @@ class Watchdog:
         idle_s = now - self._since
         quiet = quiet_s(status, workers, still_s)
         missing = [quiet[i] for i in status.missing if i in quiet]
-        # The run is over when no group gets on; an actor is looked into when one does not.
+        # The run fails when no group makes progress; an actor is suspect when one group makes none.
         if min([idle_s, *missing]) > self._deadline_s:
             raise RunFailed(wait_graph(status, workers, idle_s))
         stalled_s = min(idle_s, max(missing, default=idle_s))
@@ -99,11 +99,11 @@ class Watchdog:
 def quiet_s(
     status: QueueStatus, workers: Mapping[str, WorkerStatus], still_s: Mapping[str, float]
 ) -> dict[int, float]:
-    """Seconds without progress of every group that a worker has, by id.
+    """Seconds without progress of every group that a worker holds, by group id.
 
-    A group in its environment's hands gets on by stages, or with the reward model that its worker
-    waits for. One at engines gets on with any of them at which its worker waits: whose request is
-    whose is known to the engines alone.
+    A group inside its environment makes progress by entering stages, or with the reward model that
+    its worker waits for. A group at engines makes progress with any engine that its worker waits
+    for, because only the engines can attribute requests to groups.
     """
     return {
         group.group_id: min(
@@ -119,7 +119,7 @@ def suspects(
     still_s: Mapping[str, float],
     longer_than_s: float,
 ) -> set[str]:
-    """Actors at which groups that are waited for have been for too long, and that do not get on."""
+    """Actors without progress that have held awaited groups for too long."""
     found: set[str] = set()
     for name, worker, group in _leased(status, workers):
         if group.group_id in status.missing and group.seconds >= longer_than_s:
@@ -132,7 +132,7 @@ def suspects(
 def _leased(
     status: QueueStatus, workers: Mapping[str, WorkerStatus]
 ) -> Iterator[tuple[str, WorkerStatus, GroupUnderWay]]:
-    """Groups that a worker has and holds the lease of, with the worker and its name."""
+    """Groups that a worker holds with a valid lease, with the worker and its name."""
     for name, worker in workers.items():
         for group in worker.groups:
             if status.leased.get(group.group_id, ("", 0, 0.0))[0] == name:
@@ -154,7 +154,7 @@ def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
 
 
 def wait_graph(status: QueueStatus, workers: Mapping[str, WorkerStatus], idle_s: float) -> str:
-    """A report for people: what the learner waits for, where it is, and what everyone does."""
+    """Report for users: the groups that the learner waits for, and the state of every actor."""
     missing = status.missing[:_SHOWN]
     lines = [f"no prompt group arrived for {idle_s:.0f} s; the learner waits for {missing}"]
     for group_id in missing:

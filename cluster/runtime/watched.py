@@ -71,7 +71,7 @@ class Engines:
 
     Args:
         listed: numbers of (given, likeliest) tokens that training requests per position, by role.
-        headed: roles of which it requests hidden states.
+        headed: roles whose hidden states training requests.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Engines:
     ) -> None:
         self._temperature, self._listed, self._headed = temperature, listed, headed
         self._rows: dict[str, CanaryRows] = {}
-        self._anchors: dict[str, CanaryScores] = {}  # by role: an answer that others have to repeat
+        self._anchors: dict[str, CanaryScores] = {}  # by role: the answer that others must repeat
 
     async def introduce(self, members: Sequence[Member]) -> list[ScoringEngine]:
         return await asyncio.gather(*(self._introduce(member) for member in members))
@@ -153,7 +153,7 @@ class LearnerModel:
 
     @property
     def weights(self) -> tuple[object, str]:
-        """Key of the weights that it has to hold, and their digest. Each worker has its share."""
+        """Key of the required weights, and their digest. Each worker has its own shard."""
         return ("learner", self.answer.teacher, self.rank), self.answer.digest
 
     @property
@@ -179,7 +179,7 @@ class LearnerModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardModel:
-    """A reward model. It gives scores, and no log-probs."""
+    """A reward model, which returns scores and no log-probs."""
 
     remedy: ClassVar[str] = "it is restarted. Look at its log and its machine"
     member: Member

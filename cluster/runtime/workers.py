@@ -1,4 +1,4 @@
-"""Rollout workers, seen by the driver: which engines they know of, what they do, how they end."""
+"""Rollout workers from the driver's view: announced engines, statuses and ends."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _EVERY_S = 1.0  # between two statuses of a worker
 class Workers:
     """Announces engines to the rollout workers, and follows each worker until it is gone.
 
-    A worker is told of all engines once, and then of those that come and go: of N workers and as
-    many engines, one that is back costs N short messages, not N times N handles. A worker that
-    missed a message is told of all again.
+    A worker receives the complete list of engines once, and then changes: with N workers and N
+    engines, the return of one engine costs N short messages, not N times N handles. A worker that
+    missed a message receives the complete list again.
 
     Args:
         drained: called with a worker that has ended its work after it was drained.
 
     Attributes:
-        statuses: last status by the worker's name, of those that answer.
+        statuses: last status of each worker that answers, by name.
         announced: `Supervisor.changes` at the last announcement.
     """
 
@@ -46,7 +46,7 @@ class Workers:
 
     @property
     def all_heard(self) -> bool:
-        """True if every worker's status is from after the last change of who serves."""
+        """True if every worker's status is newer than the last change of the serving engines."""
         return self.announced == self._supervisor.changes and all(
             self._heard.get(member.name) == self.announced for member in self._members
         )
@@ -58,12 +58,12 @@ class Workers:
         epoch: int,
         lives: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Send `RolloutActor.update` to every worker, and wait for none; new ones begin to work.
+        """Send `RolloutActor.update` to every worker, without waiting; new workers begin to work.
 
-        A worker that fails at it, or at its work, ends the run: the driver raises RunFailed.
+        If a worker's call or work fails, the driver raises RunFailed.
 
         Args:
-            lives: numbers by which scorers are known (cluster/runtime/canaries.py).
+            lives: numbers of scorers (cluster/runtime/canaries.py).
         """
         members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
         known = self._members - self._missed
@@ -87,15 +87,15 @@ class Workers:
 
     async def _tell(self, member: Member, update: Any) -> None:
         if not await _answers(member, update):
-            self._missed.add(member)  # if it lives, it is told of all engines again
+            self._missed.add(member)  # if it is alive, it gets the complete list again
 
     async def _work(self, member: Member, run: Any) -> None:
-        ended = await _answers(member, run)  # else it died, as its heartbeat will show
+        ended = await _answers(member, run)  # otherwise it died; its heartbeat will detect that
         if ended and member in self._supervisor.members(ROLLOUT, State.DRAINING):
             self._drained(member)
 
     async def _follow(self, member: Member) -> None:
-        """Ask a worker what it does, again and again. One that hangs holds up no other."""
+        """Request a worker's status in a loop. A worker that hangs does not delay others."""
         while member in self._members:
             announced = self.announced
             try:

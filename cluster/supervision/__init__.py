@@ -1,1 +1,1 @@
-"""Supervision of actors: failures classified, heartbeats, deaths and restarts."""
+"""Supervision of actors: heartbeats, deaths and restarts."""

@@ -1,17 +1,18 @@
-"""Supervisor of a run's actors: heartbeats, deaths and restarts.
+r"""Supervisor of a run's actors: heartbeats, deaths and restarts.
 
     STARTING --heartbeat--> READY --admit--> SERVING --drain--> DRAINING --idle--> gone
-        \\____________________\\_______________\\_________________\\
-              a death: buried; unless it drained, restarted after a back-off, within a budget
+        \____________________\_______________\_________________\
+              death: terminated; restarted after a back-off within a budget, unless it was draining
 
-The driver owns every actor. Each has a coroutine that sends its heartbeats and advances while the
-driver waits; what ends the run, or concerns the learner, is raised by `Background.check`. A
-heartbeat is a call that a healthy actor answers whatever else it does. One that has not answered
-for `hang_after_s` is ended like a dead one, since a frozen process is noticed by nobody else.
+The driver owns every actor. Each actor has a coroutine that sends its heartbeats, and advances
+while the driver waits. `Background.check` raises errors that end the run or concern the learner. A
+heartbeat is a call that a healthy actor answers during any other work. An actor that has not
+answered for `hang_after_s` is terminated like a dead one, since nothing else detects a frozen
+process.
 
-An engine serves only once it is admitted: by then it holds the present weights and has passed its
-handshake (cluster/runtime/run_handshake.py). Learner workers are not restarted one by one: the loss
-of one is the loss of all, and is raised as `LearnerLost`: the driver goes back to a checkpoint.
+An engine serves only after it is admitted: by then it holds the current weights and has passed its
+handshake (cluster/runtime/run_handshake.py). Learner workers are not restarted individually. The
+loss of one is the loss of all, and raises `LearnerLost`: the driver returns to a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from cluster.handles.failures import reason_of
 from cluster.handles.node import node_address
 from distill.errors import IsothermError
 
-# Concurrency groups: what overtakes long calls.
+# Concurrency groups, whose calls overtake long ones.
 HEALTH_GROUP = "health"  # heartbeats
 JOIN_GROUP = "join"  # engines that join while the learner computes; waits for its writer
 _BEAT_S = 2.0
-_LOOK_S = 0.5  # at an answer that takes long
+_LOOK_S = 0.5  # seconds between two looks at a slow answer
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _WINDOW_S = 3600.0
-# Deaths this near to one another make the next restart wait longer.
+# Seconds; deaths closer to one another delay the next restart more.
 _QUIET_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """A heartbeat's answer: a count that moves while the actor gets on, and the names of engines
-    that it waits for."""
+    """Answer to a heartbeat: a progress count, and names of engines that the actor waits for."""
 
     count: int
     waits_for: frozenset[str] = frozenset()
@@ -62,25 +62,25 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSpec:
-    """Start, health check and restart of the actors of one kind.
+    """Start, health check and restart of the actors of one role.
 
     Attributes:
         name: the role: `policy`, `teacher maths`, `rollout`, ...
-        title: what messages call the one with this index.
-        create: makes the one with this index; the second number counts how often it was made
-            before. None for those that are made elsewhere and adopted.
-        follow: makes its followers, the actors on other nodes without which it is nothing: each
-            with the call that lasts as long as it does. They start and end with it.
-        heartbeat: asks an actor whether it is healthy.
-        gated: it serves only once it is admitted; the others at their first heartbeat.
+        title: returns the name in messages of the actor with an index.
+        create: creates the actor with an index; the second argument is the number of its earlier
+            starts. None for actors that are created elsewhere and adopted.
+        follow: creates an actor's followers, required actors on other nodes: each handle with the
+            call that lasts as long as the follower. They start and end with the actor.
+        heartbeat: calls an actor's health check.
+        gated: the actor serves only once it is admitted; other actors at their first heartbeat.
         critical: its death ends the call that the driver waits for; it is not restarted here.
-        restarted_by_ray: Ray restarts it by itself, and its handle stays good; only a hang is
-            ended here. Its heartbeat says which process it is.
-        last_words: what one that is being buried was at, for the message of its end.
-        placed: whether there is a place for the one with this index on the cluster.
-        lacking: what the one with this index waits for if it has lost its place, and until when.
-        start_deadline_s: longest from there to its first heartbeat.
-        start_is: what its start does, and where its log is, for messages; "" says nothing.
+        restarted_by_ray: Ray restarts the actor, and its handle stays valid; only a hang is handled
+            here. Its heartbeat reports its process.
+        last_words: returns what an actor that is being terminated was doing, for the message.
+        placed: whether the cluster has a place for the actor with an index.
+        lacking: what the actor with an index waits for if it has lost its place, and until when.
+        start_deadline_s: longest time from its creation to its first heartbeat.
+        start_is: description of its start, and its log, for messages; "" for none.
     """
 
     name: str
@@ -102,9 +102,9 @@ class ActorSpec:
 class Member:
     """One actor of a role.
 
-    `said` is the last heartbeat's answer, `moved` when that last differed from the one before,
-    `ready` when it answered first, and `died` when it, or the one before it, did.
-    `followers` are handles, by the call of each that lasts as long as it does.
+    `said` is the answer to the last heartbeat. `moved`, `ready` and `died` are times: of the last
+    change of the answer, of the first answer, and of the last death of the actor or its
+    predecessor. `followers` are handles, by the call of each that lasts as long as the follower.
     """
 
     spec: ActorSpec
@@ -123,20 +123,20 @@ class Member:
         return self.spec.title(self.index)
 
     def kill(self) -> None:
-        """Ends its actors, dead or alive."""
+        """Terminate the actor and its followers, dead or alive."""
         for handle in (self.handle, *self.followers.values()):
             calls.kill(handle)
 
 
 @dataclass(slots=True)
 class Budget:
-    """Restarts of one actor: how long the next one waits, and when there are too many."""
+    """Restart budget of one actor: the delay of the next restart, and the limit of restarts."""
 
     max_restarts: int
     _deaths: deque[float] = field(default_factory=deque)
 
     def delay(self, now: float) -> float | None:
-        """Seconds before the restart after a death now; None if the hour's budget is spent."""
+        """Seconds until the restart after a death now; None if the hour's budget is spent."""
         while self._deaths and self._deaths[0] < now - _WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -147,21 +147,22 @@ class Budget:
 
 
 class WorkFailed(Exception):
-    """A critical member lives, and its heartbeat raised what this error is caused by."""
+    """A critical member is alive, and its heartbeat raised the cause of this error."""
 
 
 class Supervisor:
     """Supervisor of the actors of a run.
 
     Args:
-        say: prints a line for people.
+        say: prints a line on the console.
         record: writes an event: its kind and fields.
-        buried: called at every death, after the actor is gone from its role.
-        hang_after_s: an actor that answers no heartbeat for so long is ended.
-        max_restarts: of one actor within an hour; the next death ends the run.
+        buried: called at every death, after the actor is removed from its role.
+        hang_after_s: an actor that answers no heartbeat for this time is terminated.
+        max_restarts: limit for one actor within an hour; the next death ends the run.
 
     Attributes:
-        background: the coroutines that watch the actors; whoever waits advances and checks them.
+        background: the coroutines that watch the actors. Every wait of the driver advances and
+            checks them.
     """
 
     def __init__(
@@ -178,14 +179,14 @@ class Supervisor:
         self._members: dict[Member, None] = {}  # in order of their start
         self.background = Background()
         self._watches: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._restarts: list[Member] = []  # dead ones, whose successors come after a back-off
+        self._restarts: list[Member] = []  # dead; successors are created after a back-off
         self._budgets: dict[tuple[str, int], Budget] = {}
-        self.changes = 0  # of who serves; whoever keeps a list compares it
-        # Before everyone has started once, an actor that does not is an error of the run.
+        self.changes = 0  # number of changes of the serving members
+        # Until all actors have started once, a failed start is an error of the run.
         self.under_way = False
 
     def add(self, spec: ActorSpec, index: int, attempt: int = 0) -> Member:
-        """Creates an actor, and its followers."""
+        """Create an actor and its followers."""
         assert spec.create is not None
         member = self.adopt(spec, index, spec.create(index, attempt), attempt)
         member.followers = spec.follow(index, attempt, member.handle)
@@ -194,7 +195,7 @@ class Supervisor:
         return member
 
     def adopt(self, spec: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
-        """Watches over an actor that is there already."""
+        """Supervise an existing actor."""
         member = Member(spec=spec, index=index, handle=handle, attempt=attempt)
         self._members[member] = None
         self._watches[spec.name, index] = self.background.start(self._watch(member))
@@ -203,21 +204,21 @@ class Supervisor:
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
-        """Members of a role, in order of index; of some states only, if any are given."""
+        """Members of a role in order of index; only those in `states`, if any are given."""
         found = [m for m in self._members if m.spec.name == role]
         return sorted((m for m in found if not states or m.state in states), key=lambda m: m.index)
 
     def serving(self, role: str) -> dict[str, Any]:
-        """Handles of those that serve, by the name to call each."""
+        """Handles of the members that serve, by member name."""
         return {m.name: m.handle for m in self.members(role, State.SERVING)}
 
     def still_s(self) -> dict[str, float]:
-        """Seconds since each one's heartbeat last reported progress, by name."""
+        """Seconds since each member's heartbeat last reported progress, by name."""
         now = time.monotonic()
         return {member.name: now - member.moved for member in self._members}
 
     def got_on(self, role: str) -> float:
-        """When an actor of the role, or an engine that one of them waits for, last got on."""
+        """Time of the last progress of an actor of the role, or of an engine that one waits for."""
         names = {member.name for member in self.members(role)}
         for member in self.members(role):
             if isinstance(member.said, WorkDone):
@@ -225,7 +226,7 @@ class Supervisor:
         return max((m.moved for m in self._members if m.name in names), default=-math.inf)
 
     def waiting(self) -> list[Member]:
-        """Members that could serve and have not been admitted."""
+        """Members that are ready and not admitted yet."""
         return [m for m in self._members if m.state is State.READY]
 
     def coming_back(self, role: str) -> bool:
@@ -234,7 +235,7 @@ class Supervisor:
         return any(m.died is not None for m in (*self._restarting(role), *starting))
 
     def expected(self, role: str) -> int:
-        """Number of members that are up or being restarted, those that drain not counted."""
+        """Number of members that are up or being restarted, without draining ones."""
         up = self.members(role, State.STARTING, State.READY, State.SERVING)
         return len(up) + len(self._restarting(role))
 
@@ -243,15 +244,15 @@ class Supervisor:
         return {m.index for m in (*self.members(role), *self._restarting(role))}
 
     def _restarting(self, role: str) -> list[Member]:
-        """The dead members of a role whose successors are not created yet."""
+        """Dead members of a role whose successors are not created yet."""
         return [member for member in self._restarts if member.spec.name == role]
 
     def critical(self) -> dict[str, Any]:
-        """Handles of the members without which the learner cannot go on, by name."""
+        """Handles of the members that the learner requires, by name."""
         return {member.name: member.handle for member in self._members if member.spec.critical}
 
     def admit(self, member: Member) -> None:
-        """Marks the member as serving."""
+        """Mark the member as serving."""
         assert member.state in (State.STARTING, State.READY)
         member.state = State.SERVING
         self.changes += 1
@@ -262,26 +263,26 @@ class Supervisor:
             member.died = None
 
     def drain(self, member: Member) -> None:
-        """Marks the member as draining: it gets nothing new; `dismiss` it once it is idle."""
+        """Mark the member as draining: it gets no new work. `dismiss` it once it is idle."""
         member.state = State.DRAINING
         self.changes += 1
 
     def dismiss(self, member: Member) -> None:
-        """Ends an actor that is not needed any more."""
+        """Terminate an actor that is no longer needed."""
         del self._members[member]
         self._budgets.pop((member.spec.name, member.index), None)
         self.changes += 1
         member.kill()
 
     def give_up_restart(self, role: str) -> int | None:
-        """Cancels a pending restart of the role and returns its index; None if there is none."""
+        """Cancel a pending restart of the role; returns its index, or None if there is none."""
         if not (coming := self._restarting(role)):
             return None
         self._restarts.remove(coming[-1])
         return coming[-1].index
 
     def dismiss_all(self, role: str) -> None:
-        """Ends all members of a role, cancels its pending restarts, and forgets its deaths."""
+        """Terminate all members of a role, cancel its restarts, and reset its budget."""
         for member in self.members(role):
             self.dismiss(member)
         for (name, _), watch in self._watches.items():
@@ -293,9 +294,9 @@ class Supervisor:
         """Send a member's heartbeats, one after the other, until it is gone.
 
         Raises:
-            LearnerLost: it is critical, and died.
-            WorkFailed: it is critical and lives, but reports that work of its has failed.
-            RunFailed: it died at the run's start, or too often.
+            LearnerLost: the member is critical and died.
+            WorkFailed: the member is critical and alive, but reports failed work.
+            RunFailed: the member died at the run's start, or too often.
         """
         spec = member.spec
         while member in self._members and not spec.placed(member.index):
@@ -325,7 +326,7 @@ class Supervisor:
             await asyncio.sleep(asked + _BEAT_S - time.monotonic())
 
     async def _report_lost_place(self, member: Member) -> None:
-        """Say that an actor cannot start again, if its node is gone and no other has room."""
+        """Report an actor that cannot restart: its node is gone, and no other has room."""
         while member in self._members and member.state is State.STARTING:
             if not member.spec.placed(member.index):
                 lacking = member.spec.lacking(member.index)
@@ -334,11 +335,11 @@ class Supervisor:
             await asyncio.sleep(_BEAT_S)
 
     async def _answered(self, member: Member, beat: Any, limit_s: float) -> bool:
-        """Wait for a heartbeat; False if it hangs. While Ray restarts the actor it does not."""
+        """Wait for a heartbeat; False if the actor hangs. No hang while Ray restarts the actor."""
         since, ended = time.monotonic(), asyncio.ensure_future(calls.end_of(beat))
         try:
             while not (await asyncio.wait([ended], timeout=_LOOK_S))[0]:
-                if calls.ended([beat]):  # the driver was busy elsewhere
+                if calls.ended([beat]):  # the driver was busy with other work
                     return True
                 if member.spec.restarted_by_ray and not calls.is_alive(member.handle):
                     since = time.monotonic()
@@ -366,11 +367,11 @@ class Supervisor:
             aside = member.spec.heartbeat in (ready_call, progress_call)
             pid, node = await whereabouts_call(member.handle, aside=aside)
         except errors.RayError:
-            return  # it died meanwhile, as its heartbeat will tell
+            return  # it died meanwhile; its heartbeat will detect that
         self._record("start", who=member.name, pid=pid, node=node)
 
     async def _follow(self, member: Member, follower: Any) -> None:
-        """Bury a member when a follower of it has ended: a server is whole, or it is none."""
+        """Terminate a member when one of its followers has ended: its server needs all of them."""
         await calls.end_of(follower)
         if member not in self._members:
             return
@@ -389,10 +390,10 @@ class Supervisor:
             member.died = dead.died
 
     def bury(self, member: Member, why: str, error: errors.RayError | None = None) -> None:
-        """Ends an actor that is dead or as good as dead, and plans its restart; raises as `_watch`.
+        """Terminate an actor that is dead or hangs, and schedule its restart; raises as `_watch`.
 
         Args:
-            error: what its heartbeat or another call raised, if that is how it was noticed.
+            error: error of its heartbeat or of another call, if that revealed the death.
         """
         now = time.monotonic()
         why += member.spec.last_words()
@@ -421,7 +422,7 @@ class Supervisor:
         self.background.start(self._restart(member, delay))
 
     def allow(self, role: str, index: int, what: str) -> float:
-        """Counts a death; seconds before the restart. Raises RunFailed if there were too many."""
+        """Count a death; returns seconds until the restart. Raises RunFailed after too many."""
         budget = self._budgets.setdefault((role, index), Budget(self._max_restarts))
         delay = budget.delay(time.monotonic())
         if delay is None:
@@ -430,7 +431,7 @@ class Supervisor:
         return delay
 
     def _healed(self, member: Member, asked: float) -> None:
-        """Ray has restarted it, between two heartbeats perhaps: another process answers."""
+        """Handle a restart by Ray, detected by a changed process id between two heartbeats."""
         now = time.monotonic()
         if member.died is None:
             self._record("death", who=member.name, why="Ray restarted it")
@@ -449,7 +450,7 @@ class Supervisor:
         member.died = time.monotonic() if member.died is None else member.died
 
     def end_all(self) -> None:
-        """Ends every actor, the callers before those they call; nothing is restarted."""
+        """Terminate every actor, callers before the actors that they call; nothing restarts."""
         self._restarts.clear()
         for member in reversed(self._members):
             member.kill()
@@ -457,17 +458,17 @@ class Supervisor:
 
 
 def ready_call(actor: Any) -> Any:
-    """A heartbeat of an actor that was created with the concurrency group `HEALTH_GROUP`."""
+    """Heartbeat of an actor that was created with the concurrency group `HEALTH_GROUP`."""
     return actor.__ray_ready__.options(concurrency_group=HEALTH_GROUP).remote()
 
 
 def progress_call(actor: Any) -> Any:
-    """A heartbeat of such an actor that says how far it has got: a `WorkDone`."""
+    """Heartbeat of such an actor that returns its progress: a `WorkDone`."""
     return actor.progress.options(concurrency_group=HEALTH_GROUP).remote()
 
 
 def whereabouts_call(actor: Any, *, aside: bool = False) -> Any:
-    """(process id, address of its node); `aside`: of an actor with the group `HEALTH_GROUP`."""
+    """(process id, node address). `aside`: for an actor with the group `HEALTH_GROUP`."""
     call = actor.__ray_call__
     return (call.options(concurrency_group=HEALTH_GROUP) if aside else call).remote(_whereabouts)
 
@@ -477,5 +478,5 @@ def _whereabouts(_actor: object) -> tuple[int, str]:
 
 
 def health_call(engine: Any) -> Any:
-    """A heartbeat of an engine: whether it would answer requests, and how far it has got."""
+    """Heartbeat of an engine: whether it can answer requests, and its progress."""
     return engine.health.remote()
