@@ -30,7 +30,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """Parse the arguments of a chat template. Raises ValueError if the text is invalid."""
     given = read_object(text) if text else {}
     if wrong := [name for name in given if not name.isidentifier()]:
-        raise ValueError(f"{wrong[0]!r} is no name")
+        raise ValueError(f"{wrong[0]!r} is not a valid name")
     return given
 
 
@@ -43,7 +43,7 @@ class ChatTemplateSettings:
 
     chat_template: str | None = chz.field(
         default=None,
-        doc="file of a chat template (Jinja) that replaces the checkpoint's own; final/ has it too",
+        doc="file with a chat template (Jinja) that replaces the checkpoint's, also in final/",
     )
     chat_template_kwargs: str = setting(
         readable_as(
@@ -123,12 +123,12 @@ def template_text(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"chat_template={path} cannot be read: {error}; give a file that holds a chat template",
+            f"chat_template={path} cannot be read: {error}; give a file with a chat template",
             field="model.chat_template",
         ) from error
     if not text.strip():
         raise ConfigError(
-            f"chat_template={path} is empty; give a file that holds a chat template",
+            f"chat_template={path} is empty; give a file with a chat template",
             field="model.chat_template",
         )
     return text
@@ -143,7 +143,7 @@ def _read(path: str) -> str:
     except Exception as error:  # jinja2's errors, which are not imported here
         line = getattr(error, "lineno", "?")
         raise ConfigError(
-            f"chat_template={path} is no chat template: line {line}: {error}; correct the file",
+            f"chat_template={path} is not a chat template: line {line}: {error}; correct the file",
             field="model.chat_template",
         ) from error
     return text

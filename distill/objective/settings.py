@@ -45,7 +45,7 @@ _REFUSED_ESTIMATORS = [
         (
             "k3",
             "differentiated as a loss, q/p - 1 + log p/q has the gradient of the forward KL, not "
-            "of the reverse; say divergence=forward_kl if that is what you want",
+            "of the reverse KL; use divergence=forward_kl if that is what you want",
         ),
         ("k2", "differentiated as a loss it is the sampled estimator, on policy only"),
     )
@@ -77,16 +77,16 @@ class ObjectiveConfig:
     clip: float | tuple[float, float] | None = setting(
         needs("objective.loss", *CLIP),
         default=None,
-        doc="how far from 1 a ratio may go: one number, or two, for below and above (0.2,0.28); "
-        "default: ppo 0.2, cispo 1,4, gspo 3e-4,4e-4",
+        doc="largest distance of a ratio from 1: one number, or two for below and above "
+        "(0.2,0.28); default: ppo 0.2, cispo 1,4, gspo 3e-4,4e-4",
     )
     correction: Correction = setting(
         one_of(*get_args(Correction)),
         default="none",
-        doc="correction for the mismatch of server and learner. none: ratios are against the "
-        "server's log-probs; truncate, mask: ratios are against the learner's own log-probs at the "
-        "start of the step, and learner/server becomes a weight, which truncate cuts at "
-        "correction_cap and mask sets to 0 beyond it",
+        doc="correction for the mismatch of server and learner. none: ratios are relative to the "
+        "server's log-probs; truncate, mask: ratios are relative to the learner's own log-probs at "
+        "the start of the step, and the ratio learner/server becomes a weight, which truncate cuts "
+        "at correction_cap and mask sets to 0 beyond it",
     )
     correction_cap: float | None = setting(
         at_least(1),
@@ -97,11 +97,12 @@ class ObjectiveConfig:
     normalisation: Normalisation = setting(
         one_of(*get_args(Normalisation)),
         default="token",
-        doc="what has equal weight in the loss: every trained token of the step, or every sequence",
+        doc="unit that has equal weight in the loss: every trained token of the step, or every "
+        "sequence",
     )
     num_substeps: int = setting(
         at_least(1),
-        at_most("data.batch_size", "each update has groups of its own"),
+        at_most("data.batch_size", "each update needs at least one group"),
         default=1,
         doc="optimizer updates per step, each on a part of the step's groups",
     )
@@ -115,8 +116,8 @@ class ObjectiveConfig:
         one_of(*get_args(Baseline), or_own=True),
         _REWARDS,
         default="mean",
-        doc="what a reward is compared with. mean: the mean of its group; leave_one_out: the mean "
-        "of the group's other members; global: the mean of the whole step (REINFORCE++); or "
+        doc="baseline of a reward. mean: the mean of its group; leave_one_out: the mean of the "
+        "group's other members; global: the mean of the whole step (REINFORCE++); or "
         "module:function of the step's groups (distill.objective.group_rewards.GroupRewards) that "
         "returns an array of advantages for each group",
         metadata=FUNCTION,
@@ -159,31 +160,31 @@ class ObjectiveConfig:
         not_with(
             "objective.baseline",
             "global",
-            why="a group of one reward is better or worse than the others, which is a signal",
+            why="a group of equal rewards is better or worse than other groups, which is a signal",
         ),
         default="train",
-        doc="groups whose members all have the same reward. replace: groups of further prompts "
-        "take their place (dynamic sampling), for at most 3 times prompts_per_step of them in a "
-        "step; drop: the batch is smaller; train: they stay in it",
+        doc="treatment of groups whose members all have the same reward. replace: groups of "
+        "further prompts replace them (dynamic sampling), at most 3 times prompts_per_step in a "
+        "step; drop: they are left out and the batch is smaller; train: they stay in the batch",
     )
 
     kl_coef: float = setting(at_least(0), default=1.0, doc="weight of the teacher's term")
     kl_clip: float | None = setting(
-        above(0, "leave it out to clip nothing"),
+        above(0, "leave it out for no clip"),
         needs("objective.divergence", "reverse_kl"),
         needs("objective.kl_coef"),
         default=None,
-        doc="bound on a token's log p - log q, on either side, in nats (reverse_kl): limits the "
-        "signal, and biases it; default: no bound",
+        doc="bound on the absolute value of a token's log p - log q, in nats (reverse_kl); limits "
+        "the signal, and biases it; default: no bound",
     )
     estimator: str = setting(
         *_REFUSED_ESTIMATORS,
         one_of(*get_args(EstimatorName)),
         default="sampled",
-        doc="how much of the teacher's distribution is used. sampled: the log-prob of the sampled "
-        "token; full: all of it, by a copy of the teacher in the learner; top_k: some likely "
-        "tokens, and an estimate of the rest (reverse_kl: by the sampled token; other divergences: "
-        "the rest as one outcome); auto (opd): full where it fits, else top_k, else "
+        doc="part of the teacher's distribution that is used. sampled: the log-prob of the sampled "
+        "token; full: the whole distribution, with a copy of the teacher in the learner; top_k: "
+        "some likely tokens, and an estimate of the rest (reverse_kl: by the sampled token; other "
+        "divergences: the rest as one outcome); auto (opd): full if it fits, else top_k, else "
         "sampled",
     )
     divergence: str = setting(
@@ -191,7 +192,7 @@ class ObjectiveConfig:
         not_with(
             "objective.estimator",
             "sampled",
-            why="the log-prob of one sampled token does not tell it",
+            why="it cannot be computed from the log-prob of one sampled token",
             remedy="use estimator=full or top_k",
         ),
         default="reverse_kl",
@@ -211,15 +212,15 @@ class ObjectiveConfig:
         at_least(1),
         _TOP_K,
         default=None,
-        doc="top_k: number of tokens that are compared; with top_k_from=union, of each side; "
-        "default: 32",
+        doc="top_k: number of tokens that are compared; with top_k_from=union, number of tokens of "
+        "each model; default: 32",
     )
     top_k_from: TopKFrom | None = setting(
         one_of(*get_args(TopKFrom)),
         _TOP_K,
         default=None,
-        doc="top_k: whose most likely tokens are compared. student: the sampling policy's; "
-        "teacher: the teacher's; union: the student's, and as many others of the teacher's. "
+        doc="top_k: model whose most likely tokens are compared. student: the sampling policy; "
+        "teacher: the teacher; union: tokens of the student, and as many others of the teacher. "
         "Default: student for reverse_kl, an expectation under the student; teacher for "
         "forward_kl; union for jsd",
     )
@@ -349,13 +350,13 @@ class ObjectiveConfig:
         """
         if self.baseline == "global" and prompts * group_size < 2:
             raise ConfigError(
-                "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
+                "baseline=global with prompts_per_step=1 and group_size=1: a reward minus the mean "
                 "of a step of one sample is zero, and so is the gradient; raise one of them",
                 field="objective.baseline",
             )
         if self.reward_coef and group_size < 2 and not self.compares_groups:
             raise ConfigError(
-                f"group_size={group_size} with reward_coef={self.reward_coef}: a reward less the "
+                f"group_size={group_size} with reward_coef={self.reward_coef}: a reward minus the "
                 "mean of its group of one is zero, and so is the gradient; use at least 2, or "
                 "baseline=global",
                 field="sampling.group_size",
@@ -383,7 +384,7 @@ class OpdObjective(ObjectiveConfig):
     def _depends_on_teacher(self) -> None:
         if self.kl_coef == 0 and self.hint_bonus_coef == 0:
             raise ConfigError(
-                "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
+                "kl_coef=0 leaves the teacher out of the objective, so nothing is distilled; "
                 "give a kl_coef above 0 (recipe=rl trains on rewards alone)",
                 field="objective.kl_coef",
             )
@@ -412,7 +413,7 @@ class OpdObjective(ObjectiveConfig):
             if (value := getattr(self, name)) != off:
                 raise ConfigError(
                     f"{name}={value} changes nothing with estimator={self.estimator} "
-                    f"divergence={self.divergence} and no reward, bonus or reference: it weighs "
+                    f"divergence={self.divergence} and no reward, bonus or reference: it weights "
                     f"the advantages of sampled tokens, which are all 0. Leave {name} out, or give "
                     "estimator=sampled",
                     field=f"objective.{name}",
