@@ -52,8 +52,8 @@ def require_continuation(
         got = decode(tokenizer, encode_chat(tokenizer, text).tolist())
         at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), len(got))
         raise DataError(
-            f"the tokenizer cannot write this text: {text[max(0, at - 20) : at + 20]!r} is decoded "
-            f"as {got[max(0, at - 20) : at + 20]!r}; change the text, or leave the row out"
+            f"the tokenizer cannot encode this text exactly: {text[max(0, at - 20) : at + 20]!r} "
+            f"becomes {got[max(0, at - 20) : at + 20]!r}; change the text, or leave the row out"
         )
     return tokens_T
 

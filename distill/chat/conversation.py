@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 40, 80
 
-NO_TEXT = "the sampled tokens are not the tokens of any text"
-BEFORE = "the template no longer writes what came before the turn as it did"
-TURN = "the template writes the turn otherwise than it was sampled"
-STOP = "the template does not write the stop token that the turn ended with"
-JOIN = "what follows the turn cannot be encoded on its own"
+NO_TEXT = "the sampled tokens do not decode to valid text"
+BEFORE = "the template renders the messages before the turn differently"
+TURN = "the template renders the turn differently from how it was sampled"
+STOP = "the template does not render the stop token at the end of the turn"
+JOIN = "the text after the turn cannot be encoded separately"
 
 _logged: set[tuple[int, str]] = set()
 
@@ -290,7 +290,7 @@ class Conversation:
         if key not in _logged:
             _logged.add(key)
             logger.warning(
-                "a conversation goes on in a new segment: %s. The model had %r; it is shown %r",
+                "a conversation continues in a new segment: %s. Before: %r; now: %r",
                 reason,
                 prefix_break.seen,
                 prefix_break.served,

@@ -49,8 +49,8 @@ def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
     start = next((i for i in starts if whole[i : i + count] == plain), None)
     if start is None:
         raise DataError(
-            f"the tokenizer encodes {text[:40]!r} otherwise where it adds special tokens; give a "
-            "tokenizer whose post-processor adds tokens before and after a text alone"
+            f"the tokenizer encodes {text[:40]!r} differently when it adds special tokens; give a "
+            "tokenizer whose post-processor only adds tokens before and after a text"
         )
     added = whole[:start]
     has_them = plain[: len(added)] == added
@@ -105,8 +105,8 @@ def is_begun(messages: Sequence[Message]) -> bool:
         return False
     if last.get("tool_calls"):
         raise DataError(
-            "the last message is a tool call of the assistant, and no `tool` message answers it; "
-            "add the result, or drop the call"
+            "the last message is a tool call of the assistant, without a `tool` message that has "
+            "the result; add the result, or drop the call"
         )
     return True
 
@@ -306,7 +306,7 @@ def _checked(message: Any, field: str) -> Message:
         )
     if (role := _OPENAI_ROLES.get(message["role"])) is not None:
         raise DataError(
-            f'`{field}.role` is "{message["role"]}", as other formats have it; write "{role}"',
+            f'`{field}.role` is "{message["role"]}", a role of another format; write "{role}"',
             field=f"{field}.role",
         )
     content, calls = message.get("content"), parsed_json(message.get("tool_calls"))
@@ -320,7 +320,7 @@ def _checked(message: Any, field: str) -> Message:
     elif not isinstance(content, str) and not (content is None and calls):
         raise DataError(
             f"`{field}.content` must be a string or a list of text parts, and may be left "
-            f"out beside `tool_calls` only; got {content!r}",
+            f"out only if there are `tool_calls`; got {content!r}",
             field=f"{field}.content",
         )
     return normal_message(message, field)
@@ -332,7 +332,7 @@ def _joined(parts: Sequence[object], field: str) -> str:
         if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
                 f'`{field}[{i}]` must be {{"type": "text", "text": ...}}, got a part of type '
-                f"{kind!r}: models of text see text only; leave the row out",
+                f"{kind!r}: only text is supported; leave the row out",
                 field=f"{field}[{i}]",
             )
     return "".join(part["text"] for part in parts if isinstance(part, dict))
@@ -374,6 +374,6 @@ def check_vocabulary(tokens_T: TokenArray, vocab_size: int) -> None:
     """Raise DataError if an id is outside the model's vocabulary."""
     if tokens_T.max() >= vocab_size:
         raise DataError(
-            f"the tokenizer gives id {tokens_T.max()}, outside the model's vocabulary of "
+            f"the tokenizer produced id {tokens_T.max()}, outside the model's vocabulary of "
             f"{vocab_size}; tokenizer and model do not belong together"
         )

@@ -77,7 +77,7 @@ def parse_turn(
             for i, call in enumerate(calls)
         ),
         malformed=tuple(
-            f"a tool call could not be read: {piece.error}: "
+            f"a tool call could not be parsed: {piece.error}: "
             f"{text[piece.start : piece.stop][:120]!r}; write it as {grammar.example}"
             for piece in pieces
             if piece.error
@@ -154,7 +154,7 @@ _VALUES = ("a value", "another value")
 # Ids as strict templates require them, and for templates that write the name only in the id (Kimi
 # K2).
 _IDS = (("probe0000", "probe0001"), (f"functions.{_NAME}:0", f"functions.{_NAME}:1"))
-_REMEDY = "take a model or a template that is made for tools, or train without tools"
+_REMEDY = "use a model or a template that supports tools, or train without tools"
 _logged: set[str] = set()
 
 
@@ -201,13 +201,13 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
     for ids in _IDS:
         probes = [
             _probed(tokenizer, "a tool call", ids[:1]),
-            _probed(tokenizer, "a tool call beside words", ids[:1], _WORDS),
-            _probed(tokenizer, "two tool calls at once", ids),
+            _probed(tokenizer, "a tool call after words", ids[:1], _WORDS),
+            _probed(tokenizer, "two tool calls in one turn", ids),
         ]
         if not probes[0].values:
             reason = probes[0].refusal or probes[0].left_out
             raise ConfigError(
-                f"the chat template does not write an assistant's tool call: {reason}; {_REMEDY}",
+                f"the chat template does not render an assistant's tool call: {reason}; {_REMEDY}",
                 field="model.chat_template",
             )
         written = [probe for probe in probes if not probe.refusal]
@@ -218,7 +218,8 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         unread += [probe for probe in written if not any(map(probe.reads, GRAMMARS))]
     told = f"{unread[0].what} as {unread[0].texts[0][:200]!r}" if unread else "its tool calls"
     raise ConfigError(
-        f"the chat template writes {told}, in none of the formats {', '.join(GRAMMARS)}; {_REMEDY}",
+        f"the chat template renders {told}, in none of the formats {', '.join(GRAMMARS)}; "
+        f"{_REMEDY}",
         field="model.chat_template",
     )
 
@@ -249,13 +250,13 @@ def _probed(
         text = text.removesuffix(next(token for token in special if text.endswith(token)))
     texts = text[agreement(prompt, text) :], text.rpartition(_QUESTION)[2]
     values = tuple(value for value in _VALUES[: len(ids)] if value in text)
-    left_out = "" if words in text and len(values) == len(ids) else "it leaves parts of it out"
+    left_out = "" if words in text and len(values) == len(ids) else "it leaves parts out"
     return _Probe(what=what, values=values, texts=texts, refusal=refusal, left_out=left_out)
 
 
 def _log_what_is_not_shown(tokenizer: PreTrainedTokenizerBase, probes: Sequence[_Probe]) -> None:
     for probe in probes:
-        told = f"the chat template does not write {probe.what} as it was sampled"
+        told = f"the chat template does not render {probe.what} as it was sampled"
         reason = probe.refusal or probe.left_out
         if reason and (key := f"{tokenizer.chat_template}{told}") not in _logged:
             _logged.add(key)

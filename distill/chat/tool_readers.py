@@ -62,7 +62,7 @@ Reader: TypeAlias = Callable[[str, int, Schemas], Piece]
 # Ids of calls that the strictest templates (Mistral's) accept.
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _LEADING_NAME = re.compile(r'[\s\[{]*"name"\s*:\s*"([^"\\]+)"')
-_NO_OBJECT = "it is no JSON object with a name and arguments"
+_NO_OBJECT = "it is not a JSON object with a name and arguments"
 _NO_NAME = "it has no name"
 
 
@@ -393,7 +393,7 @@ def _python_list(text: str) -> tuple[ToolCall, ...]:
 
 def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-        raise ValueError("no call with named arguments")
+        raise ValueError("not a call with named arguments")
     arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords}
     require_plain(arguments)
     return ToolCall(name=ast.unparse(node.func), arguments=arguments)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "give chat_template=FILE, a template that writes it, or leave it out of the rows"
+_REMEDY = "give chat_template=FILE, a template that renders it, or leave it out of the rows"
 # Shapes (including the template) that were checked, by tokenizer.
 _checked: WeakKeyDictionary[PreTrainedTokenizerBase, set[tuple]] = WeakKeyDictionary()
 
@@ -60,16 +60,16 @@ def check_written(
     if whole is None:
         return  # if the template also refuses the original messages, rendering them raises
     if any(name not in whole for name in marked.tools):
-        raise DataError(f"the chat template does not write `tools`; {_REMEDY}", field="tools")
+        raise DataError(f"the chat template does not render `tools`; {_REMEDY}", field="tools")
     for i, message in enumerate(given):
         lost = marked.lost(i, whole)
         if lost and message["role"] == "assistant":
             lost = marked.lost(i, marked.text(tokenizer, i + 1) or "")
         for part in lost:
-            what = f"the chat template does not write `{part}` of messages[{i}], role "
+            what = f"the chat template does not render `{part}` of messages[{i}], role "
             what += repr(message["role"])
             if part in REASONING and not trained[i]:
-                logger.warning("%s: the model does not see it", what)
+                logger.warning("%s, so the model does not see it", what)
             else:
                 raise DataError(f"{what}; {_REMEDY}", field=part)
     shapes.add(shape)

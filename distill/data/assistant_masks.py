@@ -66,8 +66,8 @@ def conversation_chains(
     ]
     if not turns:
         raise DataError(
-            "there is no assistant turn to train; only what the "
-            "assistant says is trained, without `weight: 0` or `train: false`"
+            "there is no assistant turn to train; only assistant messages without `weight: 0` and "
+            "`train: false` are trained"
         )
     text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
     whole_T = encode_chat(tokenizer, text)
@@ -97,7 +97,7 @@ def _turn(
 ) -> _RenderedTurn:
     """Render assistant turn i as served: the context that the model gets, then its answer."""
     if i == 0:
-        raise DataError("messages[0] is the assistant's, which has nothing to answer; drop it")
+        raise DataError("messages[0] is an assistant message with nothing before it; drop it")
     added = added_tokens(tokenizer)
     said = str(messages[i].get("content") or "").rstrip()
     for stop in sorted(added[id_] for id_ in stop_ids if id_ in added):
@@ -112,8 +112,8 @@ def _turn(
     if not upto.startswith(prefix) or upto == prefix:
         raise DataError(
             f"the chat template does not continue its generation prompt {prefix[-40:]!r} with "
-            f"messages[{i}], the assistant's, so its tokens cannot be told; use a template that "
-            "does, or give `prompt` and `completion` as strings"
+            f"messages[{i}], the assistant's, so its tokens cannot be determined; use a template "
+            "that does, or give `prompt` and `completion` as strings"
         )
     prefix_T, tokens_T = encode_chat(tokenizer, prefix), encode_chat(tokenizer, upto)
     if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):

@@ -164,16 +164,16 @@ def _found(pattern: re.Pattern[str], text: str) -> str:
 
 
 def refuse_misspelt(row: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raises DataError for a field that nothing reads and that is nearly the name of a known one.
+    """Raise DataError for an unknown field whose name is nearly that of a known field.
 
-    Fields of other names are left alone.
+    Other unknown fields are ignored.
     """
     slip = _misspelt(frozenset(row), known)
     if slip is not None:
         wrong, right = slip
         raise DataError(
-            f"`{wrong}` is no field that is read; did you mean `{right}`? Rename it (or say which "
-            "column is meant: columns.prompt=, columns.answer=)",
+            f"`{wrong}` is not a known field; did you mean `{right}`? Rename it (or name the "
+            "column in the settings: columns.prompt=, columns.answer=)",
             field=wrong,
         )
 

@@ -68,15 +68,15 @@ class FeedbackTemplate:
         try:
             parts = list(Formatter().parse(self.text))
         except ValueError as error:
-            return f"{error}; a brace is written {{{{ or }}}}"
+            return f"{error}; write a brace as {{{{ or }}}}"
         for _, name, spec, conversion in parts:
             if name is not None and name not in PLACEHOLDERS:
                 return f"the placeholder {{{name}}} is unknown; {known_names(name, PLACEHOLDERS)}"
             if spec or conversion:
-                return f"write {{{name}}} without `!` or `:`; numbers are written short as they are"
+                return f"write {{{name}}} without `!` or `:`; numbers are always written short"
         if "prompt" not in self.placeholders:
             return (
-                "it lacks {prompt}: the teacher would not see what is asked; put it where the "
+                "it lacks {prompt}, so the teacher would not see the question; put it where the "
                 "prompt belongs"
             )
         return ""
@@ -174,12 +174,12 @@ def last_of_user(messages: Sequence[Message]) -> int:
         if messages[place]["role"] == "user":
             if not isinstance(messages[place].get("content"), str):
                 raise DataError(
-                    "teacher.feedback needs a text for what the user said last",
+                    "teacher.feedback replaces the last user message, whose content must be text",
                     field="teacher.feedback",
                 )
             return place
     raise DataError(
-        "teacher.feedback takes the place of what the user said last; nobody did",
+        "teacher.feedback replaces the last user message, but there is no user message",
         field="teacher.feedback",
     )
 
@@ -207,7 +207,7 @@ def feedback_context(
     """
     if answer is None and "answer" in template.placeholders:
         raise DataError(
-            "teacher.feedback names {answer}, and the row has no `answer`", field="teacher.feedback"
+            "teacher.feedback uses {answer}, but the row has no `answer`", field="teacher.feedback"
         )
     prompt = messages[last_of_user(messages)]["content"] if messages else text
     made = FeedbackContext(
@@ -224,7 +224,7 @@ def feedback_context(
     length = len(made.tokens_T(Outcome(reward=0.0)))
     if length + responses * max_new_tokens > room:
         raise DataError(
-            f"teacher.feedback makes {length} tokens of the prompt, and {responses} x "
+            f"the prompt in teacher.feedback has {length} tokens, and {responses} x "
             f"max_new_tokens={max_new_tokens} more exceed the teacher's context of {room}; "
             "shorten the template or lower max_new_tokens",
             field="teacher.feedback",

@@ -121,8 +121,8 @@ def _as_chat(row: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     for side, message in begins.items():
         if (message["role"], message.get("content")) != ("user", prompt):
             raise DataError(
-                f"`prompt` is not what the user says first in `{side}`: give it there as it is in "
-                "`prompt`, or the assistant's answer alone, on both sides; or leave `prompt` out",
+                f"`prompt` is not the first user message of `{side}`: begin both sides with it, or "
+                "give only the assistant's answers there, or leave `prompt` out",
                 field="prompt",
             )
     return others
@@ -163,7 +163,7 @@ def _split(row: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
     if not shared:
         raise DataError(
             "`chosen` and `rejected` are conversations that begin differently; give the context "
-            "they share in `messages` or `prompt`, or at the head of both",
+            "they share in `messages` or `prompt`, or at the beginning of both",
             field="chosen",
         )
     return chosen[:shared], [chosen[shared:], rejected[shared:]]
@@ -187,7 +187,7 @@ def _only_chain(
         if len(chains) > 1:
             raise DataError(
                 "the chat template cannot render this multi-turn pair as one chain: it rewrites "
-                "earlier turns (as those do that drop thinking); end the answer after one "
+                "earlier turns (as templates do that drop thinking); end the answer after one "
                 "assistant turn"
             )
     return chains[0]

@@ -259,7 +259,7 @@ def _check_tokens(prompt: Prompt, context: PromptContext) -> None:
 def _with_feedback(prompt: Prompt, context: PromptContext) -> Prompt:
     if context.feedback is not None and prompt.teacher_tokens_T is not None:
         raise DataError(
-            "the row says what the teacher sees, and so does teacher.feedback; leave out "
+            "both the row and teacher.feedback define the teacher's context; leave out "
             "`teacher_prompt` and `teacher_messages`, or the setting"
         )
     feedback = context.feedback_on(
@@ -311,7 +311,7 @@ def _check_prompt(row: Mapping[str, Any], prefix: str) -> tuple[str, str]:
 
 def _columns_of(row: Mapping[str, Any]) -> str:
     named = ", ".join(f"`{name}`" for name in row) or "no field"
-    return f"; the row has {named}, and columns.prompt= says which column is the prompt"
+    return f"; the row has {named}; columns.prompt= names the column with the prompt"
 
 
 def _in_style(
@@ -322,12 +322,12 @@ def _in_style(
         return messages, tools
     if is_begun(messages):
         raise DataError(
-            "the last message is the assistant's, and the environment's chats cannot continue an "
-            "answer; drop it"
+            "the last message is the assistant's, but this environment cannot continue an answer; "
+            "drop it"
         )
     if tools:
         raise DataError(
-            "`tools` are the environment's own here; leave the field out of the row", field="tools"
+            "the environment defines the `tools`; leave the field out of the row", field="tools"
         )
     if chat.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": chat.system}, *messages]
@@ -364,7 +364,7 @@ def teacher_named(row: Mapping[str, Any], teachers: Collection[str]) -> str:
         return next(iter(teachers))
     if named not in teachers:
         raise DataError(
-            f"`teacher` is {named!r}, no teacher's name; {known_names(named, teachers)}",
+            f"`teacher` is {named!r}, which is not a teacher; {known_names(named, teachers)}",
             field="teacher",
         )
     return named

@@ -47,7 +47,7 @@ def read_rows(path: str) -> Rows:
     rows = _READERS.get(suffix, _json_rows)(path)
     if not rows:
         remedy = "; write one JSON object per line" if suffix not in _READERS else ""
-        raise DataError(f"{path} holds no rows{remedy}")
+        raise DataError(f"{path} has no rows{remedy}")
     from_arrow = suffix in _ARROW
     return [(number, normal_row(row, from_arrow=from_arrow)) for number, row in rows]
 

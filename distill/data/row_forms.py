@@ -44,7 +44,7 @@ def _form_of(example: Mapping[str, Any]) -> str:
         if given.get("prompt") == "prompt" and example.get("completion") is None:
             raise _missing("completion", example)
         return next(iter(given))
-    problem = " beside ".join(f"`{name}`" for name in given.values()) or "there is no example here"
+    problem = " and ".join(f"`{name}`" for name in given.values()) or "the row has no example"
     raise DataError(
         f"{problem}: give either `prompt` and `completion` (strings), `messages` (chat format), or "
         "`tokens` and `loss_mask` (token ids)"
@@ -66,6 +66,6 @@ def check_pair(row: Mapping[str, Any]) -> None:
 def _missing(field: str, row: Mapping[str, Any]) -> DataError:
     columns = ", ".join(f"`{name}`" for name in row) or "no field"
     return DataError(
-        f"`{field}` is missing; the row has {columns}, and columns.{field}= says which it is",
+        f"`{field}` is missing; the row has {columns}; columns.{field}= names the right one",
         field=field,
     )

@@ -49,9 +49,9 @@ class RowReader:
         """Raise ConfigError if the settings name a column that no source read so far has."""
         for setting, column in self._columns.wanted().items():
             if column not in self._seen:
-                there = ", ".join(sorted(self._seen)) or "none, for no rows were read"
+                there = ", ".join(sorted(self._seen)) or "none, because no rows were read"
                 raise ConfigError(
-                    f"{setting} changes nothing: no row has a column {column!r}; there are {there}",
+                    f"{setting} changes nothing: no row has a column {column!r}; columns: {there}",
                     field=setting.partition("=")[0],
                 )
 
@@ -113,7 +113,7 @@ def _hub_rows(place: str) -> Rows:
 
 
 def _datasets(place: str) -> Any:
-    what = f"{place!r}, which is no file here: a data set of the hub or one saved to disk"
+    what = f"{place!r}, which is not a file but a data set of the hub or one saved to disk"
     require_library("datasets", what, "isotherm[data]")
     import datasets
 
@@ -142,8 +142,8 @@ def _function_rows(place: str) -> Rows:
         raise
     except Exception as error:  # user code may raise anything
         raise DataError(
-            f"{place} makes no rows: {described(error)}; it is called without arguments and "
-            "returns rows"
+            f"{place} failed: {described(error)}; it is called without arguments and must return "
+            "rows"
         ) from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
@@ -153,7 +153,7 @@ def _function_rows(place: str) -> Rows:
 
 def _some(place: str, rows: Sequence[dict[str, Any]]) -> Rows:
     if not rows:
-        raise DataError(f"{place} holds no rows")
+        raise DataError(f"{place} has no rows")
     return list(enumerate(rows, start=1))
 
 

@@ -106,9 +106,9 @@ def _answer(example: Mapping[str, Any]) -> list[Message]:
 def _check_tokenizer(example: Mapping[str, Any], vocab_hash: str) -> None:
     if example.get("tokenizer") != vocab_hash:
         raise DataError(
-            f"`tokens` must be of the model's tokenizer, whose fingerprint is {vocab_hash!r}, but "
-            f"`tokenizer` is {example.get('tokenizer')!r}; train a model that shares the tokenizer "
-            "which made the ids, or give text",
+            f"`tokens` must be ids of the model's tokenizer, with the fingerprint {vocab_hash!r}, "
+            f"but `tokenizer` is {example.get('tokenizer')!r}; train a model with the tokenizer of "
+            "the ids, or give text",
             field="tokens",
         )
 
@@ -120,7 +120,7 @@ def _check_ids(example: Mapping[str, Any]) -> list[int]:
             f"`tokens` must be a non-empty list of token ids, got {_short(ids)}", field="tokens"
         )
     if min(ids) < 0:
-        raise DataError(f"`tokens` holds a negative id, {min(ids)}", field="tokens")
+        raise DataError(f"`tokens` has a negative id, {min(ids)}", field="tokens")
     return ids
 
 
@@ -142,9 +142,9 @@ def _check_runs(example: Mapping[str, Any], length: int) -> list[tuple[int, int]
         start, stop = run
         if not end <= start < stop <= length:
             raise DataError(
-                f"`loss_mask[{i}]` = {run} is no run of tokens in [{end}, {length}): runs are in "
-                "order, do not overlap, end within the tokens and leave out the first, which has "
-                "no context",
+                f"`loss_mask[{i}]` = {run} is not a run of tokens in [{end}, {length}): runs must "
+                "be in order, must not overlap, must end within the tokens, and must leave out the "
+                "first token, which has no context",
                 field=f"loss_mask[{i}]",
             )
         checked.append((start, stop))

@@ -54,8 +54,8 @@ def is_saved(directory: str) -> bool:
     if "dataset_dict.json" in names:
         splits = sorted(each.parent.name for each in Path(directory).glob("*/state.json"))
         raise DataError(
-            f"cannot read {directory!r}: it holds the splits {', '.join(splits)}; give one of "
-            f"them, {Path(directory) / (splits or ['train'])[0]} for example"
+            f"cannot read {directory!r}: it has the splits {', '.join(splits)}; give one of "
+            f"them, for example {Path(directory) / (splits or ['train'])[0]}"
         )
     return "state.json" in names
 
@@ -75,8 +75,8 @@ def files_within(directory: str) -> list[str]:
         below = sorted({str(path.parent) for path in Path(directory).rglob("*") if _is_shard(path)})
         remedy = f"give one of {listed(below)}" if below else "give a file"
         raise DataError(
-            f"cannot read {directory!r}: the directory is no data set that `datasets` saved to "
-            f"disk, and holds no files of rows; {remedy}"
+            f"cannot read {directory!r}: it is not a data set that `datasets` saved to disk, and "
+            f"has no files of rows; {remedy}"
         )
     if len(formats) > 1:
         raise _ambiguous(directory, "formats", formats, f"*{formats[0]}")
@@ -97,5 +97,5 @@ def _ambiguous(directory: str, what: str, found: Sequence[str], pattern: str) ->
     named = ", ".join(each or "files of no split" for each in found)
     return DataError(
         f"cannot read {directory!r}: its files are of several {what} ({named}); give a pattern, "
-        f"{Path(directory) / pattern} for example"
+        f"for example {Path(directory) / pattern}"
     )

@@ -70,8 +70,8 @@ def parse_sources(setting: str, value: str) -> list[Source]:
     parts = [value] if Path(value).exists() else value.split(",")
     if not all(part.strip() for part in parts):
         raise ConfigError(
-            f"{setting}={value}: a source is missing; give files, directories, data sets of the "
-            "hub or module:function, with commas between them",
+            f"{setting}={value}: a source is empty; give files, directories, data sets of the hub "
+            "or module:function, separated by commas",
             field=setting,
         )
     weighted = [_weighted(setting, part.strip()) for part in parts]
@@ -143,8 +143,8 @@ def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
     whole = [weight // common for weight in whole]
     if sum(whole) > _LONGEST_BLOCK:
         raise ConfigError(
-            f"{setting}={value}: the weights are {':'.join(map(str, whole))} in whole numbers, "
-            f"which add up to more than {_LONGEST_BLOCK}; give rounder ones",
+            f"{setting}={value}: the weights are {':'.join(map(str, whole))} as whole numbers, "
+            f"and their sum exceeds {_LONGEST_BLOCK}; give rounder weights",
             field=setting,
         )
     return whole

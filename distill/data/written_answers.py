@@ -40,7 +40,7 @@ def written_sample(
         tokens_T = tokens_T[: int(np.argmax(is_stop_T)) + 1]
     tokens_T = tokens_T[:max_new_tokens]
     if not len(tokens_T):
-        raise DataError(f"{text[:40]!r} is none of the student's tokens")
+        raise DataError(f"{text[:40]!r} has no tokens in the student's vocabulary")
     stops = bool(is_stop_T[len(tokens_T) - 1])
     return Sample(
         tokens_T=tokens_T,

@@ -79,7 +79,7 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
             model.set_attn_implementation(native)
     _require_causal(model)
     logger.warning(
-        "%s runs with its own attention, every context in full each time (slow): %s",
+        "%s runs with its own attention and computes every context in full each time (slow): %s",
         type(model).__name__,
         why_not,
     )
@@ -97,8 +97,8 @@ def _require_causal(model: PreTrainedModel) -> None:
     alone, together = plain.hidden(rows[1:])[0], plain.hidden(rows)[1]
     if gap := _too_large(relative_gap(together[: len(alone)], alone), alone.dtype):
         raise CheckpointError(
-            f"{type(model).__name__} is no causal language model: its hidden states depend on what "
-            f"follows in a row, or pads it ({gap}). Is a field of its config.json missing, such as "
+            f"{type(model).__name__} is not a causal language model: its hidden states depend on "
+            f"later tokens or on padding ({gap}). Is a field of its config.json missing, such as "
             "is_decoder?"
         )
 
@@ -116,7 +116,7 @@ def check_packs(model: PreTrainedModel) -> None:
     layers = f"layers of kind {', '.join(others)}" if others else "recurrent layers"
     raise ConfigError(
         f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence "
-        "or see it in a way unknown here: packed rows would run on into one another. Use "
+        "or attend to it in an unsupported way, so packed rows would influence one another. Use "
         "packing=False",
         field="learner.packing",
     )
@@ -143,7 +143,7 @@ def compare_passes(
     ours.run(tokens_1T, torch.arange(len(rows[0]), device=ours.device)[None], recorder)
     declared = declared_windows(config)
     if declared is None or recorder.windows != declared:
-        return f"layers of kinds {getattr(config, 'layer_types', None)} are not all known here"
+        return f"not all kinds of layers are supported: {getattr(config, 'layer_types', None)}"
     prefixes, suffixes = [row[:-4] for row in rows], [row[-4:] for row in rows]
     after_NSH = ours.hidden_after(prefixes, [0, 1], suffixes)
     gaps = [relative_gap(after_NSH[i], expected[i][-4:]) for i in range(len(rows))]
@@ -152,7 +152,7 @@ def compare_passes(
 
 def _too_large(gap: float, dtype: torch.dtype) -> str:
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
-    return "" if gap <= tolerance else f"a probe differs by {gap:.2g} of the hidden states' size"
+    return "" if gap <= tolerance else f"hidden states of a probe differ by {gap:.2g} (relative)"
 
 
 def relative_gap(ours: Tensor, theirs: Tensor) -> float:

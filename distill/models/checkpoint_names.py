@@ -167,7 +167,7 @@ class Conversion:
         pattern = next(pattern for _, pattern in sources if pattern is not None)
         converter = deepcopy(self._converters[pattern])
         for name, pattern in sources:
-            assert pattern is not None, f"{name} is stored beside what {key} is converted from"
+            assert pattern is not None, f"{name} is stored as well as the sources of {key}"
             converter.add_tensor(key, name, pattern, take(name))  # pyright: ignore[reportArgumentType] - tensors are taken as well as futures
         made = converter.convert(key, model=self._model, config=self._model.config)
         return {

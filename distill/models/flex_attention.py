@@ -214,10 +214,10 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
         raise
     except Exception as error:  # compiler errors have many types
         why = first_line(error)
-        logger.warning("packed rows attend padded, without flex attention: %s", why)
+        logger.warning("packed rows use padded attention, because flex attention failed: %s", why)
         return False
     if gap > _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES):
-        logger.warning("packed rows attend padded: flex attention is off by %.2g", gap)
+        logger.warning("packed rows use padded attention: flex attention is off by %.2g", gap)
         return False
     return True
 

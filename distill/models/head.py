@@ -26,8 +26,9 @@ def check_head(path: str, role: str) -> tuple[int, int]:
     head: Any = projection_of(model)
     if not reads_by_tensor(model, path) or type(head) is not nn.Linear:
         raise ConfigError(
-            f"{role}={path}: its head cannot be read by itself, for the checkpoint is quantised or "
-            "has no safetensors files; give the one that it was made of, whose head is the same",
+            f"{role}={path}: its head cannot be read by itself, because the checkpoint is "
+            "quantised or has no safetensors files; give the original checkpoint, which has the "
+            "same head",
             field=role,
         )
     CheckpointValues(model, path)

@@ -190,9 +190,9 @@ def check_served_ties(role: str, path: str) -> None:
     config = load_config(path)
     if head := own_head(_on_meta(config, path, None), path):
         raise ConfigError(
-            f"{role}={path}: config.json says tie_word_embeddings=true, and {head} differs from "
-            "the embedding. SGLang would serve the embedding in its place. Set "
-            '"tie_word_embeddings": false there, or use engine=embedded',
+            f"{role}={path}: config.json has tie_word_embeddings=true, but {head} differs from "
+            "the embedding. SGLang would use the embedding in its place. Set "
+            '"tie_word_embeddings": false in that file, or use engine=embedded',
             field=role,
         )
 
@@ -376,7 +376,7 @@ def _directory(path: str) -> Path | None:
 def _some_weight_files(path: str) -> list[Path]:
     if files := weight_files(path):
         return files
-    where = "holds" if Path(path).exists() else "is no directory, and in the hub's cache there is"
+    where = "has" if Path(path).exists() else "is not a directory, and the hub's cache has"
     raise CheckpointError(f"{path} {where} no safetensors file")
 
 

@@ -106,9 +106,8 @@ def check_model_files(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
             files.write(Path(directory), tokenizer)
         except Exception as error:  # transformers' validators, tokenizers: a bare Exception
             raise CheckpointError(
-                f"the config or tokenizer of {path} can be loaded and not be saved, so no "
-                f"checkpoint of it could be written: {type(error).__name__}: {first_line(error)}. "
-                "Correct it there"
+                f"the config or tokenizer of {path} can be loaded but not saved, so no checkpoint "
+                f"could be written: {type(error).__name__}: {first_line(error)}. Correct that file"
             ) from error
 
 
@@ -116,7 +115,7 @@ def _json_object(file: str) -> dict[str, Any]:
     try:
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError(f"it holds {type(settings).__name__}, and must hold an object")
+            raise ValueError(f"it has a {type(settings).__name__} in place of an object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {file}: {error}. Correct or remove it") from error
     return settings

@@ -89,7 +89,7 @@ def meta_reward_model(path: str, *, padding: int | None = None) -> PreTrainedMod
     if score_head(model) is None:
         raise CheckpointError(
             f"{path!r} cannot be a reward model: {type(model).__name__} has no scalar `{HEAD}` "
-            "behind a decoder; give a causal language model"
+            "on top of a decoder; give a causal language model"
         )
     return _as_reward_model(model)
 
@@ -104,12 +104,12 @@ def check_reward_config(path: str) -> Any:
     kinds = config.architectures or ["unknown"]
     if not kinds[0].endswith("ForSequenceClassification"):
         raise CheckpointError(
-            f"{path} is no reward model but a {kinds[0]}: it has no score. Train one of it: "
-            f"recipe=reward_model model={path}"
+            f"{path} is not a reward model but a {kinds[0]}, which has no score. To train one from "
+            f"it: recipe=reward_model model={path}"
         )
     if config.num_labels != 1:
         raise CheckpointError(
-            f"{path} is no reward model: it has {config.num_labels} labels, and a reward is one "
+            f"{path} is not a reward model: it has {config.num_labels} labels, but a reward is one "
             "number"
         )
     return config
@@ -131,9 +131,9 @@ def padding_token(
         if id_ not in lasts and id_ < model_vocab:
             return id_
     raise CheckpointError(
-        "the tokenizer has no special token for padding that ends no row: the score of a row would "
-        "be read one token too early. Give it a padding token of its own (`pad_token` in its "
-        "tokenizer_config.json)"
+        "every special token of the tokenizer may end a row, so none can be used for padding: the "
+        "score of a row would be read one token too early. Give it a separate padding token "
+        "(`pad_token` in its tokenizer_config.json)"
     )
 
 
@@ -174,7 +174,7 @@ def _load(
     model, report = loaded
     require_complete(model, path, set(report["missing_keys"]).difference(fresh))
     if score_head(model) is None:
-        raise CheckpointError(f"{path!r} is no reward model: it has no scalar `{HEAD}`")
+        raise CheckpointError(f"{path!r} is not a reward model: it has no scalar `{HEAD}`")
     return cast(PreTrainedModel, model.to(device))
 
 

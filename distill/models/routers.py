@@ -72,8 +72,8 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     config: Any = model.config
     if MixtureShape.of(config) is None:
         raise ConfigError(
-            f"routing_replay is of a mixture's experts, and {type(model).__name__} is dense; leave "
-            "it out",
+            f"routing_replay needs a mixture of experts, but {type(model).__name__} is dense; "
+            "leave it out",
             field="learner.routing_replay",
         )
     routers = {
@@ -83,8 +83,8 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     }
     if not routers:
         raise ConfigError(
-            f"routing_replay=True: isotherm does not know how {type(model).__name__} weighs its "
-            "experts (distill/models/routers.py has those that it knows); use routing_replay=False",
+            f"routing_replay=True does not support the routers of {type(model).__name__} "
+            "(distill/models/routers.py lists the supported ones); use routing_replay=False",
             field="learner.routing_replay",
         )
     return routers

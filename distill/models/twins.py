@@ -77,7 +77,7 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
             model = auto.from_config(small, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a custom config may fail in any way
         raise CheckpointError(
-            f"{source!r} cannot be rehearsed: no small {config.model_type} can be made of its "
+            f"{source!r} cannot be rehearsed: no small {config.model_type} can be built from its "
             f"config ({first_line(error)}); rehearse with a model of another family, or start "
             "with a few steps of the real run"
         ) from error
@@ -132,7 +132,7 @@ def _check_size(model: PreTrainedModel) -> None:
         embeddings.add(id(head.weight))
     size = sum(each.numel() for each in model.parameters() if id(each) not in embeddings)
     if size > LARGEST:
-        raise ValueError(f"{size / 1e6:.0f} M parameters beside its embeddings are left")
+        raise ValueError(f"it still has {size / 1e6:.0f} M parameters besides its embeddings")
 
 
 def _told(config: Any, model: PreTrainedModel) -> str:
@@ -140,6 +140,6 @@ def _told(config: Any, model: PreTrainedModel) -> str:
     millions = sum(each.numel() for each in model.parameters()) / 1e6
     return (
         f"{type(model).__name__}: {now.num_hidden_layers} layers of {was.num_hidden_layers}, "
-        f"hidden {now.hidden_size} of {was.hidden_size}, vocabulary {vocab_size(config):,} as it "
-        f"is: {millions:.1f} M parameters, random"
+        f"hidden {now.hidden_size} of {was.hidden_size}, whole vocabulary of "
+        f"{vocab_size(config):,}: {millions:.1f} M random parameters"
     )

@@ -132,9 +132,9 @@ class VocabularyHead:
         hidden_BTH = getattr(decoder(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)
         if hidden_BTH is None:
             raise CheckpointError(
-                f"{type(model).__name__} has no decoder of its own: base_model is "
-                f"{type(decoder).__name__}, which gives no last_hidden_state. isotherm projects "
-                "hidden states itself; give a checkpoint of a model class that has one"
+                f"{type(model).__name__} has no separate decoder: base_model is "
+                f"{type(decoder).__name__}, which returns no last_hidden_state. isotherm projects "
+                "hidden states itself; give a checkpoint of a model class with a decoder"
             )
         hidden_NH = hidden_BTH[0]
         expected_NV = model(input_ids=ids_BT, use_cache=False).logits[0]
@@ -144,7 +144,7 @@ class VocabularyHead:
         if not gap <= 1e-2 * max(scale, 1e-3):
             raise CheckpointError(
                 f"{type(model).__name__} changes its logits after lm_head (by {gap:.3g} on a "
-                "probe), in a way isotherm does not know; its log-probs would be wrong"
+                "probe) in an unsupported way; its log-probs would be wrong"
             )
 
     def log_distribution(

@@ -60,8 +60,8 @@ def teacher_gaps(segment: Segment) -> FloatArray:
     """
     if segment.teacher_logprobs_T is None:
         raise DataError(
-            "teacher_logprobs_T is missing: the segment was not scored by a teacher (of a run with "
-            "estimator=full a part of the groups is)",
+            "teacher_logprobs_T is missing: no teacher scored the segment (with estimator=full, "
+            "teachers score only a part of the groups)",
             field="teacher_logprobs_T",
         )
     mask_T = segment.action_mask_T

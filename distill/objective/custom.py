@@ -60,8 +60,8 @@ def own_advantage(name: str) -> OwnAdvantage:
         wanted = [group.rewards_G.shape for group in rewards_P]
         if (shapes := [made_G.shape for made_G in made]) != wanted:
             raise DataError(
-                f"baseline={name} returned arrays of shapes {shapes}; one array a group, of "
-                f"shapes {wanted}, are wanted",
+                f"baseline={name} returned arrays of shapes {shapes}; it must return one array per "
+                f"group, of shapes {wanted}",
                 field="baseline",
             )
         if not all(np.isfinite(made_G).all() for made_G in made):
@@ -112,8 +112,8 @@ def per_position(what: str, function: PerPosition) -> PerPosition:
         wanted = tensors[0].shape[:1]
         if not isinstance(made_N, Tensor) or made_N.shape != wanted:
             raise DataError(
-                f"{what} returned {_form(made_N)}; a tensor of one number for each token, of shape "
-                f"{tuple(wanted)}, is wanted"
+                f"{what} returned {_form(made_N)}; it must return a tensor with one number per "
+                f"token, of shape {tuple(wanted)}"
             )
         return made_N
 
@@ -204,7 +204,7 @@ def _try(what: str, function: PerPosition, tensors: Sequence[Tensor], learnt: Te
     alone_N = function(*(tensor[:half] for tensor in tensors))
     if not torch.allclose(alone_N, made_N[:half], atol=1e-6):
         raise DataError(
-            f"{what} gives a token another value beside other tokens: micro-batches would not add "
-            "up. Return each token's own; dividing by the count of tokens is done afterwards "
-            "(normalisation=)"
+            f"{what} returns values of tokens that depend on other tokens, so the sum over "
+            "micro-batches would be wrong. Return the value of each token alone; the division by "
+            "the number of tokens is done afterwards (normalisation=)"
         )

@@ -105,7 +105,7 @@ def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
 
     Ids beyond the student's vocabulary have no mass.
     """
-    assert ids_NK.shape[1] < log_p_NV.shape[1], "the top is the whole vocabulary: there is no rest"
+    assert ids_NK.shape[1] < log_p_NV.shape[1], "the ids are the whole vocabulary: no rest is left"
     own_NK = _within(log_p_NV, ids_NK)
     rest_N1 = log_p_NV.scatter(1, own_NK, -math.inf).logsumexp(dim=1, keepdim=True)
     rest_N1 = rest_N1.masked_fill((ids_NK >= log_p_NV.shape[1]).all(1, keepdim=True), 0.0)

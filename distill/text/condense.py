@@ -110,8 +110,8 @@ class CheckedCondenser:
         num_tokens = count_tokens(self.tokenizer, result)
         if num_tokens > max_tokens:
             raise DataError(
-                f"condenser {self.name} returned {num_tokens} tokens where max_tokens="
-                f"{max_tokens}; count with the model's tokenizer, and cut",
+                f"condenser {self.name} returned {num_tokens} tokens, more than max_tokens="
+                f"{max_tokens}; count with the model's tokenizer, and cut the text",
                 field="condenser",
             )
         return result
@@ -320,9 +320,9 @@ async def condense_history(
     fixed = num_tokens([*head, _summary_message(""), *tail]) if middle else total
     if fixed > max_tokens:
         raise TooLongToCondense(
-            f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is: a "
+            f"max_tokens={max_tokens} is less than the {fixed} tokens that cannot be condensed: a "
             f"system prompt of {_content_tokens(tokenizer, head)}, the last {len(tail)} messages "
-            f"with {_content_tokens(tokenizer, tail)}, and what the template adds; give more "
+            f"with {_content_tokens(tokenizer, tail)}, and the text of the template; give more "
             "tokens, a shorter system prompt, or a smaller keep_last",
             field="max_tokens",
         )
@@ -338,8 +338,8 @@ async def condense_history(
             summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
         except DataError as error:
             raise TooLongToCondense(
-                f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is "
-                f"and what a summary of the rest needs ({error})",
+                f"max_tokens={max_tokens} is less than the {fixed} tokens that cannot be condensed "
+                f"and those of a summary of the rest ({error})",
                 field="max_tokens",
             ) from error
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
