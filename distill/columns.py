@@ -193,16 +193,16 @@ def pack(trajectories: Sequence[Trajectory]) -> GroupColumns:
     lengths: dict[str, Lengths] = {}
     for name in _ARRAYS:
         parts_S = columns.pop(name)
-        there = [part for part in parts_S if part is not None]
-        if not there:
+        present = [part for part in parts_S if part is not None]
+        if not present:
             continue
         if (dtype := PER_TOKEN.get(name)) is not None:
             _check_shapes(name, dtype, parts_S, tokens_S)
-        complete = len(there) == len(parts_S)
+        complete = len(present) == len(parts_S)
         lengths_S = tuple(-1 if part is None else len(part) for part in parts_S)
         # Fields with the lengths of the tokens share one tuple, which a pickle stores once.
         lengths[name] = tokens_S if complete and lengths_S == tokens_S else lengths_S
-        arrays[name] = np.concatenate(there)
+        arrays[name] = np.concatenate(present)
     return GroupColumns(
         members_G=tuple(map(_OF_MEMBER, trajectories)),
         segments_G=tuple(len(each.segments) for each in trajectories),
@@ -347,11 +347,11 @@ def _error(field: str, what: str) -> DataError:
 
 
 def _views(values: np.ndarray, lengths_S: Lengths) -> list[np.ndarray | None]:
-    made, start = [], 0
+    views, start = [], 0
     for length in lengths_S:
-        made.append(values[start : start + length] if length >= 0 else None)
+        views.append(values[start : start + length] if length >= 0 else None)
         start += max(length, 0)
-    return made
+    return views
 
 
 def _top_bytes(top: TopLogprobs | None) -> int:

@@ -96,10 +96,10 @@ def sync_tree(root: Path) -> dict[str, str]:
     paths = sorted(root.rglob("*"))
     names = [str(path.relative_to(root)) for path in paths if path.is_file()]
     with ThreadPoolExecutor(_THREADS) as pool:
-        made = dict(zip(names, pool.map(sync, names), strict=True))
+        found = dict(zip(names, pool.map(sync, names), strict=True))
     for directory in [*(path for path in paths if path.is_dir()), root]:
         sync_directory(directory)
-    return made
+    return found
 
 
 def sync_directory(path: Path) -> None:

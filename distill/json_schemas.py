@@ -34,8 +34,8 @@ def mismatch(value: object, schema: Mapping[str, Any]) -> str | None:
     try:
         wrong = best_match(_errors(value, schema))
     except Exception as error:  # a malformed schema makes jsonschema raise errors of any kind
-        told = f"the schema cannot be checked: {type(error).__name__}: {first_line(error)}"
-        return told[:_LONGEST_COMPLAINT]
+        reason = f"the schema cannot be checked: {type(error).__name__}: {first_line(error)}"
+        return reason[:_LONGEST_COMPLAINT]
     if wrong is None:
         return None
     where = ".".join(str(part) for part in wrong.absolute_path)

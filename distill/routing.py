@@ -62,8 +62,10 @@ def merged_experts(length: int, pieces: list[tuple[int, ExpertArray]]) -> Expert
     """
     if not pieces:
         return None
-    _, one = pieces[0]
-    made = np.full((length, *one.shape[1:]), unknown_expert(one.dtype), one.dtype)
+    _, first_piece = pieces[0]
+    merged = np.full(
+        (length, *first_piece.shape[1:]), unknown_expert(first_piece.dtype), first_piece.dtype
+    )
     for first, experts in pieces:
-        made[first : first + len(experts)] = experts
-    return made
+        merged[first : first + len(experts)] = experts
+    return merged

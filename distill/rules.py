@@ -74,8 +74,8 @@ def rules_of(field: Field) -> tuple[Rule, ...]:
 
 def default_of(field: Field) -> Any:
     """Default value of a field; MISSING without one."""
-    made = field._default_factory
-    return made() if callable(made) else field._default
+    factory = field._default_factory
+    return factory() if callable(factory) else field._default
 
 
 def get(settings: Any, path: str) -> Any:

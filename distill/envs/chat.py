@@ -270,23 +270,25 @@ class ChatEnv(Env):
             answered = await self._call(turn)
         else:
             answered = await self._env.step(self.conversation.response.message)
-        reward, ended, told = answered.reward, answered.stop_reason, answered.feedback
-        goes_on = bool(answered.messages) and ended is None
-        if goes_on:
+        reward, ended, feedback = answered.reward, answered.stop_reason, answered.feedback
+        continues = bool(answered.messages) and ended is None
+        if continues:
             last = cut and self._env.ends_when_cut
-            ended = StopReason.LENGTH if last else await self._go_on(answered)
-            goes_on = ended is None
-            if not goes_on:
+            ended = StopReason.LENGTH if last else await self._continue(answered)
+            continues = ended is None
+            if not continues:
                 reward += await self._env.unfinished()
-                told = f"{told}\nIt was cut off by a limit ({ended}) before its end.".lstrip()
+                feedback = (
+                    f"{feedback}\nIt was cut off by a limit ({ended}) before its end.".lstrip()
+                )
         self._counts["prefix_breaks"] = len(self.conversation.prefix_breaks)
         return StepResult(
             reward=reward,
-            observation_T=self.conversation.observation_T if goes_on else None,
+            observation_T=self.conversation.observation_T if continues else None,
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
             metrics=self._counts | dict(answered.metrics),
-            feedback=told,
+            feedback=feedback,
         )
 
     async def _call(self, turn: ParsedTurn) -> MessageStep:
@@ -303,14 +305,14 @@ class ChatEnv(Env):
         for name in ("seconds", "truncated", "neutralised"):
             total = sum(float(getattr(outcome, name)) for outcome in outcomes)
             self._counts[f"tool_{name}"] += total
-        told = [{"role": "user", "content": text} for text in turn.malformed]
+        unparsed = [{"role": "user", "content": text} for text in turn.malformed]
         failed = [outcome.message["content"] for outcome in outcomes if outcome.error is not None]
         return MessageStep(
-            messages=[*(outcome.message for outcome in outcomes), *told],
+            messages=[*(outcome.message for outcome in outcomes), *unparsed],
             feedback="\n".join([*failed, *turn.malformed])[-LONGEST_WORDS:],
         )
 
-    async def _go_on(self, answered: MessageStep) -> StopReason | None:
+    async def _continue(self, answered: MessageStep) -> StopReason | None:
         """Add the messages to the conversation, or return the limit that ends the episode."""
         limits = self._setting.limits
         if self._turns >= limits.max_turns:

@@ -343,7 +343,7 @@ class ChatConfig(EnvConfig):
     ) -> Callable[[Mapping[str, SamplingModel]], Condenser]:
         assert self.condenser is not None
         if self.condenser != BY_POLICY:
-            return partial(_given, load_condenser(self.condenser, setting.tokenizer))
+            return partial(_fixed_condenser, load_condenser(self.condenser, setting.tokenizer))
         sampling = self._condenser_sampling(setting.max_new_tokens)
         room = setting.context_length - sampling.max_new_tokens
         if room < 2:
@@ -353,7 +353,7 @@ class ChatConfig(EnvConfig):
                 field="env.condenser_tokens",
             )
         return partial(
-            _by_policy,
+            _policy_condenser,
             setting.tokenizer,
             sampling,
             max(1, min(target, room // 2)),
@@ -361,11 +361,11 @@ class ChatConfig(EnvConfig):
         )
 
 
-def _given(condenser: Condenser, _models: Mapping[str, SamplingModel]) -> Condenser:
+def _fixed_condenser(condenser: Condenser, _models: Mapping[str, SamplingModel]) -> Condenser:
     return condenser
 
 
-def _by_policy(
+def _policy_condenser(
     tokenizer: PreTrainedTokenizerBase,
     sampling: EvalSampling,
     chunk_tokens: int,
@@ -398,14 +398,16 @@ class ChatEnvConfig(ChatConfig):
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         chat = self.chat_setting(setting)
-        problems_P = [self._told(each, chat, setting) for each in self.problems(path, setting)]
+        problems_P = [
+            self._with_feedback(each, chat, setting) for each in self.problems(path, setting)
+        ]
         longest = 0
         for number, problem in enumerate(problems_P, 1):
             length = problem.num_tokens
             if length is None:
-                made = problem.make()
-                self._require_named(made.tools, chat.tool_names)
-                length = first_length(made, chat)
+                env = problem.make()
+                self._require_named(env.tools, chat.tool_names)
+                length = first_length(env, chat)
             longest = max(longest, length)
             what = f"problem {number if problem.line is None else problem.line}"
             if problem.teacher_tokens_T is not None:
@@ -423,7 +425,7 @@ class ChatEnvConfig(ChatConfig):
             longest_prompt=longest,
         )
 
-    def _told(
+    def _with_feedback(
         self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
     ) -> MessageProblem:
         """Add the teacher's context on feedback to a problem if the run sets teacher.feedback."""
@@ -459,7 +461,7 @@ async def _condensed(what: str, env: MessageEnv, chat: ChatSetting, condensing: 
     """Raise ConfigError if an episode's initial messages cannot be condensed."""
     # Only the messages that must be kept can be too long, and they are the same for all condensers.
     keywords = KeywordCondenser(tokenizer=chat.tokenizer)
-    by_keywords = replace(condensing, condenser=partial(_given, keywords))
+    by_keywords = replace(condensing, condenser=partial(_fixed_condenser, keywords))
     schemas = [tool.schema for tool in offered_tools(env, chat)]
     try:
         await by_keywords(env.initial_messages(), chat.tokenizer, schemas, {})

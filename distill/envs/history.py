@@ -67,16 +67,16 @@ class Histories:
             keys.append(_digest(keys[-1], _compared(message)))
         known = max((i for i, key in enumerate(keys) if key in self._answered), default=0)
         self._count(given[known:])
-        heard = [self._neutral(message) for message in given]
+        neutral = [self._neutral(message) for message in given]
         if known:
             conversation = self._answered[keys[known]].branch()
             breaks = len(conversation.prefix_breaks)
-            conversation.hear(heard[known:])
+            conversation.hear(neutral[known:])
             self.prefix_breaks += len(conversation.prefix_breaks) - breaks
         else:
             tool_format = detect_format(self._tokenizer) if tools else None
             conversation = Conversation(
-                self._tokenizer, heard, tools=tools, tool_format=tool_format
+                self._tokenizer, neutral, tools=tools, tool_format=tool_format
             )
         return PendingAnswer(self, conversation, keys[-1], tools)
 
@@ -88,10 +88,10 @@ class Histories:
 
     def _count(self, rest: Sequence[Message]) -> None:
         """Classify and count a request by the messages that follow its longest match."""
-        said = [message for message in rest if message["role"] == "assistant"]
-        if any(_digest(b"", _compared(message)) not in self._sent for message in said):
+        answers = [message for message in rest if message["role"] == "assistant"]
+        if any(_digest(b"", _compared(message)) not in self._sent for message in answers):
             self.unmatched += 1
-        elif said:
+        elif answers:
             self.rewritten += 1
 
     def _neutral(self, message: dict[str, Any]) -> dict[str, Any]:

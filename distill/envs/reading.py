@@ -99,19 +99,19 @@ class Reader(MessageEnv):
         return self._shows("")
 
     async def step(self, message: Message) -> MessageStep:
-        said = str(message.get("content") or "")
+        text = str(message.get("content") or "")
         document = self._document
         if self._read > len(self._parts):
             return await _answered(self._reward, message, document.answer)
         oracle, metrics = None, {}
         if document.facts:
             oracle = partial(
-                key_fact_bonuses, facts=document.facts, value=self._fact_bonus, answer=said
+                key_fact_bonuses, facts=document.facts, value=self._fact_bonus, answer=text
             )
             metrics["facts_kept"] = fmean(
-                found is not None for found in first_mentions(document.facts, said)
+                found is not None for found in first_mentions(document.facts, text)
             )
-        return MessageStep(messages=self._shows(said), afresh=True, oracle=oracle, metrics=metrics)
+        return MessageStep(messages=self._shows(text), afresh=True, oracle=oracle, metrics=metrics)
 
     def _shows(self, notes: str) -> list[Message]:
         """Messages with the next part and the notes; after the last part, with the notes alone."""
@@ -297,7 +297,7 @@ class Reading(ChatEnvConfig):
             make_group = partial(
                 _condensed_group, document, wording, setting.reward_function(), condenser, room
             )
-            make = partial(_alone, make_group)
+            make = partial(_single_env, make_group)
         return MessageProblem(
             make=make,
             make_group=make_group,
@@ -332,7 +332,7 @@ class Reading(ChatEnvConfig):
         return answer_of(setting.reward)
 
 
-def _alone(make_group: Callable[[int], Sequence[MessageEnv]]) -> MessageEnv:
+def _single_env(make_group: Callable[[int], Sequence[MessageEnv]]) -> MessageEnv:
     [env] = make_group(1)
     return env
 

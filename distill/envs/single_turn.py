@@ -78,8 +78,8 @@ class SingleTurnEnv(Env):
     async def _earned(self, response: Response) -> Verdict:
         prompt = self.prompt
         if isinstance(self.reward, ModelReward):
-            said = response.message if prompt.messages else response.sampled
-            [score] = await scores_of(self.models, [conversation(prompt, said)])
+            answered = response.message if prompt.messages else response.sampled
+            [score] = await scores_of(self.models, [conversation(prompt, answered)])
             return Verdict(reward=score)
         if prompt.answer is None:
             return Verdict(reward=0.0)

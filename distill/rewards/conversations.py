@@ -39,17 +39,17 @@ class ConversationEncoder:
             exact=False,  # a policy with another tokenizer may write text that this one lacks
         )
 
-    def __call__(self, asked: RewardInput) -> TokenArray:
+    def __call__(self, given: RewardInput) -> TokenArray:
         """Encode a conversation.
 
         Raises:
             DataError: the text cannot be encoded, or exceeds the model's context.
         """
-        said = asked.response
-        if isinstance(said, str) and not asked.messages:
-            return self._encoder.completion(asked.prompt, said).tokens_T
-        messages = answered(asked.messages, said)
-        tools = None if asked.tools is None else list(asked.tools)
+        response = given.response
+        if isinstance(response, str) and not given.messages:
+            return self._encoder.completion(given.prompt, response).tokens_T
+        messages = answered(given.messages, response)
+        tools = None if given.tools is None else list(given.tools)
         [chain] = self._encoder.conversation(messages, tools, context=len(messages) - 1)
         return chain.tokens_T
 
@@ -73,8 +73,8 @@ def check_prompts(
     for prompt in prompts_P:
         where = f"{source}:{prompt.line}"
         try:
-            asked = conversation(prompt, "?")
-            length = len(encoder(replace(asked, tools=tools) if tools else asked))
+            given = conversation(prompt, "?")
+            length = len(encoder(replace(given, tools=tools) if tools else given))
         except DataError as error:
             raise DataError(f"{where}: the reward model {path}: {error}") from error
         if length + max_new_tokens > encoder.context_length:

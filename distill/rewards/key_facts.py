@@ -40,12 +40,12 @@ def key_fact_bonuses(
     rewards_T = np.zeros(len(tokens_T), np.float64)
     text, starts_T, stops_T = token_spans(tokenizer, tokens_T.tolist())
     has_text_T = stops_T > starts_T
-    said = text if answer is None else answer.strip()
-    start = text.rfind(said)
-    for found in first_mentions(facts, text, start, start + len(said)) if start >= 0 else ():
+    searched = text if answer is None else answer.strip()
+    start = text.rfind(searched)
+    for found in first_mentions(facts, text, start, start + len(searched)) if start >= 0 else ():
         if found is not None:
-            says_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
-            rewards_T[says_T] += value / says_T.sum()
+            overlaps_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
+            rewards_T[overlaps_T] += value / overlaps_T.sum()
     return rewards_T.astype(np.float32)
 
 

@@ -62,10 +62,10 @@ async def judge(reward: RewardFunction, response: Response | str, answer: str) -
     of the event loop, such as those of a group, go to the thread and back together.
 
     A reward may be slow and need not be thread-safe; the event loop continues meanwhile. Rewards
-    that only compare texts (`_AT_ONCE`) are computed without the thread. Each other reward has a
-    time limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and `json_schema` run in a
-    child process that is ended; a custom function runs in this process, where it may keep models
-    and connections, and is abandoned at its limit (`CheckedReward`).
+    that only compare texts (`_WITHOUT_THREAD`) do not use the thread. Each other reward has a time
+    limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and `json_schema` run in a child
+    process that is ended; a custom function runs in this process, where it may keep models and
+    connections, and is abandoned at its limit (`CheckedReward`).
     """
     return (await verdict(reward, response, answer)).reward
 
@@ -73,7 +73,7 @@ async def judge(reward: RewardFunction, response: Response | str, answer: str) -
 async def verdict(reward: RewardFunction, response: Response | str, answer: str) -> Verdict:
     """`judge` with feedback on the response, such as the right answer or the tests' errors."""
     text = response if isinstance(response, str) else judged_text(reward, response)
-    if reward in _AT_ONCE:
+    if reward in _WITHOUT_THREAD:
         return _verdict(reward, text, answer)
     return await _thread.verdict(reward, text, answer)
 
@@ -108,7 +108,7 @@ def contains(response: str, answer: str) -> float:
 
 
 # Rewards that take less time than the way to the thread and back.
-_AT_ONCE = (exact_match, last_number, contains)
+_WITHOUT_THREAD = (exact_match, last_number, contains)
 
 DEFAULT_REWARD = "exact_match"
 _BUILT_IN: dict[str, RewardFunction] = {
@@ -192,12 +192,12 @@ class _RewardThread:
 
     async def verdict(self, reward: RewardFunction, response: str, answer: str) -> Verdict:
         loop = asyncio.get_running_loop()
-        asked = _RewardCall(reward, response, answer, loop.create_future())
+        call = _RewardCall(reward, response, answer, loop.create_future())
         batch = self._batches.setdefault(loop, [])
-        batch.append(asked)
+        batch.append(call)
         if len(batch) == 1:
             loop.call_soon(self._send, loop)
-        return await asked.future
+        return await call.future
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         self._executor.submit(self._compute, loop, self._batches.pop(loop))
@@ -205,14 +205,14 @@ class _RewardThread:
     def _compute(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_RewardCall]) -> None:
         results: list[tuple[_RewardCall, Verdict | BaseException]] = []
         returned = time.monotonic()
-        for asked in batch:
-            if asked.future.cancelled():
+        for call in batch:
+            if call.future.cancelled():
                 continue
             try:
-                result = _verdict(asked.reward, asked.response, asked.answer)
+                result = _verdict(call.reward, call.response, call.answer)
             except BaseException as error:  # it is raised where the reward was requested
                 result = error
-            results.append((asked, result))
+            results.append((call, result))
             if time.monotonic() - returned > _RETURN_EVERY_S:
                 loop.call_soon_threadsafe(_return, results)
                 results, returned = [], time.monotonic()
@@ -220,13 +220,13 @@ class _RewardThread:
 
 
 def _return(results: Sequence[tuple[_RewardCall, Verdict | BaseException]]) -> None:
-    for asked, result in results:
-        if asked.future.done():
+    for call, result in results:
+        if call.future.done():
             continue  # cancelled
         if isinstance(result, BaseException):
-            asked.future.set_exception(result)
+            call.future.set_exception(result)
         else:
-            asked.future.set_result(result)
+            call.future.set_result(result)
 
 
 _thread = _RewardThread()
@@ -241,7 +241,7 @@ def _require_number(answer: str) -> None:
 
 
 # Checks an answer without a response, for rewards that do not accept every text as an answer.
-_READS: dict[RewardFunction, Callable[[str], object]] = {
+_READERS: dict[RewardFunction, Callable[[str], object]] = {
     last_number: _require_number,
     math_equal: partial(math_equal, ""),
     unit_tests: read_tests,
@@ -263,7 +263,7 @@ def check_answer(reward: Reward, answer: str | None) -> None:
         return
     if isinstance(reward, CheckedReward):
         reward.check_answer(answer)
-    elif (read := _READS.get(reward)) is not None:
+    elif (read := _READERS.get(reward)) is not None:
         read(answer)
 
 
@@ -379,8 +379,8 @@ class CheckedReward:
             raise self._error(f"refuses it: {described(error)}", answer) from error
 
     def _error(self, what: str, answer: str) -> DataError:
-        told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"
-        return DataError(told.encode(errors="backslashreplace").decode(), field="reward")
+        message = f"reward {self.name} {what} (for the answer {answer[:40]!r})"
+        return DataError(message.encode(errors="backslashreplace").decode(), field="reward")
 
     def __reduce__(self) -> tuple[Callable[[str, float], Reward], tuple[str, float]]:
         return load_reward, (self.name, self.timeout_s)

@@ -34,6 +34,6 @@ def phrase_bonuses(
     has_text_T = stops_T > starts_T
     for phrase, value in bonuses.items():
         for found in re.finditer(re.escape(phrase), text):
-            spells_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
-            rewards_T[spells_T] += value / spells_T.sum()
+            overlaps_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
+            rewards_T[overlaps_T] += value / overlaps_T.sum()
     return rewards_T.astype(np.float32)

@@ -61,17 +61,17 @@ def tested(response: str, answer: str) -> Verdict:
     }
     result = asyncio.run(run_python(_CHILD.read_text(), stdin=json.dumps(given), limits=LIMITS))
     passed = result.outcome == "ok"
-    return Verdict(reward=float(passed), feedback=_told(result))
+    return Verdict(reward=float(passed), feedback=_feedback(result))
 
 
-def _told(result: SandboxResult) -> str:
+def _feedback(result: SandboxResult) -> str:
     """Feedback: the end of the output and of the errors, or the limit that ended the program."""
     if result.outcome == "ok":
         return "The tests passed."
-    said = f"{result.stdout}\n{result.stderr}".strip()[-LONGEST_WORDS:]
+    output = f"{result.stdout}\n{result.stderr}".strip()[-LONGEST_WORDS:]
     if result.outcome == "error":
-        return f"The tests failed:\n{said}"
-    return f"The tests were ended, {LIMITS.said_of(result.outcome)}:\n{said}".rstrip(":\n")
+        return f"The tests failed:\n{output}"
+    return f"The tests were ended, {LIMITS.message_for(result.outcome)}:\n{output}".rstrip(":\n")
 
 
 def _program(response: str) -> str:

@@ -47,8 +47,8 @@ def run(
         for arguments, accepted in given["calls"]:
             result = function(*copy.deepcopy(arguments))
             if not any(_same(result, each) for each in accepted):
-                told = [repr(each)[:200] for each in (arguments, result, accepted[0])]
-                raise AssertionError("the arguments {} give {}, not {}".format(*told))
+                shown = [repr(each)[:200] for each in (arguments, result, accepted[0])]
+                raise AssertionError("the arguments {} give {}, not {}".format(*shown))
     for text, expected in given["scripts"]:
         output, code, errors = script(text)
         if code:

@@ -35,7 +35,7 @@ _MEMORY_BYTES = 4 << 30
 # Time for the imports that calls need, such as sympy, on a machine whose cores are all busy.
 _START_S = 300.0
 # Maximum number of abandoned threads that still run: each may occupy a core.
-_MAX_GIVEN_UP = 4
+_MAX_ABANDONED = 4
 
 
 class OverLimit(Exception):
@@ -87,12 +87,12 @@ class _Child:
         self._connection: Connection | None = None
 
     def call(self, function: Callable[..., Any], arguments: tuple, timeout_s: float) -> Any:
-        asked = pickle.dumps((function, arguments))
+        request = pickle.dumps((function, arguments))
         with self._lock:
             try:
                 if self._process is None or self._process.poll() is not None:
                     self._start()
-                result, error = self._asked(asked, timeout_s)
+                result, error = self._answer_to(request, timeout_s)
             except BaseException:  # also an interrupt: else the next call would read this answer
                 self._end()
                 raise
@@ -114,7 +114,7 @@ class _Child:
                 start_new_session=True,
             )
         try:
-            _, error = self._asked(pickle.dumps((_confine, (self._prepare,))), _START_S)
+            _, error = self._answer_to(pickle.dumps((_confine, (self._prepare,))), _START_S)
         except OverLimit as late:  # not of a call, so no response may be judged by it
             code = self._process.poll()
             raise RuntimeError(
@@ -124,7 +124,7 @@ class _Child:
         if error is not None:
             raise error
 
-    def _asked(self, asked: bytes, timeout_s: float) -> tuple[Any, BaseException | None]:
+    def _answer_to(self, request: bytes, timeout_s: float) -> tuple[Any, BaseException | None]:
         """Return the result or the error of a call.
 
         Raises:
@@ -132,7 +132,7 @@ class _Child:
         """
         assert self._connection is not None
         try:
-            self._connection.send_bytes(asked)
+            self._connection.send_bytes(request)
             if not self._connection.poll(timeout_s):
                 raise _over_limit(timeout_s, "late")
             return pickle.loads(self._connection.recv_bytes())
@@ -158,15 +158,15 @@ def main(descriptor: str) -> None:
     connection = Connection(int(descriptor))
     while True:
         try:
-            asked = connection.recv_bytes()
+            request = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        connection.send_bytes(_answer(asked))
+        connection.send_bytes(_answer(request))
 
 
-def _answer(asked: bytes) -> bytes:
+def _answer(request: bytes) -> bytes:
     try:
-        function, arguments = pickle.loads(asked)
+        function, arguments = pickle.loads(request)
         return pickle.dumps((function(*arguments), None))
     except BaseException as error:  # also SystemExit: it is raised in the caller
         try:
@@ -202,45 +202,45 @@ class _Caller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hand: _Hand | None = None
-        self._given_up: list[_Hand] = []
+        self._worker: _CallThread | None = None
+        self._abandoned: list[_CallThread] = []
 
     def call(self, function: Callable[..., Any], arguments: tuple, timeout_s: float) -> Any:
         with self._lock:
-            self._given_up = [hand for hand in self._given_up if hand.thread.is_alive()]
-            if len(self._given_up) >= _MAX_GIVEN_UP:
-                raise OverLimit(f"{_MAX_GIVEN_UP} earlier calls that were too late still run")
-            hand = self._hand = self._hand or _Hand()
-            hand.asked.put((function, arguments))
+            self._abandoned = [worker for worker in self._abandoned if worker.thread.is_alive()]
+            if len(self._abandoned) >= _MAX_ABANDONED:
+                raise OverLimit(f"{_MAX_ABANDONED} earlier calls that were too late still run")
+            worker = self._worker = self._worker or _CallThread()
+            worker.requests.put((function, arguments))
             try:
-                result, error = hand.answered.get(timeout=timeout_s)
+                result, error = worker.answers.get(timeout=timeout_s)
             except queue.Empty:
-                hand.asked.put(None)
-                self._given_up.append(hand)
-                self._hand = None
+                worker.requests.put(None)
+                self._abandoned.append(worker)
+                self._worker = None
                 raise OverLimit(f"over {timeout_s:g} s") from None
         if error is not None:
             raise error
         return result
 
 
-class _Hand:
+class _CallThread:
     """A daemon thread that executes calls."""
 
     def __init__(self) -> None:
-        self.asked: queue.SimpleQueue = queue.SimpleQueue()
-        self.answered: queue.SimpleQueue = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="bounded", daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        while (asked := self.asked.get()) is not None:
-            function, arguments = asked
+        while (request := self.requests.get()) is not None:
+            function, arguments = request
             try:
                 answer = function(*arguments), None
             except BaseException as error:  # also SystemExit: it is raised in the caller
                 answer = None, error
-            self.answered.put(answer)
+            self.answers.put(answer)
 
 
 _caller = _Caller()

@@ -54,7 +54,7 @@ def _lifeline() -> tuple[int, int]:
     return os.pipe()
 
 
-def _forget() -> None:
+def _close_lifeline() -> None:
     """Close a forked process's copy of the starter's end, which would keep the guards waiting.
 
     uvloop, which Ray's actors use if it is installed, calls this in every process that it starts,
@@ -65,7 +65,7 @@ def _forget() -> None:
         _lifeline.cache_clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_lifeline)
 
 
 def main() -> None:
@@ -80,18 +80,18 @@ def main() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != front:  # the front died before
         os.kill(os.getpid(), signal.SIGTERM)
-    noted, note = os.pipe()
-    os.set_blocking(note, False)
-    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in _AWAITED:
-        signal.signal(number, _noted)
+        signal.signal(number, _do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     program = os.fork()
     if program == 0:
         _become(sys.argv[3:])
     _close_standard()
-    status = _until_the_end(program, starter, noted)
+    status = _until_the_end(program, starter, signals)
     _end_all(program)
     if scratch:
         import shutil  # a guard without a folder starts faster
@@ -117,7 +117,7 @@ def _close_standard() -> None:
         os.dup2(null, standard)
 
 
-def _noted(signum: int, frame: object) -> None:
+def _do_nothing(signum: int, frame: object) -> None:
     """Do nothing: the wakeup descriptor has received the signal."""
 
 
@@ -138,11 +138,11 @@ def _become(command: Sequence[str]) -> None:
         os._exit(127)
 
 
-def _until_the_end(program: int, starter: int, noted: int) -> int | None:
+def _until_the_end(program: int, starter: int, signals: int) -> int | None:
     """Wait for the program; return its wait status, or None if it must be ended."""
     while True:
-        ready = select.select([starter, noted], [], [])[0]
-        if starter in ready or signal.SIGTERM in os.read(noted, 4096):
+        ready = select.select([starter, signals], [], [])[0]
+        if starter in ready or signal.SIGTERM in os.read(signals, 4096):
             return None
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             if ended[0] == program:

@@ -97,7 +97,7 @@ class SandboxLimits:
                 field="isolation",
             )
 
-    def said_of(self, outcome: Literal["time", "memory", "output"]) -> str:
+    def message_for(self, outcome: Literal["time", "memory", "output"]) -> str:
         """Message for the program's author: the limit that the program exceeded."""
         if outcome == "time":
             return f"the program took too long: {self.wall_s:g} s, {self.cpu_s} s of computing"
@@ -146,7 +146,7 @@ async def run_python(
         finally:
             await run.end()
         os.set_blocking(report, False)
-        return run.result(_told(report), time.monotonic() - began)
+        return run.result(_read_report(report), time.monotonic() - began)
 
 
 def require_sandbox(isolation: Isolation = "namespaces") -> None:
@@ -173,11 +173,11 @@ def _failure(isolation: Isolation) -> str | None:
         )
         os.set_blocking(report, False)
         try:
-            told = _told(report)
+            outcome = _read_report(report)
         except ConfigError as error:
             return str(error)
-    if told.get("exit_code") != 0:
-        return _cannot_be_made(f"{told or done.returncode}: {done.stderr.decode()[-400:]}")
+    if outcome.get("exit_code") != 0:
+        return _cannot_be_made(f"{outcome or done.returncode}: {done.stderr.decode()[-400:]}")
     return None
 
 
@@ -225,7 +225,7 @@ def _surroundings(report_end: int, limits: SandboxLimits) -> dict[str, Any]:
     return {"env": {}, "cwd": "/", "start_new_session": True, "pass_fds": descriptors}
 
 
-def _told(report: int) -> dict[str, Any]:
+def _read_report(report: int) -> dict[str, Any]:
     """First line of the launcher's report; empty if the launcher was ended before.
 
     Raises:
@@ -235,10 +235,10 @@ def _told(report: int) -> dict[str, Any]:
         line = os.read(report, _CHUNK).partition(b"\n")[0]
     except BlockingIOError:
         return {}
-    told = json.loads(line)
-    if "error" in told:
-        raise ConfigError(_cannot_be_made(told["error"]))
-    return told
+    outcome = json.loads(line)
+    if "error" in outcome:
+        raise ConfigError(_cannot_be_made(outcome["error"]))
+    return outcome
 
 
 def _cannot_be_made(why: str) -> str:
@@ -314,21 +314,21 @@ class _SandboxedProgram:
         except TimeoutError:
             self._signal(strongest=True)
 
-    def result(self, told: dict[str, Any], seconds: float) -> SandboxResult:
+    def result(self, report: dict[str, Any], seconds: float) -> SandboxResult:
         texts = {name: bytes(out).decode(errors="replace") for name, out in self._outputs.items()}
-        exit_code = None if self._ended else told.get("exit_code")
+        exit_code = None if self._ended else report.get("exit_code")
         return SandboxResult(
             **texts,
             exit_code=exit_code,
-            outcome=self._ended or self._outcome(exit_code, told, texts["stderr"]),
+            outcome=self._ended or self._outcome(exit_code, report, texts["stderr"]),
             seconds=seconds,
         )
 
-    def _outcome(self, exit_code: int | None, told: dict[str, Any], stderr: str) -> Outcome:
+    def _outcome(self, exit_code: int | None, report: dict[str, Any], stderr: str) -> Outcome:
         if exit_code == 0:
             return "ok"
         killed = exit_code == -signal.SIGKILL
-        if exit_code == -signal.SIGXCPU or (killed and told["cpu_s"] >= self._limits.cpu_s):
+        if exit_code == -signal.SIGXCPU or (killed and report["cpu_s"] >= self._limits.cpu_s):
             return "time"
         lines = stderr.rstrip().rsplit("\n", 1)
         # No exit code, or a signal that the sandbox did not send: the kernel was out of memory.

@@ -150,15 +150,15 @@ def _first_process(spec: dict[str, Any], report: int) -> None:
     while True:
         pid, status, usage = os.wait3(0)
         if pid == program:
-            return _tell(report, status, usage)
+            return _report_end(report, status, usage)
 
 
-def _tell(report: int, status: int, usage: resource.struct_rusage) -> None:
-    told = {
+def _report_end(report: int, status: int, usage: resource.struct_rusage) -> None:
+    outcome = {
         "exit_code": os.waitstatus_to_exitcode(status),
         "cpu_s": usage.ru_utime + usage.ru_stime,
     }
-    os.write(report, json.dumps(told).encode() + b"\n")
+    os.write(report, json.dumps(outcome).encode() + b"\n")
 
 
 def _build_root(spec: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def _as_a_process(spec: dict[str, Any], report: int) -> None:
     if program == 0:
         _reporting(report, lambda: _become_program(spec, path, work, 0))
     _, status, usage = os.wait4(program, 0)
-    _tell(report, status, usage)
+    _report_end(report, status, usage)
 
 
 def _become_program(spec: dict[str, Any], path: str, directory: str, others: int) -> None:

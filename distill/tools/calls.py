@@ -179,11 +179,11 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
         raise _RefusedCall("failed", f"{tool.name} was cancelled") from error
     except (Exception, SystemExit) as error:  # the tool is the user's: it may raise anything
         if isinstance(error, TimeoutError) and clock.expired():
-            told = f"{tool.name} took longer than {timeout_s:g} s and was stopped"
-            raise _RefusedCall("timeout", told) from error
+            message = f"{tool.name} took longer than {timeout_s:g} s and was stopped"
+            raise _RefusedCall("timeout", message) from error
         line = str(error).strip().split("\n", 1)[0]
-        told = f"{type(error).__name__}: {line}"[:_LONGEST_COMPLAINT]
-        raise _RefusedCall("failed", f"{tool.name} failed: {told}") from error
+        message = f"{type(error).__name__}: {line}"[:_LONGEST_COMPLAINT]
+        raise _RefusedCall("failed", f"{tool.name} failed: {message}") from error
 
 
 def _content(

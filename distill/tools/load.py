@@ -78,10 +78,10 @@ def _load(name: str) -> Tool:
                 f"tools={name!r} needs a directory of texts: {module}:DIRECTORY", field="env.tools"
             )
         return Retrieval(attribute)
-    return _user_s(name)
+    return _custom(name)
 
 
-def _user_s(name: str) -> Tool:
+def _custom(name: str) -> Tool:
     found = resolve("env.tools", name, _KNOWN)
     if isinstance(found, type) and issubclass(found, Tool):
         try:

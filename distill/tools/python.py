@@ -47,12 +47,12 @@ class PythonTool(Tool):
         result = await run_python(arguments["code"], limits=self.limits)
         if result.outcome == "ok":
             return result.stdout or "(the program printed nothing)"
-        raise ToolError(_told(result, self.limits))
+        raise ToolError(_error_text(result, self.limits))
 
 
-def _told(result: SandboxResult, limits: SandboxLimits) -> str:
+def _error_text(result: SandboxResult, limits: SandboxLimits) -> str:
     if result.outcome in ("time", "memory", "output"):
-        lines = [limits.said_of(result.outcome)]
+        lines = [limits.message_for(result.outcome)]
     else:
         lines = [f"the program ended with exit code {result.exit_code}"]
     if result.stderr.strip():
