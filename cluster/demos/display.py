@@ -63,9 +63,9 @@ class StageDisplay:
         if not self._console.is_terminal and now - self._printed >= _LOG_INTERVAL_S:
             self._printed = now
             going = (each.line() for each in self._stages.values() if each.step < each.steps)
-            told = "  |  ".join(going)
-            if told:
-                self._console.print(f"{time.strftime('%H:%M:%S')}  {told}", highlight=False)
+            text = "  |  ".join(going)
+            if text:
+                self._console.print(f"{time.strftime('%H:%M:%S')}  {text}", highlight=False)
 
 
 class _Stage:

@@ -84,7 +84,7 @@ class Audit:
         saved = f"; those below {self.committed} are in a checkpoint" if self.committed else ""
         failed = {i: why for i, why in self.set_aside.items() if why != CONSTANT_REWARD}
         replaced = len(self.set_aside) - len(failed)
-        made = [
+        facts = [
             f"{self.trained} groups trained in {self.steps} steps, {ids}{saved}",
             *([f"{replaced} passed over: {CONSTANT_REWARD}"] if replaced else []),
             f"{len(failed)} set aside",
@@ -98,10 +98,10 @@ class Audit:
             *([f"scores: {self.scoring.verdict()}"] if self.scoring else []),
         ]
         if not self.problems:
-            return [*made, "exactly once: proved"]
+            return [*facts, "exactly once: proved"]
         more = len(self.problems) - _SHOWN
         return [
-            *made,
+            *facts,
             f"exactly once: NOT proved, {len(self.problems)} problems",
             *(f"  {problem}" for problem in self.problems[:_SHOWN]),
             *([f"  and {more} more"] if more > 0 else []),

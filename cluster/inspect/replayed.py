@@ -98,8 +98,8 @@ def blame(
             own = _SampledRows(group.by_teacher, [next(rest) for _ in member.segments])
             share = shares.of(own)
             total += share
-            said = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own.rows_D]))
-            blamed = Blamed(share=share, text=said, group=group.group_id, member=g)
+            text = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own.rows_D]))
+            blamed = Blamed(share=share, text=text, group=group.group_id, member=g)
             of_responses.append((blamed, own))
         first = group.trajectories_G[0].segments[0]
         prompt = decode(first.tokens_T[: first.first_action])
@@ -192,13 +192,13 @@ class _GradientShares:
             learner.forward_backward(
                 Part(rows_D=rows_D, loss=loss if kind else self._loop.loss, coef=coef)
             )
-        made = {
+        gradient = {
             name: parameter.grad.detach().clone()
             for name, parameter in learner.model.named_parameters()
             if parameter.grad is not None
         }
         learner.zero_grad()
-        return made
+        return gradient
 
     def _count(self, rows_D: Sequence[TrainingRow]) -> int:
         """Number of items over which the loss is averaged: tokens or sequences."""

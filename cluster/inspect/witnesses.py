@@ -102,13 +102,13 @@ class Witnesses:
                 )
             elif trained != accounts[step]:
                 yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
-        if scoring is not None and isinstance(told := self.certified.get("groups"), dict):
+        if scoring is not None and isinstance(counts := self.certified.get("groups"), dict):
             known = counted(scoring)
             ledgers = {"proven": scoring.holds, "groups": known}
-            groups = {name: told.get(name) for name in known}
-            said = {"proven": self.certified.get("proven"), "groups": groups}
-            if said != ledgers:
-                yield f"certificate.json says {said}, and the ledger {ledgers}"
+            groups = {name: counts.get(name) for name in known}
+            certified = {"proven": self.certified.get("proven"), "groups": groups}
+            if certified != ledgers:
+                yield f"certificate.json says {certified}, and the ledger {ledgers}"
 
 
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:

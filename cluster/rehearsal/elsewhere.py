@@ -45,27 +45,27 @@ def ask_once(
     began = time.monotonic()
     works = False
     try:
-        asked = _asked(url, temperature, given, top_k, states)
-        info, rows, answer = asyncio.run(asyncio.wait_for(asked, deadline_s))
+        request = _score_canary(url, temperature, given, top_k, states)
+        info, rows, answer = asyncio.run(asyncio.wait_for(request, deadline_s))
         fault = first_fault(answer, rows)
-        works, told = not fault, f"{url} answers, and {fault}"
+        works, text = not fault, f"{url} answers, and {fault}"
         if works:
-            told = (
+            text = (
                 f"{url} scores {len(answer.at_T_N)} tokens at T={temperature:g}, log q "
                 f"{float(answer.at_T_N.mean()):.3g} in the mean; {info.temperature_scaling}, "
                 f"{info.dtype}, vocabulary {info.vocab_size}, context {info.context_length}"
             )
     except TimeoutError:
-        told = (
+        text = (
             f"{url} did not answer within {deadline_s:g} s: it is overloaded, or hangs; each step "
             "would wait for it"
         )
     except (EngineError, IsothermError) as error:
-        told = f"{url} does not score: {error}"
-    return Elsewhere(works=works, told=told, seconds=time.monotonic() - began)
+        text = f"{url} does not score: {error}"
+    return Elsewhere(works=works, told=text, seconds=time.monotonic() - began)
 
 
-async def _asked(
+async def _score_canary(
     url: str, temperature: float, given: int, top_k: int, states: bool
 ) -> tuple[EngineInfo, CanaryRows, CanaryScores]:
     engine = ExternalSglangEngine(url=url, request_deadline_s=_DEADLINE_S)

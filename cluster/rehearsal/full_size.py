@@ -95,9 +95,9 @@ async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuild
         return len(builder.teacher_tokens_T)
     if builder.feedback is None:
         return await _observed(builder)
-    told = len(builder.feedback.tokens_T(Outcome(reward=0.0)))
+    without_feedback = len(builder.feedback.tokens_T(Outcome(reward=0.0)))
     repeats = "response" in builder.feedback.template.placeholders
-    return told + config.sampling.max_new_tokens * repeats
+    return without_feedback + config.sampling.max_new_tokens * repeats
 
 
 def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:

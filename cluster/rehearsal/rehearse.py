@@ -80,10 +80,12 @@ def rehearse(config: RolloutConfig, console: Console, observer: Observer | None 
         RunFailed: a check failed.
     """
     began = time.monotonic()
-    say = partial(console.print, highlight=False)
-    config, inputs = checked(config, say)
+    print_line = partial(console.print, highlight=False)
+    config, inputs = checked(config, print_line)
     out = Path(config.out)
-    with claimed_directory(out.with_name(f"{out.name}-rehearsal"), "rehearsal", say) as place:
+    with claimed_directory(
+        out.with_name(f"{out.name}-rehearsal"), "rehearsal", print_line
+    ) as place:
         small = small_run(config, place)
         outer = (observer or Observer()).signals
         rehearsal = _Rehearsal(config, small, inputs, place, console, outer)
@@ -110,40 +112,40 @@ class _Rehearsal:
 
     def run(self) -> None:
         """Run all checks; stop if a check fails on which the others depend."""
-        self._say(f"a rehearsal in {self._place}, with random twins; the run itself is not begun")
+        self._print(f"a rehearsal in {self._place}, with random twins; the run itself is not begun")
         for name, twin in self._small.twins.items():
-            said = (
+            note = (
                 " (stands in for one that runs elsewhere)" if name in self._small.stand_ins else ""
             )
-            self._found(f"twin of {name}", True, f"{twin.told}{said}")
-        self._ask_those_elsewhere()
+            self._record(f"twin of {name}", True, f"{twin.told}{note}")
+        self._check_external_teachers()
         before = len(self._outcomes)
-        with self._tried("the run, and its deaths"):
-            strikes = self._with_deaths()
+        with self._recording_errors("the run, and its deaths"):
+            strikes = self._run_with_deaths()
             for each in strikes.recoveries:
                 told = "serves again" if each.seconds is not None else "does not serve again"
-                self._found(f"death: {each.who}", each.seconds is not None, told, each.seconds)
-            self._measured()
-            with self._tried("resume, and the run's end"):
-                self._resumed()
+                self._record(f"death: {each.who}", each.seconds is not None, told, each.seconds)
+            self._record_measurements()
+            with self._recording_errors("resume, and the run's end"):
+                self._resume()
         if all(each.works for each in self._outcomes[before:]):
-            self._ended()
+            self._check_results()
 
-    def _ask_those_elsewhere(self) -> None:
+    def _check_external_teachers(self) -> None:
         """Send one canary to each external teacher, which a twin replaces in the run."""
         objective = self._config.objective
         headed = [teacher_setting(name) for name in self._config.teacher_heads]
         for name, url in self._small.stand_ins.items():
-            asked = ask_once(
+            result = ask_once(
                 url,
                 self._config.sampling.temperature,
                 given=objective.asked_of_policy,
                 top_k=objective.asked_of_teacher,
                 states=name in headed,
             )
-            self._found(f"{name}, elsewhere", asked.works, asked.told, asked.seconds)
+            self._record(f"{name}, elsewhere", result.works, result.told, result.seconds)
 
-    def _with_deaths(self) -> Strikes:
+    def _run_with_deaths(self) -> Strikes:
         """Run until one actor of each kind has died and recovered."""
         began, signals = time.monotonic(), Signals()
         strikes = Strikes(
@@ -161,7 +163,7 @@ class _Rehearsal:
             if not strikes.ended:
                 raise
         steps = self._directory.read_steps()
-        self._found(
+        self._record(
             "steps", len(steps) >= 3, f"{len(steps)} steps, a checkpoint after each",
             time.monotonic() - began,
         )  # fmt: skip
@@ -176,56 +178,56 @@ class _Rehearsal:
         kinds += [EVALUATOR] if len(self._inputs.held_out) else []
         return [*kinds, QUEUE, LEARNER]
 
-    def _measured(self) -> None:
+    def _record_measurements(self) -> None:
         """Record results from the steps' metrics and the handshake."""
         calibration = json.loads((self._directory.path / "calibration.json").read_text())
         agreed = [each for each in calibration["comparisons"] if not each["must_differ"]]
         gap = max(float(each["max_gap"]) for each in agreed)
-        told = f"all parties agree to {gap:.1e} nats at T={self._config.sampling.temperature:g}"
-        self._found("handshake", calibration["agrees"], told)
+        text = f"all parties agree to {gap:.1e} nats at T={self._config.sampling.temperature:g}"
+        self._record("handshake", calibration["agrees"], text)
         steps = self._directory.read_steps()
         last = steps[-1]
-        told = f"{last['push/bytes'] / 1e6:.1f} MB in {last['push/seconds']:.2f} s"
+        text = f"{last['push/bytes'] / 1e6:.1f} MB in {last['push/seconds']:.2f} s"
         if (proven := last.get("push/proven")) is not None:
-            told += f", {proven:.0%} of the parameters proved by checksum"
+            text += f", {proven:.0%} of the parameters proved by checksum"
         handed = [step for step in steps if "push/teacher_seconds" in step]
         if handed:
-            told += f"; the teacher that follows in {handed[-1]['push/teacher_seconds']:.2f} s, "
-            told += f"{len(handed)} times in {len(steps)} steps"
-        self._found("push", True, told)
+            text += f"; the teacher that follows in {handed[-1]['push/teacher_seconds']:.2f} s, "
+            text += f"{len(handed)} times in {len(steps)} steps"
+        self._record("push", True, text)
         rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
         if self._inputs.judged and rewards:  # without rewards, the teacher sampled everything
             spread = f"{min(rewards):.3g} to {max(rewards):.3g} (of random models)"
-            self._found("rewards", True, f"mean of a step {spread}")
+            self._record("rewards", True, f"mean of a step {spread}")
 
-    def _resumed(self) -> None:
+    def _resume(self) -> None:
         began, done = time.monotonic(), len(self._directory.read_steps())
         config = changed(self._small.config, steps=done + 1)
         cluster.run.run(config, self._console)
-        self._found("resume", True, f"from step {done}, to the end", time.monotonic() - began)
+        self._record("resume", True, f"from step {done}, to the end", time.monotonic() - began)
 
-    def _ended(self) -> None:
+    def _check_results(self) -> None:
         """Check the evaluations, the exported model and the ledger."""
         summary = self._directory.read_summary()
         evaluated = [name for name in summary if name.startswith("eval ")]
         if len(self._inputs.held_out):
-            self._found("evaluation", bool(evaluated), ", ".join(evaluated) or "none was made")
+            self._record("evaluation", bool(evaluated), ", ".join(evaluated) or "none was made")
         final = self._directory.final
         model = load_causal_lm(str(final), dtype=torch.float32, device="cpu")
-        self._found("final", True, f"{final.name}/ loads as {type(model).__name__}")
+        self._record("final", True, f"{final.name}/ loads as {type(model).__name__}")
         found = audit(self._directory.ledger)
-        told = f"{found.trained} groups in {found.steps} steps, each trained once"
-        self._found("audit", not found.problems, "; ".join(found.problems[:2]) or told)
+        text = f"{found.trained} groups in {found.steps} steps, each trained once"
+        self._record("audit", not found.problems, "; ".join(found.problems[:2]) or text)
 
     @contextmanager
-    def _tried(self, what: str) -> Iterator[None]:
+    def _recording_errors(self, what: str) -> Iterator[None]:
         """Record an error in the block as a failed check; the rehearsal continues."""
         try:
             yield
         except (RunFailed, IsothermError) as error:
-            self._found(what, False, f"{type(error).__name__}: {error}")
+            self._record(what, False, f"{type(error).__name__}: {error}")
 
-    def _found(self, what: str, works: bool, told: str, seconds: float | None = None) -> None:
+    def _record(self, what: str, works: bool, told: str, seconds: float | None = None) -> None:
         self._outcomes.append(RehearsalCheck(what=what, works=works, told=told, seconds=seconds))
 
     def report(self, seconds: float) -> None:
@@ -243,14 +245,14 @@ class _Rehearsal:
             table.add_row(mark, each.what, each.told, took)
         self._console.print(table)
         full = full_size(self._config, self._inputs, self._first_observations())
-        self._say("at full size:")
+        self._print("at full size:")
         for line in full.lines:
-            self._say(f"  {line}".replace("\n", "\n  "))
+            self._print(f"  {line}".replace("\n", "\n  "))
         for warning in full.warnings:
             mark = Text("  WOULD BREAK", "bold red")
             self._console.print(mark, warning, highlight=False)
         if self._small.left_out:
-            self._say(f"not rehearsed: {', '.join(self._small.left_out)}")
+            self._print(f"not rehearsed: {', '.join(self._small.left_out)}")
         failed = [each.what for each in self._outcomes if not each.works]
         report = {
             "status": "failed" if failed else "works",
@@ -260,7 +262,7 @@ class _Rehearsal:
             "not_rehearsed": list(self._small.left_out),
         }
         (self._place / _REPORT).write_text(json.dumps(report, indent=1) + "\n")
-        self._say(f"took {seconds:.0f} s; all of it is in {self._place}")
+        self._print(f"took {seconds:.0f} s; all of it is in {self._place}")
         if failed:
             raise RunFailed(f"the rehearsal failed: {', '.join(failed)}; see {self._place}")
 
@@ -272,5 +274,5 @@ class _Rehearsal:
             if member.segments and member.segments[0].actions
         ]
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, highlight=False)

@@ -275,11 +275,11 @@ def _rows_of_responses(
     groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
 ) -> list[list[list[TrainingRow]]]:
     """Split rows by group and by response."""
-    made = []
+    found = []
     for group, rows in rows_by_group(groups_P, rows_D):
         rest = iter(rows)
-        made.append([[next(rest) for _ in member.segments] for member in group.trajectories_G])
-    return made
+        found.append([[next(rest) for _ in member.segments] for member in group.trajectories_G])
+    return found
 
 
 def _squared(gradient: Sequence[torch.Tensor]) -> float:

@@ -19,10 +19,10 @@ const LONG_RUN = 200;
 const SPARSE = 40;
 const lastStep = Math.max(1, ...data.charts.flatMap((c) => c.lines.flatMap((l) => l.at)));
 
-// State that charts share. Ticks are multiples of `unit`; `told` formats a position for the head of
-// a chart.
-function makeAxis(last, unit, told) {
-  return { last, unit, told, charts: [], place: null, events: [] };
+// State that charts share. Ticks are multiples of `unit`; `format` returns the text of a position
+// in the head of a chart.
+function makeAxis(last, unit, format) {
+  return { last, unit, format, charts: [], place: null, events: [] };
 }
 
 const steps = makeAxis(lastStep, 1, (place, line) => `step ${line.at[nearest(line.at, place)]}`);
@@ -152,7 +152,7 @@ function makeChart(chart, axis) {
   let moveCross;
   const read = (place) => {
     moveCross(place);
-    where.textContent = axis.told(place ?? axis.last, chart.lines[0]);
+    where.textContent = axis.format(place ?? axis.last, chart.lines[0]);
     legend.replaceChildren(
       ...chart.lines.map((line, i) => legendEntry(line, look[i], place, chart.stairs)));
   };

@@ -204,16 +204,16 @@ def findings(run: RunFiles) -> list[dict[str, Any]]:
     for row in run.events:
         if row["event"] == "finding":
             where = row.get("evidence")
-            there = isinstance(where, dict) and (where.get("step"), where.get("group")) in kept
-            words = {name: str(row.get(name, "")) for name in ("name", "step", "text", "remedy")}
-            found.append({**words, "evidence": where if there else None})
+            is_kept = isinstance(where, dict) and (where.get("step"), where.get("group")) in kept
+            texts = {name: str(row.get(name, "")) for name in ("name", "step", "text", "remedy")}
+            found.append({**texts, "evidence": where if is_kept else None})
     return found
 
 
 def settings(run: RunFiles) -> list[tuple[str, str]]:
     """Every setting that is not None, and the software versions of the run."""
-    told = without_secrets(run.record.settings)
-    shown = {name: value for name, value in told.items() if value is not None}
+    public = without_secrets(run.record.settings)
+    shown = {name: value for name, value in public.items() if value is not None}
     shown |= {f"version of {name}": version for name, version in run.record.versions.items()}
     return [
         (name, value if isinstance(value, str) else json.dumps(value))
@@ -304,7 +304,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     ):
         rows = [{n: v for n, v in row.items() if not n.startswith("reward/")} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    made, best = [], _best(run) or {}
+    found, best = [], _best(run) or {}
     own = ((name, {name: "mean"}) for name in names if name.startswith(_OWN))
     for title, shown in (*_CHARTS, *own):
         if isinstance(shown, str):
@@ -316,8 +316,8 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
             for name, each in drawn.items()
         ]
         if lines:
-            made.append({"title": title, "about": _meanings(drawn), "lines": lines})
-    return made
+            found.append({"title": title, "about": _meanings(drawn), "lines": lines})
+    return found
 
 
 def _meanings(names: Iterable[str]) -> str:

@@ -54,14 +54,14 @@ function placeTip(tip, beside) {
 }
 
 function hold(token) {
-  letGo();
+  release();
   state.held = token;
   token.span.classList.add("held");
   token.span.scrollIntoView({ block: "nearest" });
   showTip(token);
 }
 
-function letGo() {
+function release() {
   state.held?.span.classList.remove("held");
   state.held = null;
   byId("tip").hidden = true;
@@ -77,7 +77,7 @@ function step(by) {
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "Escape") return letGo();
+  if (event.key === "Escape") return release();
   const { type } = event.target; // type of an input; arrow keys move between radio buttons
   if (["search", "range"].includes(type)) return;
   if (type === "radio" && event.key.startsWith("Arrow")) return;
@@ -108,7 +108,7 @@ function onDetailClick(event) {
     return;
   }
   const token = tokenAt(event.target);
-  if (!token || token === state.held) letGo();
+  if (!token || token === state.held) release();
   else hold(token);
 }
 

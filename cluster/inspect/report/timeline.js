@@ -29,7 +29,7 @@ function makeLanes(lanes, time) {
   const moveCross = addCross(svg, time, frame);
   const read = (place) => {
     moveCross(place);
-    where.textContent = time.told(place ?? time.last);
+    where.textContent = time.format(place ?? time.last);
     legend.replaceChildren(...lanes.map((lane, i) => laneEntry(lane, i, place ?? time.last)));
   };
   listenTo(svg, time, frame);
@@ -65,7 +65,7 @@ function showHappened(lanes, time) {
     .sort((a, b) => a.t - b.t);
   const cell = (text) => make("td", {}, text);
   byId("happened").append(...rows.map(({ title, t, text, why }) =>
-    make("tr", {}, cell(time.told(t)), cell(title), cell(text), cell(why))));
+    make("tr", {}, cell(time.format(t)), cell(title), cell(text), cell(why))));
   byId("happened-title").textContent = rows.length === 1 ? "1 event, as text" : `${number(rows.length, 6)} events, as text`;
   byId("happened").closest("details").hidden = rows.length === 0;
 }

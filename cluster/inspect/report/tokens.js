@@ -9,7 +9,7 @@ const [LONG, FROM_START, FROM_END] = [2400, 900, 500];
 const OPAQUE = 0.62;
 
 function showGroup() {
-  letGo();
+  release();
   const group = data.groups[state.chosen];
   const facts = [
     ["step", number(group.step, 6)], ["group", String(group.group)],
