@@ -19,7 +19,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.placement.forked_workers import Parent, parent_of_workers
@@ -36,7 +36,10 @@ _PARENT: pytest.StashKey[Parent | None] = pytest.StashKey()
 
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
-settings.register_profile("isotherm", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile(
+    "isotherm", deadline=None, derandomize=True, max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 settings.load_profile("isotherm")
 
 
