@@ -42,7 +42,7 @@ from learner.forward import Forward
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.rollouts import Foresee, Foresight, Rollouts, StepPlan
+from learner.rollouts import Peek, Prefetcher, Rollouts, StepPlan
 from learner.sharding import Fingerprints
 from learner.supervised import RowStream
 from learner.trace import NO_TRACE, Stages, Tracing
@@ -141,7 +141,7 @@ class PolicyLoop:
         keep: Keep | None = None,
         sleep: Callable[[int], None] | None = None,
         record: Record | None = None,
-        foresee: Foresee | None = None,
+        peek: Peek | None = None,
         resume_from: Checkpoint | None = None,
     ) -> None:
         """
@@ -156,7 +156,7 @@ class PolicyLoop:
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: receives the groups of each step after training; None: disabled.
             record: called before and after each step; None: disabled.
-            foresee: returns the groups that the next step would take, which are prefetched while
+            peek: returns the groups that the next step would take, which are prefetched while
                 this one trains; None: no prefetching.
         """
         self.step_count = 0
@@ -170,12 +170,12 @@ class PolicyLoop:
         self.writer = CheckpointWriter(learner, tokenizer, store)
         self.loss = loss
         self.rollouts = Rollouts(learner, source, loss, teacher_weights)
-        self._foresight = None
-        if foresee is not None:
+        self._prefetcher = None
+        if peek is not None:
             # Advantages that compare groups, and the rows' assignment to workers, need all groups.
             together = loss.objective.compares_groups
-            self._foresight = Foresight(
-                foresee, self.rollouts.fetch_ahead, whole=together or learner.workers > 1
+            self._prefetcher = Prefetcher(
+                peek, self.rollouts.prefetch, whole=together or learner.workers > 1
             )
         self._supervised = supervised
         self._trained = TrainedGroups()
@@ -238,8 +238,8 @@ class PolicyLoop:
             taken, plan = self._take()
         groups_P = taken.groups_P
         accounted = taken.after(self._trained)  # before the weights change
-        if self._foresight is not None:
-            self._foresight.begin(accounted, self.rollouts.turn)
+        if self._prefetcher is not None:
+            self._prefetcher.begin(accounted, self.rollouts.turn)
         if self._sleep is not None:
             with self._stages("sleep"):
                 self._sleep(self.step_count)
@@ -273,8 +273,8 @@ class PolicyLoop:
         """Take the step's groups, and wait until every worker has the trajectories of its rows."""
         while True:
             taken = self._source.take(self._trained)
-            if self._foresight is not None:
-                self._foresight.end()
+            if self._prefetcher is not None:
+                self._prefetcher.end()
             plan = self.rollouts.plan(taken.groups_P)
             with self._stages("rows"):
                 lost: Mapping[int, str] = self.rollouts.hold(plan)

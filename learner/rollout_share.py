@@ -6,7 +6,7 @@ workers, and the learner's model without its adapter is the reference.
 
 The next step's rollouts are prefetched, and their rows built, while the learner computes:
 
-    ahead     waits for: groups that the next step would take     unblocked by: the workers' puts
+    prefetch  waits for: groups that the next step would take     unblocked by: the workers' puts
     hold      waits for: the prefetch that is running
 
 Prefetching does not change which groups a step takes. A prefetched trajectory is used only if it is
@@ -80,16 +80,16 @@ class Built(NamedTuple):
         advantages: statistics of the advantages of the policy's samples.
         mean_kl: the step's mean of log p_T - log ref_T; None without a reference term.
         trajectories: number of trajectories.
-        ahead: number of trajectories that were prefetched.
+        prefetched: number of trajectories that were prefetched.
     """
 
     advantages: AdvantageStats | None
     mean_kl: float | None
     trajectories: int
-    ahead: int
+    prefetched: int
 
 
-class _Ahead(NamedTuple):
+class _Prefetched(NamedTuple):
     """A prefetched trajectory and its rows; no rows if they depend on the whole step."""
 
     share: TrajectoryShare
@@ -142,9 +142,9 @@ class RolloutShare:
     _rows: dict[RowPlace, TrainingRow] = field(init=False, default_factory=dict)
     _referred: dict[RowPlace, FloatArray] = field(init=False, default_factory=dict)
     _turn: int = field(init=False, default=0)
-    # Prefetched for this step, and for the next.
-    _held_ahead: Mapping[TrajectoryId, _Ahead] = field(init=False, default_factory=dict)
-    _ahead: dict[TrajectoryId, _Ahead] = field(init=False, default_factory=dict)
+    # Prefetched trajectories.
+    _for_this_step: Mapping[TrajectoryId, _Prefetched] = field(init=False, default_factory=dict)
+    _for_next_step: dict[TrajectoryId, _Prefetched] = field(init=False, default_factory=dict)
     _fetching: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def hold(self, step: Shares) -> Mapping[int, str]:
@@ -158,12 +158,12 @@ class RolloutShare:
             found, lost = self.source.trajectories([share.place for share in step.shares])
             self._trajectories = dict(found)
             lost = dict(lost) | self._without_states()
-            self._held_ahead = {
+            self._for_this_step = {
                 place: each
-                for place, each in self._ahead.items()
+                for place, each in self._for_next_step.items()
                 if found.get(place) is each.trajectory
             }
-            self._ahead = {}
+            self._for_next_step = {}
         return lost
 
     def _without_states(self) -> dict[int, str]:
@@ -178,7 +178,7 @@ class RolloutShare:
                 lost[share.place.group_id] = "its teacher's hidden states are not kept on disk"
         return lost
 
-    def fetch_ahead(self, step: Shares) -> None:
+    def prefetch(self, step: Shares) -> None:
         """Prefetch trajectories that the next step may train on, and build their rows.
 
         They are added to those of earlier calls. Runs in a thread, concurrently with other methods.
@@ -190,11 +190,13 @@ class RolloutShare:
             found, _ = self.source.trajectories([share.place for share in step.shares], True)
             for share in step.shares:
                 if (trajectory := found.get(share.place)) is not None:
-                    self._ahead[share.place] = _Ahead(
-                        share, trajectory, self._rows_ahead(share, trajectory)
+                    self._for_next_step[share.place] = _Prefetched(
+                        share, trajectory, self._prefetched_rows(share, trajectory)
                     )
 
-    def _rows_ahead(self, share: TrajectoryShare, trajectory: Trajectory) -> Sequence[TrainingRow]:
+    def _prefetched_rows(
+        self, share: TrajectoryShare, trajectory: Trajectory
+    ) -> Sequence[TrainingRow]:
         if self.objective.reference_kl_coef:  # every row depends on the mean of the whole step
             return ()
         return self._rows_of(share, trajectory, 0.0)
@@ -248,17 +250,17 @@ class RolloutShare:
             tokens = self.group.total(float(sum(s.num_actions for s in segments)))
             gap = self.group.total(reference_gap_sum(segments))
             mean_kl = gap / tokens if tokens else None
-        ahead, self._held_ahead = self._held_ahead, {}
+        prefetched, self._for_this_step = self._for_this_step, {}
         for share in self._shares:
             trajectory = self._trajectories[share.place]
-            made = ahead[share.place].rows_for(share) if share.place in ahead else ()
+            made = prefetched[share.place].rows_for(share) if share.place in prefetched else ()
             for number, row in enumerate(made or self._rows_of(share, trajectory, mean_kl or 0.0)):
                 self._rows[RowPlace(*share.place, number)] = row
         return Built(
             advantages=advantage_stats([self._rows[place] for place in self._trained()]),
             mean_kl=mean_kl,
             trajectories=len(self._shares),
-            ahead=sum(share.place in ahead for share in self._shares),
+            prefetched=sum(share.place in prefetched for share in self._shares),
         )
 
     def _rows_of(

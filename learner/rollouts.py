@@ -2,7 +2,7 @@
 
     plan           assigns the rows of each update to workers, by their metadata
     hold           makes each worker fetch the trajectories of its rows (`learner.rollout_share`)
-    Foresight      prefetches the trajectories of the next step
+    Prefetcher     prefetches the trajectories of the next step
     build          makes each worker build its rows
     before_update  exchanges sums between rows of one sequence that are on different workers
     kept           returns groups and their rows, for inspection
@@ -143,7 +143,7 @@ class Rollouts:
         self.turn += 1
         return _united(self._learner.on_each("rollouts.hold", self._by_worker(plan, self.turn)))
 
-    def fetch_ahead(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
+    def prefetch(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
         """Make each worker prefetch its share of groups for the step after `turn`, and build rows.
 
         Call in a thread; runs concurrently with other methods. With one worker, calls may pass some
@@ -151,7 +151,7 @@ class Rollouts:
         assignment depends on all of them.
         """
         shares = self._by_worker(self.plan(groups_P), turn)
-        self._learner.on_each("rollouts.fetch_ahead", shares, "ahead")
+        self._learner.on_each("rollouts.prefetch", shares, "ahead")
 
     def _by_worker(self, plan: StepPlan, turn: int) -> list[Shares]:
         return [Shares(turn, shares) for shares in plan.shares]
@@ -170,7 +170,7 @@ class Rollouts:
             self._learner.on_all("rollouts.add_proximal")
         metrics = advantage_metrics([each.advantages for each in built], self._objective)
         held = sum(each.trajectories for each in built)
-        metrics["rollout/ahead_share"] = sum(each.ahead for each in built) / max(1, held)
+        metrics["rollout/ahead_share"] = sum(each.prefetched for each in built) / max(1, held)
         if (mean_kl := built[0].mean_kl) is not None:
             metrics["reference/kl"] = mean_kl
         return metrics
@@ -218,29 +218,29 @@ class Rollouts:
 # (trained groups, ids of known groups, whole) -> groups that the next step would take now. Waits
 # briefly until there are groups besides the known ones or, if `whole`, until all groups of the
 # step are available. None: the step was taken already, or will never be taken.
-Foresee: TypeAlias = Callable[
+Peek: TypeAlias = Callable[
     [TrainedGroups, Collection[int], bool], Sequence[TrajectoryGroupMeta] | None
 ]
 
 
-class Foresight:
+class Prefetcher:
     """Makes workers prefetch the next step's rollouts, in a thread, from `begin` to `end`."""
 
     def __init__(
         self,
-        foresee: Foresee,
+        peek: Peek,
         fetch: Callable[[Sequence[TrajectoryGroupMeta], int], None],
         *,
         whole: bool,
     ) -> None:
         """
         Args:
-            fetch: `Rollouts.fetch_ahead`.
+            fetch: `Rollouts.prefetch`.
             whole: prefetch once all groups of the step are available; else as they arrive.
         """
-        self._foresee, self._fetch, self._whole = foresee, fetch, whole
+        self._peek, self._fetch, self._whole = peek, fetch, whole
         self._over = threading.Event()
-        self._telling = threading.Lock()
+        self._fetching = threading.Lock()
 
     def begin(self, trained: TrainedGroups, turn: int) -> None:
         """Start prefetching the step after weights that account for `trained`.
@@ -259,15 +259,15 @@ class Foresight:
         known: set[int] = set()
         try:
             while not over.is_set() and not (self._whole and known):
-                groups_P = self._foresee(trained, known, self._whole)
+                groups_P = self._peek(trained, known, self._whole)
                 if groups_P is None:
                     return
                 known |= {group.group_id for group in groups_P}
-                with self._telling:  # an earlier thread may still run
+                with self._fetching:  # an earlier thread may still run
                     if groups_P and not over.is_set():
                         self._fetch(groups_P, turn)
         except Exception as error:  # not fatal: if the fault persists, `hold` raises it
-            logger.warning("the next step's rollouts are not fetched ahead: %s", error)
+            logger.warning("the next step's rollouts are not prefetched: %s", error)
 
 
 def _united(of_workers: Sequence[Mapping[Key, Value]]) -> dict[Key, Value]:

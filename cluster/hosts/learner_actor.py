@@ -225,9 +225,9 @@ def policy_loop(
         supervised = SupervisedMix(stream=stream, coef=config.sft.coef or SFT_COEF)
     loss = policy_loss_of(losses)
     publisher, teacher_publisher = publishers(learner) if publishers else (push_nowhere, None)
-    foresee = None  # with max_staleness=0 the next step's groups start only after this step
+    peek = None  # with max_staleness=0 the next step's groups start only after this step
     if isinstance(source, GroupQueue) and config.queue.max_staleness:
-        foresee = source.foresee
+        peek = source.peek
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
@@ -245,7 +245,7 @@ def policy_loop(
         trace=Tracing(step=config.learner.trace_step, path=directory.trace),
         keep=keep,
         record=ReplayLog(directory.path, config.whole_steps) if config.whole_steps else None,
-        foresee=foresee,
+        peek=peek,
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
     )

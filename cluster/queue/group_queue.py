@@ -106,7 +106,7 @@ class GroupQueue:
                     f"waited {self.timeout_s:.0f} s for groups {taken[:8]} from the rollout workers"
                 )
 
-    def foresee(
+    def peek(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
     ) -> list[TrajectoryGroupMeta] | None:
         """Forecast the step after `trained`: metadata of the groups that it would take now.
@@ -117,7 +117,7 @@ class GroupQueue:
         Returns:
             None if the step was taken, or the queue is closed.
         """
-        return self._get(self.actor.foresee.remote(trained, frozenset(known), whole, POLL_S))
+        return self._get(self.actor.peek.remote(trained, frozenset(known), whole, POLL_S))
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         """Fetch trajectories of groups that were taken or, with `ahead`, will be taken.

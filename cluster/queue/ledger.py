@@ -46,7 +46,7 @@ from typing import Any
 from cluster.queue.adoption import Kept
 from cluster.queue.custody import Custody
 from cluster.queue.faults import Faults, killed
-from cluster.queue.ledger_answers import CanaryAnswer, Foreseen, QueueStatus
+from cluster.queue.ledger_answers import CanaryAnswer, NextStep, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rule import View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
@@ -566,7 +566,7 @@ class Ledger:
             return None
         return taken
 
-    def foreseen(self, trained: TrainedGroups) -> Foreseen | None:
+    def peek(self, trained: TrainedGroups) -> NextStep | None:
         """Groups, as far as known, of the step that starts from weights accounting for `trained`.
 
         A forecast only, without side effects: groups that finish later may take precedence.
@@ -578,13 +578,13 @@ class Ledger:
         gone: set[int] = set()
         if behind == 0 and taken is not None:
             ids = [i for i in taken.group_ids if i in self._delivered]
-            return Foreseen(ids, len(ids) == len(taken.group_ids))
+            return NextStep(ids, len(ids) == len(taken.group_ids))
         if behind:
             if taken is None or behind != len(taken.group_ids):
                 return None
             gone = {*taken.group_ids, *taken.replaced}
         view = self._view(gone)
-        return Foreseen(self._rule.foreseen(view), self._rule.choose(view) is not None)
+        return NextStep(self._rule.peek(view), self._rule.choose(view) is not None)
 
     def take(
         self, trained: TrainedGroups | None = None, *, pushing: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Foreseen(NamedTuple):
+class NextStep(NamedTuple):
     """Finished groups that a later step would take in the current state.
 
     Attributes:

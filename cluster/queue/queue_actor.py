@@ -296,19 +296,19 @@ class GroupQueueActor:
             return self._ledger.missing()
         return replace(step, groups_P=[self._delivered[i].meta for i in step.group_ids])
 
-    async def foresee(
+    async def peek(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
     ) -> list[TrajectoryGroupMeta] | None:
-        """See `GroupQueue.foresee`."""
+        """See `GroupQueue.peek`."""
 
         def news() -> list[int] | None:
             """Ids that are new to the caller; None if no more can be added."""
-            foreseen = None if self._closed else self._ledger.foreseen(trained)
-            if foreseen is None:
+            step = None if self._closed else self._ledger.peek(trained)
+            if step is None:
                 return None
-            if whole and not foreseen.whole:
+            if whole and not step.whole:
                 return []
-            return [i for i in foreseen.group_ids if i not in known]
+            return [i for i in step.group_ids if i not in known]
 
         await _until(self._may_train, lambda: news() != [], poll_s)
         ids = news()

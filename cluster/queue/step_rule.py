@@ -118,7 +118,7 @@ class StepRule:
             return []
         return sorted(group_id for group_id in unfinished if view.started[group_id] <= until)
 
-    def foreseen(self, view: View) -> list[int]:
+    def peek(self, view: View) -> list[int]:
         """Ids of the finished groups that the next step takes if no other finishes."""
         return _oldest(view.finished, view).ids
 

@@ -302,8 +302,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.served < self.version:
             self.arrive(again)
         group_ids, skipped = self.taken.group_ids, self.taken.set_aside
-        foreseen = self.ledger.foreseen(self.trained.after(group_ids, skipped))
-        assert foreseen is not None and not set(foreseen.group_ids) & set(group_ids)
+        peeked = self.ledger.peek(self.trained.after(group_ids, skipped))
+        assert peeked is not None and not set(peeked.group_ids) & set(group_ids)
         passed, self.taken = self.taken.replaced, None
         for group_id in group_ids if self.on_stale != "train_late" else ():
             # it may have been leased again since, by a queue that lost it: the first one counts
@@ -320,9 +320,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.begun_again.pop(group_id, None)
         self.constant &= self.held
         ready = self.ledger.ready()  # nothing has arrived meanwhile
-        assert foreseen.whole == (ready is not None)
-        assert ready is None or foreseen.group_ids == ready.group_ids
-        assert foreseen == self.ledger.foreseen(self.trained)
+        assert peeked.whole == (ready is not None)
+        assert ready is None or peeked.group_ids == ready.group_ids
+        assert peeked == self.ledger.peek(self.trained)
         assert passed.keys() <= self.set_aside().keys()
 
     @precondition(lambda self: self.served < self.version)

@@ -147,35 +147,35 @@ def test_a_step_is_in_the_journal_on_disk_before_a_checkpoint_can_have_it(
     assert b'"version":1' in Path(journal).read_bytes()[: synced[journal]]
 
 
-def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue) -> None:
+def test_peeking_at_the_step_after_promises_nothing(new_queue: NewQueue) -> None:
     queue = new_queue(max_staleness=2)
     leases = lease(queue, 6)
     put(queue, *leases[:2], leases[4], leases[5])
     after = queue.take(TrainedGroups()).after(TrainedGroups())
 
-    def foreseen(known: Collection[int] = (), whole: bool = False) -> list[int]:
-        metas = queue.foresee(after, known, whole)
+    def peek(known: Collection[int] = (), whole: bool = False) -> list[int]:
+        metas = queue.peek(after, known, whole)
         assert metas is not None
         return [each.group_id for each in metas]
 
-    assert foreseen() == foreseen(whole=True) == [4, 5] and foreseen({4}) == [5]
+    assert peek() == peek(whole=True) == [4, 5] and peek({4}) == [5]
     four, five = TrajectoryId(4, 0), TrajectoryId(5, 1)
     ahead = dict(queue.trajectories([four], ahead=True).found) | dict(
         queue.trajectories([five], ahead=True).found
     )
     put(queue, leases[3])
-    assert foreseen({4, 5}) == [3] and foreseen() == [3, 4], "an older one has come meanwhile"
+    assert peek({4, 5}) == [3] and peek() == [3, 4], "an older one has come meanwhile"
     queue.publish(1, after)
-    assert foreseen() == [3, 4]
+    assert peek() == [3, 4]
     taken = queue.take(after)
-    assert ids(taken) == foreseen() == [3, 4], "the step is not what its rule says"
+    assert ids(taken) == peek() == [3, 4], "the step is not what its rule says"
     held = queue.trajectories([TrajectoryId(3, 0), four]).found
     assert held[four] is ahead[four], "it was fetched again"
     again = queue.trajectories([four, five]).found
     assert again[four] is not held[four] and again[five] is not ahead[five], "it was kept"
-    assert queue.foresee(taken.after(after).after([5, 6], {}), (), False) is None
+    assert queue.peek(taken.after(after).after([5, 6], {}), (), False) is None
     get(queue.actor.close.remote())
-    assert queue.foresee(after, (), False) is None
+    assert queue.peek(after, (), False) is None
 
 
 def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:

@@ -78,7 +78,7 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
     out, step = tmp_path / "run", Learner.step
 
     def step_late(self: Learner, *parts: Part) -> dict[str, float]:
-        ahead = self.worker.rollouts._ahead
+        ahead = self.worker.rollouts._for_next_step
         until(
             lambda: taken(out) > 1 or len(ahead) == 2 * PER_STEP,
             failing="the groups of the next step are not fetched",

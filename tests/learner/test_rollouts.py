@@ -92,7 +92,7 @@ class Noting(World):
         self.fetched: list[set[TrajectoryId]] = []
         self._ahead = threading.Event()
 
-    def foresee(
+    def peek(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
     ) -> list[TrajectoryGroupMeta] | None:
         return None if known else [meta_of(made) for made in self.groups[: self.per_step]] or None
@@ -137,7 +137,7 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     world, keep = Noting(given["groups"]), KeepAll()
     loop = PolicyLoop(
         learner=learner, tokenizer=load_tokenizer(given["tokenizer"]), source=world,
-        publish=world.publish, foresee=world.foresee,
+        publish=world.publish, peek=world.peek,
         store=CheckpointStore(Path(given["root"]), keep=1), loss=given["loss"],
         teacher_weights=TEACHER_WEIGHTS, base_is_reference=given["base_is_reference"], keep=keep,
     )  # fmt: skip
@@ -407,7 +407,7 @@ class Ahead(World):
         self.ahead: list[int] = []  # groups that were asked for ahead
         self._told = threading.Event()
 
-    def foresee(
+    def peek(
         self, trained: TrainedGroups, known: Collection[int], whole: bool
     ) -> list[TrajectoryGroupMeta] | None:
         if set(known) >= {made.group_id for made in self.groups[:2]}:
@@ -451,7 +451,7 @@ def test_the_next_steps_rows_are_made_while_this_one_is_trained(
     monkeypatch.setattr(rollout_share, "trajectory_rows", noted)
     groups = groups_of_segments()[:4]
     world, other = Ahead(groups), World(groups)
-    ahead = new_loop(world, objective, teacher_weights=TEACHER_WEIGHTS, foresee=world.foresee)
+    ahead = new_loop(world, objective, teacher_weights=TEACHER_WEIGHTS, peek=world.peek)
     first = ahead.step()
     by_ahead = {group_id for group_id, thread in made if thread == "ahead"}
     assert by_ahead == (set() if objective.reference_kl_coef else {2, 3})
@@ -475,7 +475,7 @@ def test_what_is_made_again_after_it_was_fetched_is_what_is_trained(
     groups = groups_of_segments()[:4]
     remade = replace(groups_of_segments()[6], group_id=2)
     world = Ahead(groups, lost={2} if lost else (), remade=[remade])
-    loop = new_loop(world, OBJECTIVES["sampled"], foresee=world.foresee)
+    loop = new_loop(world, OBJECTIVES["sampled"], peek=world.peek)
     loop.step()
     assert loop.step()["rollout/ahead_share"] == 0.5
     other = new_loop(World([*groups[:2], remade, groups[3]]), OBJECTIVES["sampled"])
