@@ -76,7 +76,7 @@ def engine_note(choice: EngineChoice, kind: EngineKind) -> str:
     """Message that explains why engine=auto skips an installed SGLang, or an empty string."""
     if choice != "auto" or kind == "sglang" or not sglang_installed():
         return ""
-    return "engine=auto: embedded, faster without a GPU; engine=sglang takes SGLang"
+    return "engine=auto: embedded, faster without a GPU; engine=sglang selects SGLang"
 
 
 def checkpoint_bytes(model: str) -> int:
@@ -136,8 +136,8 @@ class PolicyEngineSettings(EngineSettings):
         default="continue",
         doc="samples in progress when weights are pushed to an SGLang server. continue: under the "
         "new weights (each token's version is recorded); restart: from their prompts; finish: "
-        "before the push; in_place: under the new weights, on the context that the old ones "
-        "computed (cheaper, and not exact)",
+        "before the push; in_place: under the new weights, with the cached context of the old "
+        "ones (cheaper, but not exact)",
     )
 
 

@@ -228,8 +228,7 @@ class EmbeddedEngine:
         self._check_health()
         if isinstance(weights, LentWeights | AdapterTensors):
             raise EngineError(
-                "the embedded engine takes whole weights of its own, neither memory that is lent "
-                "nor an adapter; use weights=auto"
+                "the embedded engine loads neither lent memory nor adapters; use weights=auto"
             )
         if isinstance(weights, CollectiveBroadcast):
             layouts = [layout for bucket in weights.buckets for layout in bucket]
@@ -449,4 +448,4 @@ def _read_checkpoint(path: str) -> dict[str, Tensor]:
     try:
         return read_weights(path)
     except CheckpointError as error:
-        raise EngineError(f"{error}; the engine goes on with the weights it had") from error
+        raise EngineError(f"{error}; the engine keeps its current weights") from error

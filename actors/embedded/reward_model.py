@@ -186,7 +186,7 @@ class EmbeddedRewardModel:
                 if np.isfinite(score):
                     _settle(row, score)
                 else:
-                    _fail(row, EngineError(f"the reward model {self._path} gives {score}"))
+                    _fail(row, EngineError(f"the reward model {self._path} returned {score}"))
 
     def _take(self) -> list[_Waiting]:
         """Take the next batch from the queue: the shortest rows, as many as the budget allows."""

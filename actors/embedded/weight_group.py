@@ -50,7 +50,7 @@ class WeightReceiver:
                 self._leave()
                 why = first_line(error).removeprefix(f"{NOT_RECEIVED}: ")
                 raise EngineError(
-                    f"{NOT_RECEIVED}: {why}; the engine goes on with the weights it had"
+                    f"{NOT_RECEIVED}: {why}; the engine keeps its current weights"
                 ) from error
 
     def _joined(self, member: GroupMember) -> ProcessGroup:

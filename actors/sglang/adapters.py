@@ -108,7 +108,8 @@ class Adapters:
         facts = await self._admin.facts()
         if facts.adapters < 2:  # the current adapter and the new one
             raise EngineError(
-                f"the server holds {facts.adapters} LoRA adapters: it was not started for them"
+                f"the server holds at most {facts.adapters} LoRA adapters, and pushes of adapters "
+                "need 2: it was started without adapter flags"
             )
         while len(self._held) >= facts.adapters:
             await self._unload(next(iter(self._held)))

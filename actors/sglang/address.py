@@ -20,17 +20,17 @@ def check_url(url: str) -> None:
     parts = split_address(url)
     if names_user(url):  # checked first: the other errors print the address
         raise ConfigError(
-            "teacher= holds a user or a password, which would stand in config.json; give the "
-            f"server's key in {API_KEY_VARIABLE}, and write http://host:port",
+            "teacher= contains a user or a password, which would be written to config.json; give "
+            f"the server's key in {API_KEY_VARIABLE}, and write http://host:port",
             field="teacher.model",
         )
     if parts is not None and re.match(r"/(v\d|api|openai)\b|.*/completions", parts.path):
         raise ConfigError(
-            f"teacher={url} is the address of an OpenAI-compatible endpoint, which answers in "
-            "text: it cannot say how likely given tokens are at T. Give a checkpoint, or "
-            "http://host:port of an SGLang server, to score; beside one an endpoint can write the "
-            "samples of teacher.sft_steps= and teacher.sample_share= (teacher.samples_from=), and "
-            "for SFT alone there are cluster.sample_to_sft and recipe=sft",
+            f"teacher={url} is the address of an OpenAI-compatible endpoint, which returns text "
+            "and no log-probs of given tokens at T. Give a checkpoint, or http://host:port of an "
+            "SGLang server, to score. In addition, an endpoint can write the samples of "
+            "teacher.sft_steps= and teacher.sample_share= (teacher.samples_from=); for SFT alone "
+            "use cluster.sample_to_sft and recipe=sft",
             field="teacher.model",
         )
     if parts is None or parts.path not in ("", "/") or parts.query:

@@ -52,7 +52,7 @@ def read_sample(
     if tokens_T.tolist() != list(answer.get("output_ids") or []):
         raise EngineError(
             f"the server returned {len(tokens_T)} output log-probs for "
-            f"{len(answer.get('output_ids') or [])} tokens, or of others"
+            f"{len(answer.get('output_ids') or [])} tokens, or log-probs of other tokens"
         )
     reason = _stop_reason(meta)
     if len(tokens_T) == 0 and reason is not StopReason.ABORTED:
@@ -232,7 +232,7 @@ def read_input_logprobs(
     echo = read_echo(answer)
     if echo is not None and echo != np.float32(temperature):
         raise EngineError(
-            f"the server scored at temperature {echo:g}, asked was {temperature:g}; restart it "
+            f"the server scored at temperature {echo:g}, requested was {temperature:g}; restart it "
             "with isotherm's plugin of this version"
         )
     logprobs_N, tokens_N = _columns(answer["meta_info"], "input_token_logprobs")
@@ -242,7 +242,7 @@ def read_input_logprobs(
     if not np.array_equal(np.where(tokens_N == vocab_size - 1, 0, tokens_N), expected_N):
         raise EngineError(
             f"the server returned {len(tokens_N)} input log-probs for {len(expected_N)} tokens, or "
-            "of others"
+            "log-probs of other tokens"
         )
     logprobs_N, stopped_N = logprobs_N[1:], hits(request.tokens_T[request.start :], event)
     if stopped_N.any():
@@ -301,8 +301,8 @@ def read_hidden_states(
             "isotherm where it runs, or start it with --enable-return-hidden-states"
         ) from error
     raise EngineError(
-        f"the server returned hidden states of {len(rows_NH)} positions, asked for were {expected}:"
-        " it returns those of a prompt's last prefill chunk alone. Start it with "
+        f"the server returned hidden states of {len(rows_NH)} positions, requested were {expected}:"
+        " it returns only those of a prompt's last prefill chunk. Start it with "
         "--chunked-prefill-size -1, or install isotherm where it runs"
     )
 
@@ -333,7 +333,7 @@ def read_top(
     asked = k + merged(event)
     if logprobs_NK.shape != (expected, asked):
         raise EngineError(
-            f"the server's input_top_logprobs have shape {logprobs_NK.shape}, asked for were "
+            f"the server's input_top_logprobs have shape {logprobs_NK.shape}, requested were "
             f"{asked} tokens at each of {expected} positions"
         )
     if ids_NK.max() >= vocab_size:
@@ -348,7 +348,7 @@ def read_top(
         return TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK)
     except DataError as error:
         raise EngineError(
-            f"the server's input_top_logprobs are no distribution: {error}"
+            f"the server's input_top_logprobs are not a distribution: {error}"
         ) from error
 
 
@@ -361,8 +361,8 @@ def _read_listed(
     if not isinstance(text, str):
         raise EngineError(
             "the server returned no log-probs of the given tokens: it runs without isotherm's "
-            "plugin, or with one of another version. Install isotherm where it runs, or ask for "
-            "what any server returns: top_k_from=teacher, or estimator=sampled"
+            "plugin, or with a plugin of another version. Install isotherm where it runs, or use "
+            "settings that any server supports: top_k_from=teacher, or estimator=sampled"
         )
     given = given_NK.shape[1]
     try:
@@ -371,8 +371,8 @@ def _read_listed(
         raise EngineError(f"the server's {LISTED_KEY} cannot be read: {error}") from error
     if len(logprobs_NK) != len(given_NK):
         raise EngineError(
-            f"the server returned log-probs of given tokens at {len(logprobs_NK)} positions, asked "
-            f"for were {len(given_NK)}"
+            f"the server returned log-probs of given tokens at {len(logprobs_NK)} positions, "
+            f"requested were {len(given_NK)}"
         )
     if event:
         together_N = np.logaddexp.reduce(logprobs_NK[:, given:].astype(np.float64), axis=1)
@@ -387,7 +387,7 @@ def _read_listed(
             logprobs_NK=np.concatenate([logprobs_NK, others_NK], axis=1).astype(np.float32),
         )
     except DataError as error:
-        raise EngineError(f"the server's {LISTED_KEY} are no distribution: {error}") from error
+        raise EngineError(f"the server's {LISTED_KEY} are not a distribution: {error}") from error
 
 
 def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:

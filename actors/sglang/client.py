@@ -198,8 +198,8 @@ class SglangClient:
             size += len(part)
             if size > LARGEST_ANSWER:
                 raise EngineError(
-                    f"{self._url()}{path} answers with more than {LARGEST_ANSWER >> 20} MiB, "
-                    "which is no answer to such a request"
+                    f"{self._url()}{path} answers with more than {LARGEST_ANSWER >> 20} MiB, the "
+                    "largest answer that is accepted"
                 )
             parts.append(part)
         return b"".join(parts)

@@ -37,35 +37,35 @@ class SglangConfig:
     )
     gpu_share: float = chz.field(default=1.0, doc="part of a GPU that a server may fill")
     gpu_beside: int = chz.field(
-        default=0, doc="bytes of that which are another's, a colocated learner's"
+        default=0, doc="bytes of that share that another process uses, such as a colocated learner"
     )
     sleeps: bool = chz.field(
-        default=False, doc="it releases its GPU memory when told to, until weights arrive"
+        default=False, doc="release GPU memory on request, until weights arrive"
     )
     turn: str | None = chz.field(
-        default=None, doc="file of the turn that it takes on GPUs with other servers, which sleep"
+        default=None, doc="file of the turn on GPUs that several servers share; the others sleep"
     )
     routed_experts: bool = chz.field(
-        default=False, doc="it records the experts of a mixture that tokens are routed to"
+        default=False, doc="record the experts of a mixture that tokens are routed to"
     )
     log_path: str | None = chz.field(
-        default=None, doc="file for what the server prints; None: an unnamed temporary file"
+        default=None, doc="file for the server's output; None: an unnamed temporary file"
     )
     start_deadline_s: float = setting(
         above(0),
         default=START_S,
-        doc="longest start, seconds; the first request of a kind may take as long",
+        doc="longest start in seconds; the first request of each kind may take as long",
     )
     request_deadline_s: float = chz.field(default=1800.0, doc="longest request, seconds")
     stops: StopTokens | None = chz.field(
         default=None,
-        doc="where samples end, and whether that is one event; None: as the checkpoint has it. A "
-        "server also stops at the EOS tokens of its checkpoint and tokenizer",
+        doc="tokens that end samples, and whether they count as one event; None: from the "
+        "checkpoint. A server also stops at the EOS tokens of its checkpoint and tokenizer",
     )
     context_length: int | None = chz.field(
         default=None,
-        doc="of the model, on a device that is not auto: the server is then started without torch "
-        "in its owner; None: it is read",
+        doc="context length of the model: with a device other than auto, the server is then "
+        "started without importing torch in this process; None: read from the checkpoint",
     )
 
     @property

@@ -443,7 +443,9 @@ class SglangEngine:
 
     def _session(self) -> WeightSession:
         if self._weights is None:
-            raise EngineError(f"{self._model} is served elsewhere: its weights cannot be replaced")
+            raise EngineError(
+                f"{self._model} is an external server: its weights cannot be replaced"
+            )
         return self._weights
 
     async def info(self) -> EngineInfo:

@@ -62,9 +62,9 @@ class ExternalSglangEngine(SglangEngine):
         info = await self._server_info()
         if "max_req_input_len" not in info:
             raise EngineError(
-                f"{self._model} does not answer as an SGLang server does, so it cannot score; an "
-                "OpenAI-compatible endpoint can write samples (teacher.samples_from=), beside a "
-                "teacher that scores"
+                f"{self._model} is not an SGLang server, so it cannot score; an OpenAI-compatible "
+                "endpoint can write samples (teacher.samples_from=), in addition to a teacher that "
+                "scores"
             )
         if info.get("tokenizer_path") is None or info.get("is_embedding"):
             raise EngineError(f"{self._model} does not serve a language model with a tokenizer")
@@ -95,4 +95,6 @@ class ExternalSglangEngine(SglangEngine):
 
     async def abort(self) -> int:
         """Raise EngineError: an abort would also end requests of other clients of the server."""
-        raise EngineError(f"{self._model} is served elsewhere: its requests are not ours to abort")
+        raise EngineError(
+            f"{self._model} is an external server: an abort would end requests of other clients"
+        )

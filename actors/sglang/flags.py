@@ -23,11 +23,11 @@ _OURS = {
     "--dtype": "set dtype=",
     "--device": "set device=",
     "--weight-version": "the run numbers its weights",
-    "--node-rank": "give --nnodes, and the run numbers the nodes",
-    "--dist-init-addr": "give --nnodes, and the run says where the nodes meet",
-    "--nccl-init-addr": "give --nnodes, and the run says where the nodes meet",
-    "--custom-weight-loader": "weights are pushed through isotherm's own",
-    "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
+    "--node-rank": "set --nnodes, and the run numbers the nodes",
+    "--dist-init-addr": "set --nnodes, and the run chooses the address",
+    "--nccl-init-addr": "set --nnodes, and the run chooses the address",
+    "--custom-weight-loader": "weights are pushed through isotherm's loader",
+    "--trust-remote-code": "isotherm never runs code from a checkpoint",
 }
 
 # Flag name -> values.

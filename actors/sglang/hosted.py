@@ -58,8 +58,8 @@ class HostedSglangEngine(SglangEngine):
         if nodes > 1:
             if address is None:
                 raise ConfigError(
-                    f"server flags --nnodes {nodes}: an engine of this process alone is on one "
-                    "node; use GPUs of one node (--tp-size), or a run on a Ray cluster",
+                    f"server flags --nnodes {nodes}: an engine in this process runs on one node "
+                    "only; use GPUs of one node (--tp-size), or a run on a Ray cluster",
                     field="server_flags",
                 )
             self._store = RanksStore(address(), config.start_deadline_s)
@@ -96,5 +96,5 @@ class HostedSglangEngine(SglangEngine):
 
         Available before the server is ready.
         """
-        assert self._store is not None, "it is on one node"
+        assert self._store is not None, "the server runs on one node"
         return self._store.point

@@ -77,12 +77,12 @@ class LentBuckets:
         if self._closed.done() or not coming.done():
             coming.cancel()
             why = self._closed.result() if self._closed.done() else f"none in {timeout_s:.0f} s"
-            raise EngineError(f"bucket {number} did not come: {why}")
+            raise EngineError(f"bucket {number} did not arrive: {why}")
         self._under_way = coming.result()
         if self._under_way.number != number:
-            raise EngineError(f"bucket {self._under_way.number} came in place of {number}")
+            raise EngineError(f"bucket {self._under_way.number} arrived in place of {number}")
         if len(handles := self._under_way.handles) != ranks:
-            raise EngineError(f"{len(handles)} handles came for {ranks} ranks")
+            raise EngineError(f"{len(handles)} handles arrived for {ranks} ranks")
         return handles
 
     def loaded(self) -> None:

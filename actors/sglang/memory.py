@@ -168,8 +168,8 @@ class ServerMemory:
             return self.fixed_tokens
         if self.token is None:
             raise ConfigError(
-                f"{what}: its layers keep a state that is not counted in tokens, so it cannot be "
-                "worked out what fits beside others on a GPU; give --max-total-tokens in its "
+                f"{what}: its layers keep a state that is not counted in tokens, so the size of "
+                "its cache on a shared GPU cannot be computed; set --max-total-tokens in its "
                 "server flags, or gpus_per_actor=1",
                 field="cluster.gpus_per_actor",
             )

@@ -90,4 +90,4 @@ def _claim_in_a_row(address: str, count: int) -> list[socket.socket]:
                 claim.close()
             continue
         return claims
-    raise EngineError(f"no {count} free ports in a row at {address}, in {_ATTEMPTS} attempts")
+    raise EngineError(f"no {count} consecutive free ports at {address} after {_ATTEMPTS} attempts")

@@ -84,14 +84,14 @@ def check_hosted(setting: str, text: str) -> None:
         return
     if found.data > 1 and not found.data_attention:
         raise ConfigError(
-            f"{setting} --nnodes {found.nodes} --dp-size {found.data}: SGLang spreads no replicas "
-            "over nodes; use more engines instead, or --enable-dp-attention",
+            f"{setting} --nnodes {found.nodes} --dp-size {found.data}: SGLang cannot spread "
+            "replicas over nodes; use more engines instead, or --enable-dp-attention",
             field=setting,
         )
     if found.split % found.nodes:
         raise ConfigError(
-            f"{setting} --nnodes {found.nodes}: {found.split} GPUs (--tp-size x --pp-size) are not "
-            "as many on each node; use a --tp-size that --nnodes divides",
+            f"{setting} --nnodes {found.nodes}: {found.split} GPUs (--tp-size x --pp-size) cannot "
+            "be split evenly over the nodes; use a --tp-size that --nnodes divides",
             field=setting,
         )
 

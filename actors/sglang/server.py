@@ -254,7 +254,7 @@ def cause_of_kill(log: str) -> str:
     _, found, trace = log.rpartition("hit an exception: ")
     errors = [line for line in trace.splitlines() if _EXCEPTION_LINE.match(line)]
     if found and errors:
-        return f"ended after an error of its own, {errors[-1]}"
+        return f"ended after an internal error, {errors[-1]}"
     killed = "was killed (by the kernel, out of memory?)"
     if dead := _DEAD_PART.search(log):
         part, code = dead.groups()

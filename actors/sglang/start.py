@@ -112,8 +112,8 @@ def _cache_tokens(memory: ServerMemory, config: SglangConfig, least: int) -> int
     total = gpu_bytes()
     if total is None:
         raise ConfigError(
-            "nvidia-smi does not say how large the GPU is that this engine shares; install the "
-            "driver's tools, or use gpus_per_actor=1 without colocate",
+            "nvidia-smi does not report the memory of the GPU that this engine shares; install "
+            "the driver's tools, or use gpus_per_actor=1 without colocate",
             field="cluster.gpus_per_actor",
         )
 

@@ -141,7 +141,7 @@ class TurnTakingEngine(HostedSglangEngine):
                 woke_s = time.monotonic() - began
                 self._spent["turns/changes"] += 1
             self._change_s = slept_s + woke_s
-            logger.info("%s woke in %.1f s, %.1f s after its turn", self._model, woke_s, slept_s)
+            logger.info("%s fell asleep in %.1f s and woke in %.1f s", self._model, slept_s, woke_s)
 
     @contextmanager
     def _spending(self, name: str) -> Iterator[None]:
@@ -179,6 +179,5 @@ class TurnTakingEngine(HostedSglangEngine):
             scores = await self._score(first.rows.requests, Use())
         if why := first.judge(first.rows.answer(scores)).why:
             raise EngineLost(
-                f"{self._model} woke up other than it fell asleep, by its answers to the same "
-                f"rows: {why}"
+                f"{self._model} answers the same rows differently after its sleep: {why}"
             )

@@ -76,7 +76,7 @@ class WeightLoads:
         On leaving, the push of `weights` itself is ended, if it lends buckets.
         """
         if not isinstance(weights, LentWeights):
-            self.lendings.end("other weights have come")
+            self.lendings.end("other weights have arrived")
             yield
             return
         self.lendings.of(weights.push)
@@ -85,7 +85,7 @@ class WeightLoads:
         except BaseException as error:
             self.lendings.end(str(error), weights.push)
             raise
-        self.lendings.end("all of it is loaded", weights.push)
+        self.lendings.end("all buckets are loaded", weights.push)
 
     async def prepare(self, weights: ModelSource) -> None:
         """Prepare the weights for `write`: check them, and join their group if they have one.
@@ -110,7 +110,7 @@ class WeightLoads:
             try:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
             except CheckpointError as error:
-                raise EngineError(f"{error}; the engine goes on with the weights it had") from error
+                raise EngineError(f"{error}; the engine keeps its current weights") from error
             _check_shapes(found, self._shapes())
             if (await self._admin.facts()).has_other_draft:  # SGLang loads the directory into both
                 raise EngineError(
@@ -236,11 +236,11 @@ class WeightLoads:
             yield written
         except BaseException as error:  # a cancelled load leaves torn weights, too
             if isinstance(error, EngineError) and NOT_RECEIVED in str(error) and not written:
-                raise EngineError(f"{error}; the engine goes on with the weights it had") from error
+                raise EngineError(f"{error}; the engine keeps its current weights") from error
             self.torn = (
-                f"the load of weights version {version} broke off, and the server may hold parts "
-                "of two versions: push whole weights, or restart the engine (a resumed run starts "
-                "it anew)"
+                f"the load of weights version {version} was interrupted, and the server may hold "
+                "parts of two versions: push all weights, or restart the engine (a resumed run "
+                "restarts it)"
             )
             if isinstance(error, EngineError):
                 raise EngineError(f"{error}; {self.torn}") from error

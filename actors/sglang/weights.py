@@ -275,7 +275,7 @@ class WeightSession:
                 await self._admin.order("/continue_generation", {})
                 await prove()
             except BaseException as error:
-                self._loads.torn = str(error) or "its awakening was cut short"
+                self._loads.torn = str(error) or "the wake of the server was interrupted"
                 raise
             finally:
                 self._open.set()
@@ -299,7 +299,7 @@ class WeightSession:
             await self._admin.order("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
         except BaseException:
             self._loads.torn = (
-                "the server did not say whether it has released its weights: push whole ones, or "
+                "it is unknown whether the server has released its weights: push all weights, or "
                 "restart the engine"
             )
             raise
@@ -322,8 +322,8 @@ class WeightSession:
         except BaseException:
             if slept and self._loads.torn is None:
                 self._loads.torn = (
-                    "the server has released its weights, and no others have arrived whole: push "
-                    "again, or restart the engine (a resumed run starts it anew)"
+                    "the server has released its weights, and no complete weights have arrived: "
+                    "push again, or restart the engine (a resumed run restarts it)"
                 )
             raise
         finally:

@@ -162,8 +162,8 @@ async def test_no_request_is_served_by_released_weights(
 @pytest.mark.parametrize(
     "fails, first",
     [
-        ("/release_memory_occupation", "did not say whether"),
-        ("/resume_memory_occupation", "no others have arrived whole"),
+        ("/release_memory_occupation", "it is unknown whether"),
+        ("/resume_memory_occupation", "no complete weights have arrived"),
         ("/update_weights_from_disk", "parts of two versions"),
     ],
 )

@@ -112,12 +112,12 @@ _REFUSAL = (
     "silently be at T = 1"
 )
 _REMEDY = (
-    "Install a release that it knows (0.5.22 or 0.5.23), or switch it off with SGLANG_PLUGINS=none"
+    "Install a supported release (0.5.22 or 0.5.23), or disable the plugin with SGLANG_PLUGINS=none"
 )
 
 _NOT_IMPORTABLE = "SGLang cannot be imported here"
 _INSTALL = (
-    "Install the package that is missing, or all of them in the versions that go together: "
+    "Install the missing package, or all packages in compatible versions: "
     "pip install -c constraints-cuda.txt '.[sglang]'"
 )
 
@@ -185,7 +185,7 @@ def activate() -> None:
 def _activate() -> None:
     if native_option_present():
         # A warning, because SGLang sets up its logging only after its plugins.
-        logger.warning("isotherm: SGLang has %s itself; the plugin steps aside", NATIVE_OPTION)
+        logger.warning("isotherm: SGLang supports %s itself; the plugin is inactive", NATIVE_OPTION)
         return
     unknown = unrecognised_internals()
     if unknown:
