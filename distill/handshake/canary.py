@@ -3,11 +3,12 @@
 Pure: rows, answers, the differences that repeated answers allow, drifts.
 cluster/runtime/canaries.py decides which models are queried, and when.
 
-    rows        random tokens, scored at T (and unscaled) and at 1.5 T, with as many listed tokens
-                as training requests, and hidden states where those ask for them: the same passes as
-                for real requests
-    allowed     from the first answers, given several times in batches of different composition
-    drift       of a later answer, always from the first one, so that a slow one adds up
+    rows        random tokens, scored at T (and unscaled) and at 1.5 T. Like training requests, they
+                ask for listed tokens and hidden states, so that the model runs the same passes
+    allowed     largest permitted difference of a later answer, measured on the first answers, which
+                are repeated in batches of different composition
+    drift       difference of a later answer from the first one; never from the previous one, so
+                that slow changes add up
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ from distill.types import FloatArray, TokenArray
 
 NUM_ROWS = 4
 _SEED = 19
-# Numbers of extra rows sent with each of the first requests: batches of other shapes round
-# differently.
+# Number of extra rows sent with each of the first requests, because batches of different shapes
+# round differently.
 COMPANY = (0, 0, 6, 24)
 _LONGEST_COMPANION = 128
-# Allowed difference of a later answer, as a multiple of the differences among the first answers:
-# there are more kinds of batches than were tried...
+# Allowed difference of a later answer, as a multiple of the largest difference among the first
+# answers: later batches have shapes that were not tried...
 _ALLOWED_TIMES = 4.0
-# ...and at least this share of the difference that the handshake allows between two kernels,
-# whatever was measured. (In bfloat16 one step of a logit of 16 is 0.125.)
+# ...but at least this share of the difference that the handshake allows between two kernels, even
+# if the measured differences are smaller. (In bfloat16 one step of a logit of 16 is 0.125.)
 _ALLOWED_SHARE = 1 / 8
-# Log-probs that are equal up to the first number, in nats, and equal to -ln V up to the second,
-# are those of a model whose weights are all 0.
+# A model whose weights are all 0 gives every token a log-prob of -ln V. It is recognised by
+# log-probs that span less than the first number and whose mean is within the second of -ln V, in
+# nats.
 _ALL_ALIKE, _NEAR_UNIFORM = 1e-3, 0.05
-# Outcomes of the head that hidden states are compared by.
+# Number of outcomes of the fixed head that hidden states are compared through.
 _OUTCOMES = 16
 
 
@@ -75,9 +77,13 @@ class CanaryRows:
         states: bool = False,
         number: int = NUM_ROWS,
     ) -> CanaryRows:
-        """Rows for a model of which training requests `given` given and `top_k` top tokens.
+        """Build the rows for one model.
 
-        `states`: and hidden states.
+        Args:
+            given: number of given tokens per position in training requests.
+            top_k: number of top tokens per position in training requests.
+            states: True if training requests ask for hidden states.
+            number: number of rows.
         """
         prompts = probe_prompts(info.vocab_size, info.context_length, seed=_SEED)
         rows = sorted(prompts, key=len)[-number:]
@@ -89,7 +95,7 @@ class CanaryRows:
             requests += [
                 ScoreRequest(
                     tokens_T=tokens_T,
-                    start=1,  # no prefix that could still be cached from the last request
+                    start=1,  # all positions, so that none is answered from a cached prefix
                     temperatures=(temperature, UNSCALED),
                     given_NK=given_NK,
                     top_k=top_k,
@@ -109,7 +115,7 @@ class CanaryRows:
         )
 
     def with_company(self, number: int) -> list[ScoreRequest]:
-        """The requests, followed by `number` others."""
+        """The canaries' requests, followed by `number` other requests of random tokens."""
         rng = np.random.default_rng([_SEED, number])
         longest = max(2, min(_LONGEST_COMPANION, self.context_length // 2))
         lengths = rng.integers(2, longest + 1, size=number)
@@ -126,7 +132,7 @@ class CanaryRows:
         ]
 
     def answer(self, scores: Sequence[Score]) -> CanaryScores:
-        """Answer from the canaries' scores, which come first in `scores`."""
+        """Build the answer from the canaries' scores, which come first in `scores`."""
         own = scores[: len(self.requests)]
         at_T, at_other = own[0::2], own[1::2]
         return CanaryScores(
@@ -142,23 +148,23 @@ class CanaryRows:
 
 
 def _some_ids(info: EngineInfo, number: int) -> TokenArray:
-    """Seeded ids to request at every position; of a stop event's ids, only the first may occur."""
+    """Seeded ids to request at every position; only the first id of a stop event may occur."""
     ids_V = np.setdiff1d(np.arange(info.vocab_size, dtype=np.int32), info.stop_event[1:])
     return np.random.default_rng(_SEED).choice(ids_V, min(number, len(ids_V)), replace=False)
 
 
 def _by_fixed_head(parts: Sequence[HiddenStates]) -> FloatArray:
-    """Numbers of the size of log-probs, which any change of the hidden states changes.
+    """Reduce hidden states to numbers on the scale of log-probs; any change of a state shows.
 
-    At each position: the log of the state's root mean square, and log-probs of `_OUTCOMES` outcomes
-    by a seeded head of the state over it. The teacher's own head is not here.
+    At each position: the log of the state's root mean square (RMS), and log-probs of `_OUTCOMES`
+    outcomes by a seeded head applied to state / RMS. The teacher's own head is not available here.
     """
     if not parts:
         return np.empty(0, np.float32)
     states_NH = joined(parts, "cpu").double().numpy()
     hidden = states_NH.shape[1]
     head_HK = np.random.default_rng(_SEED).standard_normal((hidden, _OUTCOMES)) / math.sqrt(hidden)
-    with np.errstate(divide="ignore", invalid="ignore"):  # states of 0 are NaN, which is no answer
+    with np.errstate(divide="ignore", invalid="ignore"):  # a state of 0 gives NaN, which is a fault
         size_N1 = np.sqrt(np.square(states_NH).mean(1, keepdims=True))
         logits_NK = states_NH / size_N1 @ head_HK
         logprobs_NK = logits_NK - np.log(np.exp(logits_NK).sum(1, keepdims=True))
@@ -173,8 +179,8 @@ def _values(arrays: Sequence[FloatArray]) -> FloatArray:
 class CanaryScores:
     """Log-probs of the canaries' tokens at T, unscaled and at 1.5 T.
 
-    `listed_N`: log-probs at T of the other tokens that were requested. `states_N`: numbers that
-    stand for the hidden states that were.
+    `listed_N`: log-probs at T of the given and top tokens. `states_N`: numbers computed from the
+    hidden states (`_by_fixed_head`). Both are empty if the rows do not request them.
     """
 
     at_T_N: FloatArray
@@ -189,11 +195,11 @@ class CanaryScores:
 
 
 class Gaps(NamedTuple):
-    """Differences of two answers, or how much of each is allowed; NaN if a value is not finite.
+    """Differences between two answers, or their limits; NaN if a value is not finite.
 
     Attributes:
         largest, mean: |difference| of log-probs, in nats.
-        states: the largest |difference| of the numbers of hidden states.
+        states: largest |difference| of `CanaryScores.states_N`.
     """
 
     largest: float
@@ -208,21 +214,26 @@ class Gaps(NamedTuple):
 
     @classmethod
     def between_kernels(cls, dtype: str, temperature: float) -> Gaps:
-        """Allowed between two replicas of one model: what the handshake allows two kernels."""
+        """Limits for two replicas of one model: those of the handshake for two kernels."""
         most = tolerance_at(dtype, temperature)
-        return cls(most, most * MEAN_SHARE, tolerance_at(dtype, UNSCALED))  # states know no T
+        return cls(most, most * MEAN_SHARE, tolerance_at(dtype, UNSCALED))  # states have no T
 
     def within(self, allowed: Gaps) -> bool:
         return all(gap <= most for gap, most in zip(self, allowed, strict=True))
 
 
 def allowed(measured: float, most: float) -> float:
-    """Allowed gap of later answers, from the largest among the first; `most` between kernels."""
+    """Limit for later answers.
+
+    Args:
+        measured: largest gap among the first answers.
+        most: limit for two kernels.
+    """
     return min(most, max(_ALLOWED_TIMES * measured, _ALLOWED_SHARE * most))
 
 
 class Drift(NamedTuple):
-    """Gaps between an answer and the one that it must equal; `why` is "" if it does."""
+    """Gaps between an answer and its reference; `why` describes a mismatch, "" if there is none."""
 
     gap: float
     mean: float
@@ -230,7 +241,7 @@ class Drift(NamedTuple):
 
 
 def judge(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: CanaryRows) -> Drift:
-    """Compare an answer with the model's first one, or with those of its role's replicas."""
+    """Compare an answer with a reference: the model's first answer, or its replicas' answers."""
     found = Gaps.of(answer, first)
     why = ""
     if not math.isfinite(found.largest):
@@ -254,7 +265,7 @@ class CanaryAnswers:
     """Answers of a model to the same rows, in batches of many shapes; the first is the reference.
 
     Attributes:
-        info: description of the model, which gives log-probs.
+        info: the model's description of itself.
     """
 
     info: EngineInfo
@@ -263,13 +274,13 @@ class CanaryAnswers:
 
     @cached_property
     def measured(self) -> Gaps:
-        """The largest differences among these answers."""
+        """Largest differences of these answers from the first one."""
         found = [Gaps.of(answer, self.answers[0]) for answer in self.answers]
         return Gaps(*map(max, zip(*found, strict=True)))
 
     @cached_property
     def allowed(self) -> Gaps:
-        """Allowed differences of later answers from the first of these."""
+        """Limits for the differences of later answers from the first one."""
         most = Gaps.between_kernels(self.info.dtype, self.rows.temperature)
         return Gaps(*map(allowed, self.measured, most))
 
@@ -278,7 +289,7 @@ class CanaryAnswers:
 
     @property
     def nondeterministic(self) -> str:
-        """Description of answers that differ from one another; "" if none do."""
+        """Description of an answer that differs from the first one; "" if none does."""
         told = (drift.why for drift in map(self.judge, self.answers) if drift.why)
         return next((f"answers the same rows otherwise: {each}" for each in told), "")
 
@@ -313,10 +324,10 @@ def _empty(answer: CanaryScores, rows: CanaryRows) -> str:
 
 
 def first_fault(answer: CanaryScores, rows: CanaryRows) -> str:
-    """Fault of a server that its first answer shows, with the remedy; "" if there is none.
+    """Fault that a server's first answer shows, with the remedy; "" if there is none.
 
-    A server that divides by T twice is not found here, because its log-probs do depend on T. The
-    handshake finds it.
+    A server that divides by T twice is found by the handshake only, because its log-probs do depend
+    on T.
     """
     if not (np.isfinite(answer.logprobs_N).all() and np.isfinite(answer.states_N).all()):
         return (
@@ -339,7 +350,10 @@ def first_fault(answer: CanaryScores, rows: CanaryRows) -> str:
 def outliers(
     answers: Mapping[str, CanaryScores], allowed: Gaps, rows: CanaryRows
 ) -> dict[str, str]:
-    """Differences of one model's replicas from their median, by name; of two, of both."""
+    """Descriptions of the replicas of one model that differ from the median, by name.
+
+    Two replicas are compared with each other, so that both are reported.
+    """
     if len(answers) < 2:
         return {}
     if len(answers) == 2:

@@ -1,7 +1,8 @@
 """Comparison of several parties' log-probs of the same tokens at T: the handshake's arithmetic.
 
-Pure: it chooses probes, compares numbers, and says who is off and why. Asking the parties is done
-elsewhere; what they say of themselves is compared in `distill/handshake/identity.py`.
+Pure: chooses probes, compares numbers, and reports which party is wrong and why. The parties are
+queried by cluster/handshake/handshake.py. Their tokenizers, vocabularies and stop tokens are
+compared in `distill/handshake/identity.py`.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from distill.errors import CalibrationError
 from distill.sampling import UNSCALED
 from distill.types import FloatArray, TokenArray
 
-# Largest |difference| allowed at T >= 1, in nats; a logit's error is divided by T like the logit,
-# so T < 1 allows 1/T of it. float32: prefill and decode order their sums differently, which moves a
-# log-prob by about 1e-5. bfloat16 keeps 8 bits: between two kernels, and against float32, random
-# models of up to 6 layers differed by up to 0.84 on single tokens and by 0.10 in the mean. float16
-# keeps 3 bits more than bfloat16.
+# Largest |difference| allowed at T >= 1, in nats. A logit's error is divided by T like the logit,
+# so T < 1 allows 1/T times as much. float32: prefill and decode sum in different orders, which
+# moves a log-prob by about 1e-5. bfloat16 keeps 8 bits: between two kernels, and against float32,
+# random models of up to 6 layers differed by up to 0.84 on single tokens and by 0.10 in the mean.
+# float16 keeps 3 bits more than bfloat16.
 TOLERANCE = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.5}
-# Rounding is an outlier here and there; a wrong temperature or wrong weights move every token. So
-# the mean has to be this much smaller: 0.15 for bfloat16, where an unscaled log-prob is off by
-# tenths to tens.
+# Allowed mean |difference|, as a share of the largest. Rounding moves a few tokens far; a wrong
+# temperature or wrong weights move every token. The mean for bfloat16 is thus 0.15, where an
+# unscaled log-prob is off by tenths to tens.
 MEAN_SHARE = 0.1
 
 NUM_PROBES = 8
 PROBE_NEW_TOKENS = 12
-# The decode path is asked for the last few tokens of a probe: on a server each is a request.
+# Number of last tokens of a probe that the decode path scores: a server needs one request for each.
 REFERENCE_POSITIONS = 4
-# A second temperature tells 'scaled by T' from 'right by accident at T'.
+# A second temperature distinguishes a party that scales by T from one that is right at T by chance.
 SECOND_TEMPERATURE_FACTOR = 1.5
-# The softmax of a logit this far down is 0 in float32, and its log -inf, on a server that takes it
-# so. Log-probs below are all alike.
+# A server that takes the log of a float32 softmax returns -inf for a logit this far below the
+# largest. So all log-probs below this value count as equal to it.
 FLOOR = -80.0
 
 
@@ -46,18 +47,18 @@ def looser(*dtypes: str) -> str:
 
 
 def tolerance_at(dtype: str, temperature: float) -> float:
-    """Nats between two kernels' log-probs: dividing by T < 1 scales their rounding up, too."""
+    """Allowed difference of two kernels' log-probs, nats; T < 1 scales rounding errors up, too."""
     return TOLERANCE[dtype] / min(temperature, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two parties on the same tokens at one temperature.
+    """Comparison of two parties' log-probs of the same tokens at one temperature.
 
     Attributes:
-        must_differ: the reference is at another temperature; who ignores T agrees with it.
-        diagnosis: the known mistake that explains the disagreement exactly; empty if none does.
-        culprit: who made it; not always the party.
+        must_differ: the reference is at another temperature, so a party that agrees ignores T.
+        diagnosis: known mistake that explains the disagreement exactly; empty if none does.
+        culprit: name of the party that made this mistake, which may not be `party`.
     """
 
     party: str
@@ -104,7 +105,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Suspicion:
-    """A known mistake, whose log-probs it concerns, and what it would have made of them."""
+    """A known mistake of a party, which explains a disagreement if it predicts the log-probs.
+
+    Attributes:
+        culprit: name of the party.
+        diagnosis: description of the mistake, with a remedy.
+        logprobs_N: log-probs that the party reported.
+        mistaken_N: log-probs that it would report if it made the mistake.
+    """
 
     culprit: str
     diagnosis: str
@@ -123,10 +131,11 @@ def compare(
     must_differ: bool = False,
     suspicions: Sequence[Suspicion] = (),
 ) -> Comparison:
-    """Compares `party` with `reference`; both arrays cover the same tokens in the same order.
+    """Compare `party` with `reference`; both arrays cover the same tokens in the same order.
 
     With `must_differ` the reference is at another temperature: a party that ignores T agrees with
-    it, and with itself in everything else. The first suspicion that fits explains a disagreement.
+    it, and passes all other comparisons with itself. The first suspicion that fits explains a
+    disagreement.
     """
     floored = [np.maximum(values_N, FLOOR) for values_N in (logprobs_N, reference_logprobs_N)]
     max_gap, mean_gap = gaps(*floored)
@@ -152,15 +161,15 @@ def compare_with_law(
     dtype: str,
     server: bool,
 ) -> Comparison:
-    """Checks that log-prob differences scale as 1/T; catches engines that are consistently wrong.
+    """Check that log-prob differences scale as 1/T; catches engines that are consistently wrong.
 
-    Two tokens a, b in one context: log p_T(a) - log p_T(b) = (z_a - z_b) / T. No normaliser is
-    left, so the difference at T is the one at T = 1, divided by T.
+    Two tokens a, b in one context: log p_T(a) - log p_T(b) = (z_a - z_b) / T. The normaliser
+    cancels, so the difference at T is the difference at T = 1, divided by T.
 
     Args:
-        difference_N: log p(a) - log p(b) as returned for T, a pair an entry.
-        unscaled_difference_N: the same pairs as returned for T = 1.
-        server: an SGLang server is compared, which has mistakes of its own to suspect.
+        difference_N: log p(a) - log p(b) as returned for T, one entry per pair.
+        unscaled_difference_N: log p(a) - log p(b) of the same pairs as returned for T = 1.
+        server: True if the party is an SGLang server, which has its own possible mistakes.
     """
     expected_N = unscaled_difference_N / np.float32(temperature)
     max_gap, mean_gap = gaps(difference_N, expected_N)
@@ -197,7 +206,7 @@ def is_telling(temperature: float) -> bool:
 
 
 def not_divided(prefill: str, *, server: bool) -> str:
-    """Diagnosis of given tokens' log-probs at T = 1; `server`: of an SGLang server."""
+    """Diagnosis for log-probs of given tokens that are at T = 1; `server`: by an SGLang server."""
     found = f"the log-probs of {prefill} are not divided by T: "
     if not server:
         return found + (
@@ -211,7 +220,7 @@ def not_divided(prefill: str, *, server: bool) -> str:
 
 
 def divided_twice(party: str, *, server: bool) -> str:
-    """Diagnosis of log-probs at T * T; `server`: of an SGLang server."""
+    """Diagnosis for log-probs that are at T * T; `server`: by an SGLang server."""
     found = f"the log-probs of {party} are divided by T twice"
     if not server:
         return found
@@ -222,7 +231,7 @@ def divided_twice(party: str, *, server: bool) -> str:
 
 
 def decode_not_divided(decode: str, *, server: bool) -> str:
-    """Diagnosis of sampled tokens' log-probs at T = 1; `server`: of an SGLang server."""
+    """Diagnosis for sampled tokens' log-probs that are at T = 1; `server`: by an SGLang server."""
     found = f"the log-probs of {decode} look like T = 1"
     if not server:
         return found
@@ -255,9 +264,9 @@ def _explained(comparison: Comparison, suspicions: Sequence[Suspicion]) -> Compa
 
 
 def probe_prompts(vocab_size: int, context_length: int, seed: int = 0) -> list[TokenArray]:
-    """Seeded prompts of random ids, up to 24 tokens: any model takes them, none has seen them.
+    """Seeded prompts of up to 24 random ids, valid for any model and in no training data.
 
-    They fill at most half of a short context, so that there is room to sample.
+    A prompt fills at most half of a short context, so that there is room to sample.
     """
     rng = np.random.default_rng(seed)
     longest = max(1, min(24, context_length // 2))
@@ -270,9 +279,10 @@ def probe_prompts(vocab_size: int, context_length: int, seed: int = 0) -> list[T
 
 
 def probe_pairs(vocab_size: int, apart_from: Sequence[int] = ()) -> tuple[TokenArray, TokenArray]:
-    """Two unlike tokens per probe prompt, seeded, for the temperature law.
+    """Two different tokens per probe prompt, seeded, for the temperature law.
 
-    None of those `apart_from`: the log-prob of several tokens together does not keep it.
+    Tokens in `apart_from` are never chosen: they count as one event, and the log-prob of several
+    tokens together does not follow the law.
     """
     rng = np.random.default_rng(1)
     ids_V = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.asarray(apart_from, np.int32))
@@ -286,8 +296,8 @@ class CalibrationReport:
     """Report of one handshake.
 
     Attributes:
-        differences: facts that differ. If there are any, no log-probs were asked for.
-        parties: what each engine says of itself, by name.
+        differences: facts that differ; if there are any, no log-probs were requested.
+        parties: each engine's description of itself, by name.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -304,11 +314,11 @@ class CalibrationReport:
 
     @property
     def largest_gap(self) -> float:
-        """Largest gap of the comparisons that were to agree."""
+        """Largest gap among the comparisons whose parties must agree."""
         return max(c.max_gap for c in self.comparisons if not c.must_differ)
 
     def verdict(self) -> str:
-        """One line for people."""
+        """One-line summary of the result."""
         if self.differences:
             return "no agreement on vocabulary, tokenizer or stop tokens"
         if self.failures:
@@ -323,7 +333,7 @@ class CalibrationReport:
         )
 
     def require_agreement(self) -> None:
-        """Raises CalibrationError naming the party that is off, by how much, and the remedy."""
+        """Raise CalibrationError with the party that is wrong, by how much, and the remedy."""
         if not self.agrees:
             raise CalibrationError(self.complaint())
 
@@ -339,7 +349,7 @@ class CalibrationReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Valid JSON: what is not finite is a string."""
+        """The report as valid JSON; numbers that are not finite become strings."""
         return {
             "agrees": self.agrees,
             "verdict": self.verdict(),

@@ -13,11 +13,11 @@ def fact_differences(
     teachers: Mapping[str, EngineInfo],
     tokenizer: TokenizerProbe,
 ) -> list[str]:
-    """Reasons why these engines cannot score each other's token ids; none if they can.
+    """Reasons why these engines cannot score each other's token ids; empty if they can.
 
     Args:
         policies: facts reported by each policy engine, by name; the first represents the student.
-        tokenizer: the run's own, which encodes the prompts.
+        tokenizer: probe of the run's tokenizer, which encodes the prompts.
     """
     first, student = next(iter(policies.items()))
     differences = []
