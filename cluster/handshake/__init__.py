@@ -1,1 +1,1 @@
-"""The handshake: every party scores the same tokens, at T and beside it, and must agree."""
+"""The handshake: every party scores the same tokens, at T and at a second T, and must agree."""

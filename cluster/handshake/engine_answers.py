@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandshakeProbe:
-    """A prompt and what a policy engine sampled after it at `temperature`."""
+    """A prompt, followed by tokens that a policy engine sampled at `temperature`."""
 
     temperature: float
     tokens_T: TokenArray
@@ -73,10 +73,10 @@ class HandshakeProbe:
 
 
 async def sample_probes(engine: ScoringModel, plan: Plan) -> list[HandshakeProbe]:
-    """One sample of the policy engine for every prompt, at both temperatures.
+    """Sample once from the policy engine for every prompt, at both temperatures.
 
-    If stop tokens count as one outcome, a sample that did not stop gets one of them appended, in
-    rotation, with the log-prob of the decode path.
+    If stop tokens count as one outcome, a stop token (each in turn) is appended to a sample that
+    did not stop, with its log-prob from the decode path.
     """
 
     async def one(i: int, prompt_T: TokenArray, temperature: float) -> HandshakeProbe:
@@ -108,9 +108,9 @@ class Prefills:
 
     Attributes:
         prefill: log-probs of the sampled tokens at each probe's temperature T.
-        at_other: the same at the plan's other temperature.
-        unscaled: the same at T = 1.
-        twice: the same at T * T, as an engine that divides by T twice would report.
+        at_other: their log-probs at the plan's other temperature.
+        unscaled: their log-probs at T = 1.
+        twice: their log-probs at T * T, as an engine that divides by T twice would report.
     """
 
     name: str
@@ -131,13 +131,13 @@ class Prefills:
 
     @property
     def decode(self) -> list[FloatArray]:
-        """Log-probs that were reported while each probe was sampled."""
+        """Log-probs that the engine reported while it sampled each probe."""
         return [probe.decode_T for probe in self.probes]
 
     def at(
         self, temperature: float, arrays: Sequence[FloatArray], last: int | None = None
     ) -> FloatArray:
-        """Concatenated values of the probes at a temperature; only the `last` of each, if given."""
+        """Concatenate the probes' values at a temperature; only the `last` of each, if given."""
         by_probe = zip(self.probes, arrays, strict=True)
         first = 0 if last is None else -last
         return concatenated(
@@ -147,7 +147,7 @@ class Prefills:
     def mistakes(
         self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
     ) -> list[Suspicion]:
-        """Wrong uses of T that would explain different log-probs of prefill and `decode`."""
+        """Wrong uses of T that could explain a disagreement between prefill and `decode`."""
         if not is_telling(temperature):
             return []
         prefill, server = f"{self.name} prefill", self.info.is_server
@@ -169,7 +169,7 @@ class EngineAnswers(Prefills):
     """One engine's answers to the handshake's probes.
 
     Attributes:
-        reference: log-probs of each probe's last tokens, by the decode path.
+        reference: log-probs of each probe's last tokens from the decode path.
         pairs: log p(a) - log p(b) of two tokens after each prompt, by temperature.
         stops: log p of two tokens of the stop event after each prompt; None without an event.
     """
@@ -179,7 +179,7 @@ class EngineAnswers(Prefills):
     stops: tuple[FloatArray, FloatArray] | None = None
 
     def comparisons(self) -> list[Comparison]:
-        """Comparisons with another temperature, the temperature law and its own decode path."""
+        """Compare with another temperature, the temperature law and the engine's decode path."""
         return [
             self._heeds_temperature(),
             *self.laws(),
@@ -242,7 +242,7 @@ class EngineAnswers(Prefills):
 async def examine(
     name: str, engine: ScoringModel, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> EngineAnswers:
-    """Collect all answers of an engine that its comparisons need."""
+    """Collect all answers that an engine's comparisons need."""
     one_by_one = [
         ScoreRequest(
             tokens_T=probe.tokens_T,

@@ -1,21 +1,22 @@
 """The handshake: every party scores the same probe tokens, at T and at a second temperature.
 
-    policy   decode: log-probs that it reports for tokens that it samples
+    policy   decode: log-probs reported for the tokens that are sampled
              prefill: log-probs of given probes         decode reference: one position at a time
     learner  forward on the probes: the reference for every policy engine
     teacher  prefill and decode reference on the probes, as in training
-             the learner's copy of the teacher, if there is one (estimator=full); of its head,
-             it is that of the teacher's hidden states which is compared with its decode, and its
-             own prefill with that (`HeadedTeacher`)
+             the learner's copy of the teacher, if there is one (estimator=full). If the learner
+             has only the teacher's head, that head's log-probs of the engine's hidden states take
+             the place of prefill, and the engine's own prefill is compared with these log-probs
+             (`HeadedTeacher`)
 
 In a run without a learner (rollout_only=True), the first policy engine's prefill is the reference,
 which that engine's decode path verifies.
 
 The first policy engine samples the probes: one set, which the learner scores once for any number of
 engines. The decode of that engine is compared with the learner. The decode of any other engine is
-compared with its own prefill of its own samples, since its prefill is compared with the learner.
+compared with that engine's prefill of its own samples; its prefill is compared with the learner.
 
-Both temperatures are mixed in one batch. A party that always ignores T, or always divides by it
+Both temperatures are mixed in one batch. A party that always ignores T, or always divides by T
 twice, agrees with itself. So each party must also differ from itself at another T, and satisfy the
 temperature law (`distill.handshake.comparison.compare_with_law`). All engines of a pool are checked
 concurrently, with a deadline for each of their `PARTS`.
@@ -63,8 +64,8 @@ from distill.types import FloatArray, TokenArray
 
 Value = TypeVar("Value")
 
-# Longest time for one of an engine's `PARTS` (info, sampling, scoring), seconds. Its first requests
-# may compile kernels.
+# Longest time for one of an engine's `PARTS` (info, sampling, scoring), seconds. An engine's first
+# requests may compile kernels.
 ENGINE_DEADLINE_S = 600.0
 PARTS = 3
 
@@ -123,13 +124,13 @@ async def handshake(
     Args:
         policies: policy engines, at least one, by their name in the report; all hold the learner's
             weights.
-        teachers: teacher engines, by their name in the report: of each info, prefill and decode
-            reference are asked.
-        learner: log-probs from the learner. None in a run without one, where the first policy
+        teachers: teacher engines, by their name in the report. Each answers for its info, prefill
+            and decode reference.
+        learner: log-probs from the learner. None in a run without a learner: the first policy
             engine is the reference for the others.
         tokenizer: encodings of the known texts by the run's own tokenizer.
         learner_dtype: dtype in which the learner computes.
-        copies: what else has the distributions of a teacher, by the name of its engine.
+        copies: other sources of a teacher's distributions, by the name of the teacher's engine.
         deadline_s: longest time for each of an engine's `PARTS`, seconds.
 
     Raises:
@@ -172,10 +173,10 @@ class _Arbiter:
     """Reference for every policy engine: the learner, or the first policy engine.
 
     Attributes:
-        holder: the party whose weights they are, for error messages.
+        holder: the party that holds the weights, for error messages.
         name: name of the reference in the report.
-        logprobs: its log-probs of the probes, one array per probe.
-        dtype: dtype in which it computes.
+        logprobs: log-probs of the probes, one array per probe.
+        dtype: dtype in which the log-probs are computed.
     """
 
     holder: str
@@ -190,7 +191,7 @@ async def _of_each(
     """Run the coroutines concurrently and return their results by engine name.
 
     Raises:
-        EnginesSilent: some did not end within `deadline_s`.
+        EnginesSilent: some coroutines did not end within `deadline_s`.
     """
     if not parts:
         return {}
@@ -207,7 +208,7 @@ async def _of_each(
 
 
 async def _own_samples(name: str, engine: ScoringModel, plan: Plan, info: EngineInfo) -> Prefills:
-    """Prefill by an engine of its own samples for the probes' prompts."""
+    """Let an engine sample after the probes' prompts, and score its samples by prefill."""
     return await prefill(name, engine, plan, await sample_probes(engine, plan), info)
 
 
@@ -215,9 +216,9 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
     """Comparisons of a policy engine's decode and prefill with the arbiter.
 
     Args:
-        own: the engine's prefill of its own samples. For the engine that sampled the probes, these
-            are the probes, and its decode is compared with the arbiter; the decode of any other
-            engine is compared with its own prefill.
+        own: the engine's prefill of its own samples. The samples of the first engine are the
+            probes, so its decode is compared with the arbiter; the decode of any other engine is
+            compared with that engine's prefill.
     """
     name, dtype = answers.name, looser(answers.dtype, arbiter.dtype)
     lawful = all(law.agrees for law in answers.laws())
@@ -242,7 +243,7 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
 def _against_copy(
     answers: EngineAnswers, title: str, copied: Sequence[FloatArray]
 ) -> list[Comparison]:
-    """Comparison of a teacher's engine with what else has its distributions, on the probes."""
+    """Compare a teacher's engine with another source of its distributions, on the probes."""
     return [
         compare(
             title,
@@ -257,16 +258,16 @@ def _against_copy(
 
 
 def probe_row(tokens_T: TokenArray, start: int, temperature: float) -> TrainingRow:
-    """Row whose tokens from `start` on are scored by the learner."""
+    """Row of which the learner scores the tokens from `start` on."""
     mask_T = np.arange(len(tokens_T)) >= start
     return row_to_score(tokens_T, mask_T, temperature, "handshake probe")
 
 
 def naming_heads(report: CalibrationReport, heads: Mapping[str, str]) -> CalibrationReport:
-    """The report, with the head as the cause where an engine disagrees with its own states.
+    """Name the head as the cause of an unexplained disagreement of an engine that returns states.
 
     Args:
-        heads: `setting=checkpoint` of the head, by name of the engine that gives the states.
+        heads: `setting=checkpoint` of the head, by name of the engine that returns the states.
     """
 
     def explained(comparison: Comparison) -> Comparison:
@@ -287,15 +288,15 @@ def naming_heads(report: CalibrationReport, heads: Mapping[str, str]) -> Calibra
 
 
 class HeadedTeacher:
-    """The part of `Engine` that the handshake asks of a teacher whose head is in the learner.
+    """The part of `Engine` that the handshake uses, for a teacher whose head is in the learner.
 
-    In training, the teacher's distributions are the head's of the engine's hidden states. So these
-    are what is compared with the engine's own decode, at both temperatures, and what must follow
-    the temperature law; whatever the engine itself makes of T.
+    In training, the learner computes the teacher's distributions from the engine's hidden states
+    with this head. So the log-probs of the head are compared with the engine's own decode, at both
+    temperatures, and must follow the temperature law, however the engine itself applies T.
 
     Args:
-        engine: gives the hidden states.
-        logprobs: log q_T of rows by the head in the learner, of the states that rows hold.
+        engine: engine that returns the hidden states.
+        logprobs: log q_T of rows, computed by the learner from the hidden states in the rows.
     """
 
     def __init__(self, engine: ScoringModel, logprobs: LearnerLogprobs) -> None:
@@ -308,10 +309,10 @@ class HeadedTeacher:
         return await self._engine.decode_score(requests)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Log-probs of each request's tokens at its temperatures, all by the head.
+        """Log-probs of each request's tokens at its temperatures, computed with the head.
 
         Raises:
-            EngineError: the engine gives no hidden states.
+            EngineError: the engine returns no hidden states.
         """
         asked = [
             replace(
