@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,30 @@ def test_a_slow_drift_is_found_though_no_canary_differs_from_the_last(house: Any
     with pytest.raises(ScoredWrongly, match=f"the weights of step {rounds} and later") as raised:
         here.canaries.check()
     assert raised.value.before == rounds
+
+
+def test_a_drift_that_is_being_noted_counts_although_its_scorer_answers_no_last_canary(
+    house: Any,
+) -> None:
+    here, goes_on = house(), threading.Event()
+    here.join([1])
+    here.train(0)
+    here.plant(0, 2)
+    here.canaries.after_step(here.version)
+    held = here.queue.actor.__ray_call__.remote(lambda _plain: goes_on.wait(DEADLINE_S))
+    here.driver.pause(2.0)  # the answer has come, and the queue does not note it yet
+
+    [engine] = here.supervisor.serving(REFERENCE).values()
+    calls.kill(engine)  # it answers no other canary
+
+    async def let_it_go_on() -> None:
+        await asyncio.sleep(0.2)
+        goes_on.set()
+
+    here.background.start(let_it_go_on())
+    with pytest.raises(ScoredWrongly) as raised:
+        here.canaries.after_last(here.version)
+    assert calls.get(held) and raised.value.before == 1 and len(here.found) == 1
 
 
 def test_one_bad_replica_of_three_behind_one_address_is_found(house: Any) -> None:
