@@ -21,13 +21,16 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 def serve(answer: Answer) -> None:
     """Serve calls: one line of JSON on stdin for each call, one line on stdout for its result.
 
-    Other output is redirected to stderr. The process ends when stdin is closed.
+    If the folder of an episode (TMPDIR of its environment) was removed, it is created again. Other
+    output is redirected to stderr. The process ends when stdin is closed.
     """
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in calls:
-        written = json.dumps(answer(json.loads(line))).encode() + b"\n"
+        asked = json.loads(line)
+        os.makedirs(asked["environment"]["TMPDIR"], 0o700, exist_ok=True)
+        written = json.dumps(answer(asked)).encode() + b"\n"
         sys.stdout.flush()
         while written:
             written = written[os.write(answers, written) :]

@@ -5,7 +5,7 @@
 
 A guard (`distill.sandbox.guard`) ends the process of a command with all its children when the
 process has answered, is late, or this process dies. A kept process is ended in the same way, except
-that it continues after an answer. Then the guard removes the scratch folder.
+that it continues after an answer. The guard creates the scratch folder, and removes it at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
+from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any, ClassVar, TypeVar
 
 from distill.errors import ConfigError
@@ -132,8 +132,7 @@ class AgentProgram:
         """
         if self.kept_command() is not None:
             return await self._called(problem, given)
-        with TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as scratch:
-            return await self._started(problem, given, scratch)
+        return await self._started(problem, given, _scratch())
 
     async def _started(
         self, problem: Mapping[str, Any], variables: Mapping[str, str], scratch: str
@@ -170,10 +169,13 @@ class AgentProgram:
                 raise AgentFailed(_told("printed no JSON as its last line", line)) from None
 
     async def _called(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
-        with _kept(self) as child, _folder(child.scratch):
+        with _kept(self) as child:
             environment = {**variables, "TMPDIR": child.scratch}
             asked = _written({"problem": problem, "environment": environment})
-            answer = await child.call(asked, self.time_s)
+            try:
+                answer = await child.call(asked, self.time_s)
+            finally:
+                shutil.rmtree(child.scratch, ignore_errors=True)
         try:
             told = loads(answer.decode())
         except ValueError as error:
@@ -201,6 +203,11 @@ def _environment(
         "TMPDIR": scratch,
         **variables,
     }
+
+
+def _scratch() -> str:
+    """Path of a scratch folder, which the guard of an agent makes and removes."""
+    return str(Path(gettempdir(), _SCRATCH + secrets.token_hex(8)))
 
 
 def _written(value: object) -> bytes:
@@ -249,14 +256,14 @@ class _KeptProcess:
     """A process that calls the agent's function, for one episode at a time.
 
     Attributes:
-        scratch: folder for temporary files, which exists during an episode. If this process dies
-            during the episode, the guard removes the folder.
+        scratch: folder for temporary files, which is removed after each episode, and by the guard
+            if this process dies during an episode.
     """
 
     def __init__(self, program: AgentProgram) -> None:
         command = program.kept_command()
         assert command is not None
-        self.scratch = str(Path(gettempdir(), _SCRATCH + secrets.token_hex(8)))
+        self.scratch = _scratch()
         self._calls, calls = socket.socketpair()
         # In append mode, because it is truncated before each episode. Closed by `end`.
         self._complaints = TemporaryFile("a+b")  # noqa: SIM115
@@ -310,16 +317,6 @@ class _KeptProcess:
 _idle: dict[AgentProgram, list[_KeptProcess]] = {}
 # A forked process would share the sockets of its parent's children, so it starts its own children.
 os.register_at_fork(after_in_child=_idle.clear)
-
-
-@contextmanager
-def _folder(path: str) -> Iterator[None]:
-    """Context manager for a folder, which is removed on exit."""
-    os.mkdir(path, 0o700)
-    try:
-        yield
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -4,9 +4,10 @@
     (the lifeline is a pipe: the starter holds one end, the guard waits at the other)
 
 The guard ends the program and its descendants when the program has ended, on SIGTERM, and when the
-starter or the front has died for any reason. Then it removes the program's scratch folder, and ends
-as the program did, or with exit code 1; so does the front. On Linux, descendants that left the
-program's process group are also ended: orphans become children of the guard.
+starter or the front has died for any reason. Then it removes the program's scratch folder, which it
+has created, and ends as the program did, or with exit code 1; so does the front. On Linux,
+descendants that left the program's process group are also ended: orphans become children of the
+guard.
 
 The front is the starter's only child. A Ray worker kills its children as it ends; if the guard were
 one of them, nothing would end the program's processes.
@@ -39,7 +40,9 @@ def guarded(command: Sequence[str], *, scratch: str = "") -> list[str]:
     Start it in a new session, with `pass_fds=(lifeline(),)`.
 
     Args:
-        scratch: folder that is removed after all processes have ended; empty: none.
+        scratch: folder that the guard creates, and removes after all processes have ended; empty:
+            none. If the starter created it, it would remain when starter and front died before the
+            guard has started.
     """
     return [sys.executable, "-I", "-S", "-B", __file__, str(lifeline()), scratch, *command]
 
@@ -87,6 +90,8 @@ def main() -> None:
         signal.signal(number, _do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if scratch:
+        os.mkdir(scratch, 0o700)
     program = os.fork()
     if program == 0:
         _become(sys.argv[3:])

@@ -257,7 +257,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("moment", ["in an episode", "between episodes"])
+@pytest.mark.parametrize("moment", ["at its start", "in an episode", "between episodes"])
 @pytest.mark.parametrize("command", ["python parent.py", "parent:solve"])
 def test_a_worker_that_is_killed_leaves_nothing(folder: Path, command: str, moment: str) -> None:
     """Neither its agents nor their children, of which one has left the process group, nor their
@@ -277,12 +277,19 @@ def test_a_worker_that_is_killed_leaves_nothing(folder: Path, command: str, mome
             "TMPDIR": str(temporary),
         },
     ) as worker:  # fmt: skip
-        started = [*pids(folder), *(each.pid for each in psutil.Process(worker.pid).children())]
-        if moment == "between episodes":
-            assert worker.stdout is not None and worker.stdout.readline() == b"1\n"
-        worker.kill()
-        end(started)
-    assert not [*temporary.iterdir()]
+        if moment == "at its start":
+            until(lambda: any(temporary.iterdir()))
+            started = psutil.Process(worker.pid).children()
+            worker.kill()
+            for child in started:  # as Ray does
+                child.kill()
+        else:
+            started = [*pids(folder), *(each.pid for each in psutil.Process(worker.pid).children())]
+            if moment == "between episodes":
+                assert worker.stdout is not None and worker.stdout.readline() == b"1\n"
+            worker.kill()
+            end(started)
+    until(lambda: not any(temporary.iterdir()))
 
 
 def test_an_agent_that_is_killed_within_its_request_fails_alone(folder: Path) -> None:
