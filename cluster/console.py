@@ -1,8 +1,9 @@
 """Console of the commands, whose write errors do not end a run.
 
-While a disk is full, lines are lost. A closed pipe (`| head`) or a lost terminal is permanent:
-standard output, and standard error if it is lost as well, are then redirected to /dev/null. The
-files in `out/` are not affected. `lost_output` returns the reason to the run.
+While a disk is full, lines are lost. A closed pipe (`| head`), a lost terminal or a file that may
+not grow is permanent. Standard output, and standard error if it is lost as well, are redirected to
+/dev/null in the first two cases. The files in `out/` are not affected. `lost_output` returns the
+reason to the run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from distill.durable_files import is_full
 _LOST = {
     errno.EPIPE: "the pipe of standard output was closed",
     errno.EIO: "the terminal was closed",
+    errno.EFBIG: "the file of standard output may not grow further (ulimit -f)",
 }
 
 # Printed paths, tokens and model outputs must not be parsed: `[/INST]` is not markup, and

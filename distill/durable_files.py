@@ -22,7 +22,7 @@ from pathlib import Path
 
 # Reading and hashing release the GIL; more threads than this only wait for the disk.
 _THREADS = 8
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Seconds between two tries of a write: the first and the longest pause. Longest time that writes to
 # a full disk are tried again.
 PAUSE_S, _LONGEST_PAUSE_S, FULL_S = 3.0, 30.0, 1800.0
@@ -123,6 +123,7 @@ def disk_remedy(error: BaseException | str) -> str:
 def is_full(error: BaseException | str) -> bool:
     """True if the error, or an error that caused it, reports that a disk or a quota is full.
 
+    A limit on the size of a file (EFBIG) does not count, because no wait makes room under it.
     Errors of safetensors and torch carry the system's message and no errno.
     """
     if isinstance(error, OSError) and error.errno in _FULL:

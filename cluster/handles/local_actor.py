@@ -147,7 +147,7 @@ class LocalActor:
         try:
             return function()
         except Exception as error:
-            raise self._as_on_ray(error) from error
+            raise self._as_on_ray(error) from None
 
     async def _await(self, function: Callable[[], Any]) -> Any:
         try:
@@ -156,9 +156,11 @@ class LocalActor:
         except asyncio.CancelledError:
             raise self._death() from None
         except Exception as error:
-            raise self._as_on_ray(error) from error
+            raise self._as_on_ray(error) from None
 
     def _as_on_ray(self, error: Exception) -> Exception:
+        # Raised from nothing: a caller raises the error itself from this one (`Driver.value`). Were
+        # it the cause of this one, their chain of causes would have no end.
         return errors.RayTaskError(self._name, traceback.format_exc(), error).as_instanceof_cause()
 
     async def _close(self) -> None:

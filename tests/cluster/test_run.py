@@ -217,16 +217,16 @@ def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatc
 
 
 class FullDisk(Writing):
-    """A learner whose disk is full for the first so many tries of a checkpoint."""
+    """A learner whose disk is full (`error`) for the first so many tries of a checkpoint."""
 
-    def __init__(self, told: list[str], tries: int) -> None:
+    def __init__(self, told: list[str], tries: int, error: int = errno.ENOSPC) -> None:
         super().__init__(told, takes=0, fails=set())
-        self._tries = tries
+        self._tries, self._error = tries, error
 
     def _check(self, step: int) -> None:
         self._tries -= 1
         if self._tries >= 0:
-            raise CheckpointError(f"no room for {step}: {os.strerror(errno.ENOSPC)}")
+            raise CheckpointError(f"no room for {step}: {os.strerror(self._error)}")
 
 
 @pytest.mark.parametrize("steps", [4, 50])
@@ -259,6 +259,22 @@ def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
     run.actors.leader = LocalActor(FullDisk, run.told, 1000)
     with pytest.raises(CheckpointError):
         run.train()
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+@pytest.mark.parametrize("error", [errno.EFBIG, errno.EIO], ids=["limit on size", "bad disk"])
+def test_room_is_waited_for_only_where_it_may_come(
+    monkeypatch: pytest.MonkeyPatch, error: int, signalled: bool
+) -> None:
+    """Elsewhere the run ends after ten tries, and at once on a signal."""
+    monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
+    run = Scene()
+    run.actors.leader = LocalActor(FullDisk, run.told, 1000, error)
+    if signalled:
+        run.actors.before = {1: Interrupted(signal.SIGTERM)}
+    with pytest.raises(CheckpointError):
+        run.train()
+    assert sum(line.startswith("no room") for line in run.told) == (0 if signalled else 10)
 
 
 def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:

@@ -21,13 +21,17 @@ from tests.waiting import DEADLINE_S
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("longest", [0, 4096], ids=["full", "full from here"])
-def test_a_full_disk_under_the_output_ends_no_run(longest: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "longest"),
+    [("/dev/full", 1 << 20), ("log", 0), ("log", 4096)],
+    ids=["full", "may not grow", "may not grow from here"],
+)
+def test_a_file_that_takes_no_output_ends_no_run(file: str, longest: int, tmp_path: Path) -> None:
     program = (
         "import os\nfrom cluster.console import make_console\nconsole = make_console()\n"
         "for i in range(10_000): console.print(f'step {i}')\nos._exit(7)"
     )
-    with (tmp_path / "log").open("w") as log, files_of_at_most(longest):
+    with (tmp_path / file).open("w") as log, files_of_at_most(longest):
         done = subprocess.run([sys.executable, "-c", program], stdout=log, cwd=ROOT, check=False)
     assert done.returncode == 7
 

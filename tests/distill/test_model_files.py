@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -161,4 +162,5 @@ def test_full_disks_are_told_from_other_errors() -> None:
     wrapped = RuntimeError("the writer failed")
     wrapped.__cause__ = full[0]
     assert all(map(is_full, [*full, wrapped]))
-    assert not any(map(is_full, [OSError(errno.EIO, "x"), ValueError("bad"), "short write"]))
+    others = [OSError(errno.EIO, "x"), OSError(errno.EFBIG, os.strerror(errno.EFBIG))]
+    assert not any(map(is_full, [*others, ValueError("bad"), "short write"]))
