@@ -125,7 +125,7 @@ def push_plan(tensors: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES)
         address="10.0.0.1", port=12345, name="isotherm-0123456789abcdef", backend="nccl",
         world_size=9, rank=1, join_deadline_s=120.0, timeout_s=1800.0,
     )  # fmt: skip
-    order = CollectiveBroadcast(member=member, buckets=buckets)
+    order = CollectiveBroadcast(member=member, number=1, buckets=buckets)
     shared = SharedTensors(layouts=(), path="/proc/12345/fd/67", identity=(1, 123456), offset=0)
     portions = [replace(shared, layouts=tuple(bucket)) for bucket in buckets]
     return PushPlan(

@@ -199,7 +199,9 @@ class CheckpointDirectory:
     path: str
 
 
+# Words of rank 0 in a weight group, and the number of the agreement to form it. Pushes begin at 1.
 SENDS, GIVES_UP = "sends", "gives up"
+JOINING = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,13 +226,14 @@ class GroupMember:
     join_deadline_s: float
     timeout_s: float
 
-    def ready_key(self, version: int) -> str:
-        """Key that an engine sets when it is ready to receive; rank 0 waits for all engines."""
-        return f"isotherm/{self.name}/{version}/{self.rank}"
+    def ready_key(self, number: int) -> str:
+        """Key that an engine sets when it is ready to receive the push of this number, or to join
+        (`JOINING`); rank 0 waits for all engines."""
+        return f"isotherm/{self.name}/{number}/{self.rank}"
 
-    def word_key(self, version: int) -> str:
+    def word_key(self, number: int) -> str:
         """Key that rank 0 sets when all are ready: `SENDS`, or `GIVES_UP` if an engine refuses."""
-        return f"isotherm/{self.name}/{version}/word"
+        return f"isotherm/{self.name}/{number}/word"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,10 +241,12 @@ class CollectiveBroadcast:
     """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
 
     Attributes:
+        number: number of this push in the group, from 1.
         buckets: tensors of each broadcast, concatenated in this order.
     """
 
     member: GroupMember
+    number: int
     buckets: Sequence[Sequence[TensorLayout]]
 
 

@@ -3,7 +3,8 @@
 The learner is rank 0 and holds the group's TCPStore; the protocol is in
 cluster/weights/collective.py. A broadcast that is never sent blocks its receivers, and with NCCL
 only the end of their process would end that. Engines therefore `announce` that they are ready, and
-receive only after the learner has confirmed that it sends.
+receive only after the learner has confirmed that it sends. They agree to form the group likewise,
+as who joins waits for all others.
 """
 
 from __future__ import annotations
@@ -67,16 +68,17 @@ def learner_store(member: GroupMember) -> TCPStore:
     return TCPStore(member.address, member.port, is_master=False, timeout=timeout)
 
 
-def announce(member: GroupMember, version: int) -> None:
-    """Announce to rank 0 that this engine is ready to receive, and wait for its confirmation.
+def announce(member: GroupMember, number: int) -> None:
+    """Announce to rank 0 that this engine is ready to receive the push of this number, or to join
+    the group (`JOINING`), and wait for its confirmation.
 
     Raises:
         EngineError: the learner's store is gone, or the learner cancelled the push.
     """
-    key = member.word_key(version)
+    key = member.word_key(number)
     try:
         store = learner_store(member)
-        store.set(member.ready_key(version), "1")
+        store.set(member.ready_key(number), "1")
         store.wait([key], timedelta(seconds=member.timeout_s))
         word = store.get(key).decode()
     except RuntimeError as error:

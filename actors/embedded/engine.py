@@ -233,7 +233,7 @@ class EmbeddedEngine:
         if isinstance(weights, CollectiveBroadcast):
             layouts = [layout for bucket in weights.buckets for layout in bucket]
             await asyncio.to_thread(self._model.check_layout, layouts)
-            tensors = await asyncio.to_thread(self._receiver.receive, weights, version)
+            tensors = await asyncio.to_thread(self._receiver.receive, weights)
         elif isinstance(weights, CheckpointDirectory):
             tensors = await asyncio.to_thread(_read_checkpoint, weights.path)
         else:
@@ -242,11 +242,6 @@ class EmbeddedEngine:
         self._loads.append(load)
         self._wake()
         return await load.future
-
-    async def weight_ranks(self) -> int:
-        """Number of ranks that receive weights: always 1."""
-        self._check_health()
-        return 1
 
     async def weight_checksums(self) -> list[dict[str, str]]:
         """Digests of each rank's parameters, by name (distill/weights/digests.py)."""

@@ -14,7 +14,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from distill.engine import CollectiveBroadcast, GroupMember
+from distill.engine import JOINING, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
 from distill.nccl import nccl_settings
@@ -35,7 +35,7 @@ class WeightReceiver:
         self._group: ProcessGroup | None = None
         self._lock = threading.Lock()
 
-    def receive(self, weights: CollectiveBroadcast, version: int) -> dict[str, Tensor]:
+    def receive(self, weights: CollectiveBroadcast) -> dict[str, Tensor]:
         """Join the group if necessary, and receive a push; block until all weights have arrived.
 
         Raises:
@@ -44,7 +44,7 @@ class WeightReceiver:
         with self._lock:
             try:
                 group = self._joined(weights.member)
-                announce(weights.member, version)
+                announce(weights.member, weights.number)
                 return self._received(group, weights)
             except (EngineError, RuntimeError) as error:  # RuntimeError: from torch
                 self._leave()
@@ -57,6 +57,7 @@ class WeightReceiver:
         if self._group is not None and self._name == member.name:
             return self._group
         self._leave()
+        announce(member, JOINING)
         if member.backend == "gloo":
             listen_towards(member.address)
         else:

@@ -431,11 +431,6 @@ class SglangEngine:
         """End a push of lent buckets: no more buckets will follow. `why` is the reason."""
         self._session().lendings.end(why, push)
 
-    async def weight_ranks(self) -> int:
-        """Number of ranks that receive weights: the server's tensor parallelism."""
-        await self._ready()
-        return await self._session().ranks()
-
     async def weight_checksums(self) -> list[dict[str, str]]:
         """See `EmbeddedEngine.weight_checksums`. Computed by the server, one dict for each rank."""
         await self._ready()

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.sglang.admin import ServerAdmin
-from distill.engine import GroupMember
+from distill.engine import JOINING, GroupMember
 from distill.errors import EngineError
+from distill.weight_group import announce
 from distill.weights.model_weights import TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class ServerGroup:
         if self._name == member.name:
             return
         await self.leave()
+        await asyncio.to_thread(announce, member, JOINING)
         body = {
             "master_address": member.address,
             "master_port": member.port,

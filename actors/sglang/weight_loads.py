@@ -200,7 +200,7 @@ class WeightLoads:
     async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
         async with self._session(version) as (facts, written):
             try:
-                await asyncio.to_thread(announce, weights.member, version)
+                await asyncio.to_thread(announce, weights.member, weights.number)
                 for i, bucket in enumerate(weights.buckets, start=1):
                     ending = self._ending(version, last=i == len(weights.buckets))
                     await self._group.receive(bucket, facts.selector | ending)

@@ -193,10 +193,6 @@ class WeightSession:
         if self.torn is not None:
             raise EngineLost(self.torn)
 
-    async def ranks(self) -> int:
-        """The server's tensor parallelism."""
-        return (await self._admin.facts()).ranks
-
     async def checksums(self) -> list[dict[str, str]]:
         """Digests of each rank's parameters, by name.
 

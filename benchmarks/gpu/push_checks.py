@@ -46,7 +46,6 @@ def _push(setting: Setting, choice: WeightsChoice, served: bool) -> Numbers:
             choice=choice, served=served, device=setting.device, directory=setting.scratch,
             model=model, temperature=TEMPERATURE, dtype=setting.dtype,
             probe_every=1, prove_every=1, timeout_s=COLD_START_S,
-            gpus=1,
         ),
         learner.logprobs,
         lenders=learner.lender_places(),

@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.gpu.measure import let_go, peak_bytes, seconds, wait
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, named, require, rows_of
 from benchmarks.peak import peak_flops
-from distill.engine import CollectiveBroadcast
+from distill.engine import JOINING, CollectiveBroadcast
 from distill.gpu import GIB
 from distill.models.attention_probe import shares_prefixes
 from distill.models.vocabulary_head import VocabularyHead
@@ -234,14 +234,13 @@ def mixture_step(setting: Setting) -> Numbers:
 class _NoRanks:
     """Engine without ranks in a weight group: rank 0 broadcasts to itself alone."""
 
-    def weight_ranks(self) -> int:
-        return 0
-
     def load_weights(self, weights: CollectiveBroadcast, version: int) -> float:
         """Wait for the sender's message, as a server does."""
         from distill.weight_group import announce
 
-        announce(weights.member, version)
+        if weights.number == 1:
+            announce(weights.member, JOINING)
+        announce(weights.member, weights.number)
         return 0.0
 
 
@@ -254,7 +253,7 @@ def weight_group(setting: Setting) -> Numbers:
     size = setting.choose(1 << 16, 1 << 28)
     tensors = {f"part_{i}": torch.randn(size // 8, device=setting.device) for i in range(8)}
     transport = CollectiveTransport(
-        {"nobody": LocalActor(_NoRanks)}, address=LOOPBACK,
+        {"nobody": LocalActor(_NoRanks)}, ranks=0, address=LOOPBACK,
         backend="nccl" if setting.cuda else "gloo", timeout_s=_TIMEOUT_S, bucket_bytes=size,
     )  # fmt: skip
     versions = count(1)
@@ -268,5 +267,6 @@ def weight_group(setting: Setting) -> Numbers:
     push()
     first = time.perf_counter() - started
     again = seconds(setting, push)
-    require(transport.sent == 4, f"{transport.sent} buckets were sent of 4")
+    sent = 0 if transport.sending is None else transport.sending.sent
+    require(sent == 4, f"{sent} buckets were sent of 4")
     return {"gib": 4 * size / GIB, "first_seconds": first, "seconds": again}

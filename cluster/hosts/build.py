@@ -377,8 +377,7 @@ class RolloutCast:
             probe_every=probe_every,
             prove_every=prove_every,
             timeout_s=config.cluster.no_progress_s,
-            nodes=self._engines.policy(config.model.path, "").nodes,
-            gpus=parallelism(config.policy.server_flags).gpus_a_node,
+            parallel=parallelism(config.policy.server_flags),
         )
         learner_config = config.policy_learner(start.resume_from, self.inputs.stops)
         if device.startswith("cuda") and config.engines_sleep:

@@ -2,8 +2,8 @@
 
 Once, and again after a failure:
 
-    learner   asks every engine for its ranks (`weight_ranks`), opens a TCPStore, and joins as rank
-              0 while the engines join, with their first push
+    learner   opens a TCPStore, waits until every engine is ready to join, which it is once it has
+              checked its first push, and joins as rank 0
     server    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
     embedded  joins as one rank, in its own process (actors/embedded/weight_group.py)
 
@@ -11,9 +11,9 @@ Each push, after the same call `load_weights(CollectiveBroadcast, version)` to e
 
     1  engine    checks the tensors' names and shapes
        server    pauses generation; /begin_weight_update
-    2  engine    sets `ready_key(version)` in the store, and waits for the learner's word
+    2  engine    sets its `ready_key` in the store, and waits for the learner's word
     3  learner   waits for the keys of all engines, or for the first of them that refuses, and sets
-                 `word_key(version)`: no engine waits in a broadcast that is not to come
+                 `word_key`: no engine waits in a broadcast that is not to come
     4  both      one broadcast a bucket, in order
        server    loads it: /update_weights_from_distributed
        embedded  keeps it in main memory, and generates meanwhile
@@ -35,7 +35,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -47,7 +46,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from cluster.handles import calls
 from cluster.handles.node import node_address
 from cluster.weights.transport import Sending, Transport
-from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast, GroupMember
+from distill.engine import GIVES_UP, JOINING, SENDS, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
 from distill.weight_group import join_group, leave_group
@@ -69,24 +68,24 @@ class CollectiveTransport(Transport):
 
     Args:
         engines: Ray handles by name.
+        ranks: number of ranks of each that receive weights.
         address: of this machine, as the engines' machines reach it.
         backend: nccl sends from GPU to GPU, gloo from main memory.
         timeout_s: longest that a push may not get on.
     """
 
-    linked = True
-
     def __init__(
         self,
         engines: Mapping[str, Any],
         *,
+        ranks: int = 1,
         address: str,
         backend: Literal["gloo", "nccl"],
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__(engines)
-        self._address, self._timeout_s = address, timeout_s
+        self._ranks, self._address, self._timeout_s = ranks, address, timeout_s
         self._backend: Literal["gloo", "nccl"] = backend
         self._bucket_bytes = bucket_bytes
         self._group: _CollectiveGroup | None = None
@@ -95,34 +94,32 @@ class CollectiveTransport(Transport):
         return f"{self._backend} group from {self._address}"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """The engines' acknowledgements to be, by name; the broadcast goes on in a thread.
-
-        Raises:
-            EnginesFailed: an engine is not ready.
-        """
+        """The engines' acknowledgements to be, by name; the broadcast goes on in a thread."""
         self._group = group = self._group or self._form()
-        group.begin(version)
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
-        self._sending = _Broadcasting(group, weights, buckets, version)
+        group.pushes += 1  # not the version: that may be pushed a second time
         pending = {
             name: engine.load_weights.remote(
-                CollectiveBroadcast(member=group.members[name], buckets=buckets), version
+                CollectiveBroadcast(
+                    member=group.members[name], number=group.pushes, buckets=buckets
+                ),
+                version,
             )
             for name, engine in self.engines.items()
         }
-        self._sending.start()
+        self.sending = _Broadcasting(group, weights, buckets)
+        self.sending.start()
         return pending
 
     def abort(self) -> None:
         """Leave the group, once its push under way has ended. The next one forms a new group."""
-        group, sending = self._group, self._sending
+        group, sending = self._group, self.sending
         super().abort()
         self._group = None
         if group is not None:  # not here: that push ends with peers which the publisher ends later
             calls.in_thread(lambda: group.leave_after(sending), "weight-group")
 
     def _form(self) -> _CollectiveGroup:
-        ranks = self._ranks(self._timeout_s)
         if self._backend == "gloo":
             listen_towards(self._address)
         deadline_s = min(JOIN_DEADLINE_S, self._timeout_s)
@@ -132,43 +129,30 @@ class CollectiveTransport(Transport):
             port=store.port,
             name=f"isotherm-{secrets.token_hex(8)}",
             backend=self._backend,
-            world_size=1 + sum(ranks.values()),
+            world_size=1 + self._ranks * len(self.engines),
             rank=0,
             join_deadline_s=deadline_s,
             timeout_s=self._timeout_s,
         )
-        *firsts, _ = accumulate(ranks.values(), initial=1)
         members = {
-            name: replace(own, rank=first) for name, first in zip(ranks, firsts, strict=True)
+            name: replace(own, rank=1 + self._ranks * i) for i, name in enumerate(self.engines)
         }
         return _CollectiveGroup(store, own, members)
 
 
 class _CollectiveGroup:
-    """A group, its store and the engines' memberships; `join` is for the sending thread."""
+    """A group, its store and the engines' memberships.
+
+    `pushes` counts its pushes; `process_group` is None before the first, and once it is left.
+    """
 
     def __init__(
         self, store: TCPStore, own: GroupMember, members: Mapping[str, GroupMember]
     ) -> None:
         self.store, self.own, self.members = store, own, members
+        self.pushes = 0
         self.process_group: ProcessGroup | None = None
         self._leaving = threading.Lock()
-
-    def join(self) -> ProcessGroup:
-        self.process_group = self.process_group or join_group(self.store, self.own)
-        return self.process_group
-
-    def begin(self, version: int) -> None:
-        """Forget what was said of this version: it may be pushed a second time."""
-        for member in self.members.values():
-            self.store.delete_key(member.ready_key(version))
-        self.store.delete_key(self.own.word_key(version))
-
-    def say(self, word: str, version: int) -> None:
-        self.store.set(self.own.word_key(version), word)
-
-    def all_are_ready(self, version: int) -> bool:
-        return self.store.check([member.ready_key(version) for member in self.members.values()])
 
     def leave(self) -> None:
         with self._leaving:
@@ -183,18 +167,19 @@ class _CollectiveGroup:
 
 
 class _Broadcasting(Sending):
-    """One push: waits for the engines to be ready, then broadcasts."""
+    """The latest push of a group: waits for the engines to be ready, then broadcasts."""
+
+    linked = True
 
     def __init__(
         self,
         group: _CollectiveGroup,
         weights: Weights,
         buckets: Sequence[Sequence[TensorLayout]],
-        version: int,
     ) -> None:
         super().__init__(group.own.timeout_s)
-        self._group, self._weights = group, weights
-        self._buckets, self._version = buckets, version
+        self._group, self._weights, self._buckets = group, weights, buckets
+        self._number = group.pushes
 
     def give_up(self) -> None:
         """Tell engines that wait for this side's word, and break off a broadcast under way."""
@@ -203,27 +188,45 @@ class _Broadcasting(Sending):
             self._group.leave()
 
     def _run(self) -> None:
-        sends = False
         try:
-            group = self._group.join()
+            group = self._group.process_group or self._join()
             first = self._flat(self._buckets[0])  # while the engines pause
-            sends = self._all_ready()
-            self._group.say(SENDS if sends else GIVES_UP, self._version)
-            if sends:
-                self._broadcast(group, first)
-                return
-            self.problem = "the push was given up before anything was sent"
+            self._agree(self._number)
+            self._say(GIVES_UP, JOINING)  # all are members: one that leaves would wait in vain
+            self._broadcast(group, first)
         except Exception as error:  # torch raises its own, of several kinds
-            what = f"the learner's broadcast of version {self._version}"
-            self.problem = f"{what} failed: {first_line(error)}"
-            if not sends:
-                self._group.say(GIVES_UP, self._version)
-        self._group.leave()
+            self.problem = f"the learner's broadcast failed: {first_line(error)}"
+            for about in (JOINING, self._number):  # who waits for a word
+                self._say(GIVES_UP, about)
+            self._group.leave()
+
+    def _join(self) -> ProcessGroup:
+        self._agree(JOINING)
+        self._group.process_group = group = join_group(self._group.store, self._group.own)
+        return group
+
+    def _say(self, word: str, about: int) -> None:
+        self._group.store.set(self._group.own.word_key(about), word)
+
+    def _agree(self, about: int) -> None:
+        """Wait until every engine is ready, and tell them to go on.
+
+        Raises:
+            EngineError: the push is given up, or it took too long.
+        """
+        keys = [member.ready_key(about) for member in self._group.members.values()]
+        deadline = time.monotonic() + self._timeout_s
+        while not self._group.store.check(keys):
+            self._require_wanted()
+            if time.monotonic() > deadline:
+                raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+        self._require_wanted()
+        self._say(SENDS, about)
 
     def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):
-            if self._given_up.is_set():
-                raise EngineError("an engine failed meanwhile")
+            self._require_wanted()
             torch.distributed.broadcast(flat, src=0, group=group)
             if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
                 with self._own_work():
@@ -236,17 +239,6 @@ class _Broadcasting(Sending):
         with self._own_work():
             tensors = self._weights.gather(names_of(bucket)).values()
             return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-
-    def _all_ready(self) -> bool:
-        """Waits for every engine's word; False if the push is given up meanwhile."""
-        deadline = time.monotonic() + self._timeout_s
-        while not self._group.all_are_ready(self._version):
-            if self._given_up.is_set():
-                return False
-            if time.monotonic() > deadline:
-                raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
-            time.sleep(_POLL_S)
-        return not self._given_up.is_set()
 
 
 def own_address(everyone_is_here: bool) -> str:

@@ -1,7 +1,6 @@
 """Weights lent to servers on the same GPUs, or the same machine: a bucket at a time, by handles.
 
-    learner   asks every engine for its ranks (`weight_ranks`), at the first push, then calls
-              `load_weights(LentWeights, version)` on each; it returns with the last bucket
+    learner   calls `load_weights(LentWeights, version)` on each; it returns with the last bucket
     learner   gathers a bucket on each worker that has readers, while the engines pause
     both      `load_bucket(push, i, handles)`: a handle for each rank, on the bucket of the worker
               that is on that rank's GPU. The engine's server opens them, copies what each rank
@@ -22,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.weights.transport import Sending, Transport, collect
-from cluster.weights.ways import Place, lenders_of
 from distill.engine import LentWeights
-from distill.errors import EngineError, first_line
+from distill.errors import first_line
 from distill.weights.lending import LenderPlace, LentByWorkers
 from distill.weights.model_weights import (
     BUCKET_BYTES,
@@ -41,7 +39,7 @@ class IpcTransport(Transport):
     """The learner's end: lends what its workers gather.
 
     Args:
-        places: of the engines.
+        sources: by engine, the worker that lends to each of its ranks.
         lenders: of the learner's workers, by rank.
         timeout_s: longest that a push may not get on.
     """
@@ -49,34 +47,23 @@ class IpcTransport(Transport):
     def __init__(
         self,
         engines: Mapping[str, Any],
-        places: Mapping[str, Place],
+        sources: Mapping[str, Sequence[int]],
         lenders: Sequence[LenderPlace],
         *,
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__(engines)
-        self._places, self._lenders = places, lenders
+        self._sources, self._lenders = sources, lenders
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
-        # By engine, once it was asked: the worker that lends to each of its ranks.
-        self._sources: Mapping[str, Sequence[int]] = {}
 
     def describe(self) -> str:
         how = "CUDA IPC" if self._lenders[0].gpu is not None else "lent main memory"
         return f"{how}, in buckets"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """The engines' acknowledgements to be, by name; the lending goes on in a thread.
-
-        Raises:
-            ConfigError: an engine has ranks that no worker can lend to.
-            EnginesFailed: an engine is not ready.
-        """
+        """The engines' acknowledgements to be, by name; the lending goes on in a thread."""
         assert isinstance(weights, LentByWorkers), "weights that the learner's workers hold"
-        self._sources = self._sources or {
-            name: lenders_of(name, self._places[name], ranks, self._lenders)
-            for name, ranks in self._ranks(self._timeout_s).items()
-        }
         order = LentWeights(
             push=secrets.token_hex(8),
             buckets=plan_buckets(weights.layouts, self._bucket_bytes),
@@ -86,13 +73,13 @@ class IpcTransport(Transport):
             name: engine.load_weights.remote(order, version)
             for name, engine in self.engines.items()
         }
-        self._sending = _Lending(self.engines, order, weights, self._sources, len(self._lenders))
-        self._sending.start()
+        self.sending = _Lending(self.engines, order, weights, self._sources, len(self._lenders))
+        self.sending.start()
         return pending
 
     def abort(self) -> None:
         """End a push that failed; returns when this side uses the learner's workers no more."""
-        sending = self._sending
+        sending = self.sending
         super().abort()
         if sending is not None:
             sending.join()
@@ -153,10 +140,6 @@ class _Lending(Sending):
         for name, why in answers.failures.items():
             logger.warning("%s left the push: %s", name, why)
         self._dismiss(list(answers.failures), f"bucket {number} was not loaded in time")
-
-    def _require_wanted(self) -> None:
-        if self._given_up.is_set():
-            raise EngineError("the push was given up")
 
     def _dismiss(self, names: Sequence[str], why: str) -> None:
         """Lend nothing more to engines, and end their loads if they still wait for a bucket."""

@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 from cluster.handles import calls
 from cluster.handles.failures import dead_among
 from cluster.weights.check import Logprobs, PushCheck
-from cluster.weights.transport import Answers, EnginesFailed, PushSettings, Transport, collect
+from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
 from distill.durable_files import Retries
 from distill.errors import CheckpointError, EngineError, NonFiniteError
@@ -61,7 +61,6 @@ class Attempt:
     Attributes:
         started: each started transport with its pending acknowledgements, by engine name.
         failures: reason that a transport could not start, by engine name.
-        lost: engines that kept it from starting; they must be restarted.
         timeout_s: longest wait without an answer, including what loading this many bytes may take.
         waiting: called repeatedly while answers are outstanding.
     """
@@ -69,7 +68,6 @@ class Attempt:
     version: int
     started: list[tuple[Transport, dict[str, Any]]]
     failures: dict[str, str]
-    lost: set[str]
     timeout_s: float
     waiting: Callable[[], None]
 
@@ -90,15 +88,13 @@ class Attempt:
         """
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
-        begun = cls(version, [], {}, set(), timeout_s + loading_s(total_bytes(weights)), waiting)
+        begun = cls(version, [], {}, timeout_s + loading_s(total_bytes(weights)), waiting)
         for transport in transports:
             try:
                 begun.started.append((transport, begun._start(transport, weights)))
             except EngineError as error:
                 transport.abort()
                 begun.failures.update(dict.fromkeys(transport.engines, str(error)))
-                if isinstance(error, EnginesFailed):
-                    begun.lost.update(error.names)
         return begun
 
     def _start(self, transport: Transport, weights: Weights) -> dict[str, Any]:
@@ -125,24 +121,17 @@ class Attempt:
 
         Raises: an error of the learner's own, of which no engine is at fault.
         """
-        total = Answers(failures=dict(self.failures), lost=set(self.lost))
+        total = Answers(failures=dict(self.failures))
         for transport, pending in self.started:
-            answers = collect(pending, self.timeout_s, transport, waiting=self.waiting)
-            try:
-                if answers.failures or answers.problem:
-                    transport.abort()
-                else:
-                    transport.finish()
-            except EngineError as error:
-                answers.problem = str(error)
-            if answers.problem:
-                late = pending.keys() - answers.values.keys() - answers.failures.keys()
-                answers.failures |= dict.fromkeys(late, answers.problem)
-            total.values |= answers.values
-            total.failures |= answers.failures
-            total.lost |= answers.lost
-            total.problem = total.problem or answers.problem
-            total.error = total.error or answers.error
+            sending = transport.sending
+            answers = collect(pending, self.timeout_s, sending, waiting=self.waiting)
+            if not answers.any_failed:
+                transport.finish()
+                if sending is not None:
+                    answers.note(sending)
+            if answers.any_failed:
+                transport.abort()
+            total.add(answers)
         if total.error is not None:
             raise total.error
         return total
@@ -205,7 +194,6 @@ class Publisher:
             self._engines, settings, learner_logprobs, self._progress, base_logprobs
         )
         self._transports: list[Transport] | None = None
-        self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._last: Attempt | None = None  # the push that all engines hold, and its copies
         self._turn_lock = threading.Lock()  # held by a push, or by engines that join
         self._beside: Future[dict[str, float]] | None = None  # the push that overlaps the step
@@ -240,7 +228,7 @@ class Publisher:
             started = time.perf_counter()
             attempt = self._begin(weights, version)
             if self._goes_on is None or not (attempt.has_copies and self._check.is_ready(version)):
-                self._found = self._finish(attempt, trained, started, weights)
+                self._found = self._finish(attempt, weights, trained, started)
                 self._check.ask(self._check.expect(version, weights))
                 return metrics | self._found
             expected = self._check.expect(version, weights)
@@ -249,7 +237,7 @@ class Publisher:
 
             def finish() -> dict[str, float]:
                 with turn:
-                    found = self._finish(attempt, trained, started)
+                    found = self._finish(attempt, weights, trained, started)
                     self._check.ask(expected)
                     return found
 
@@ -318,22 +306,11 @@ class Publisher:
         Returns why an engine did not take them, by the names of those that did not.
         """
         self.wait()
-        known, transports = self._lent
         try:
             with self._turn():
-                if known != engines:
-                    _leave(transports)
-                    transports = self._choose(engines)
-                failures = self._attempt(transports, weights, version).answers().failures
+                return self._anew(weights, version, engines).failures
         except EngineError as error:  # one died before it was asked where it is
-            failures = dict.fromkeys(engines, str(error))
-        # A group is formed once; a block as large as the model is not kept in between.
-        if failures or not any(transport.linked for transport in transports):
-            _leave(transports)
-            self._lent = {}, []
-        else:
-            self._lent = dict(engines), transports
-        return failures
+            return dict.fromkeys(engines, str(error))
 
     def sleep(self, version: int) -> None:
         """Have every engine release its GPU memory until the next push; terminate one that fails.
@@ -388,17 +365,13 @@ class Publisher:
         return self._attempt(self._transports, weights, version)
 
     def _finish(
-        self,
-        attempt: Attempt,
-        trained: TrainedGroups,
-        started: float,
-        weights: Weights | None = None,
+        self, attempt: Attempt, weights: Weights, trained: TrainedGroups, started: float
     ) -> dict[str, float]:
         """The push from the acknowledgements until slots are freed; returns its metrics.
 
         Args:
+            weights: what was pushed; of an attempt that `has_copies` they may have changed since.
             started: when it was started, of `time.perf_counter`.
-            weights: None: they may have changed since.
         """
         pauses = self._pauses(attempt, weights)
         self._last = attempt
@@ -411,7 +384,7 @@ class Publisher:
             self._credit(attempt.version, trained)
         return metrics
 
-    def _pauses(self, attempt: Attempt, weights: Weights | None) -> dict[str, float]:
+    def _pauses(self, attempt: Attempt, weights: Weights) -> dict[str, float]:
         """Pause of each engine that took the weights, if need be at the second try; others are
         terminated."""
         version, answers = attempt.version, attempt.answers()
@@ -422,7 +395,12 @@ class Publisher:
         dead = {*dead_among(failed), *answers.lost}
         self._drop(sorted(dead), version)  # at once: some may be in a collective that never ends
         left = {name: engine for name, engine in failed.items() if name not in dead}
-        again = attempt.again(left) if weights is None else self._anew(weights, version, left)
+        if attempt.has_copies:
+            again = attempt.again(left)
+        else:
+            again = Answers()
+            for name, engine in left.items():  # alone: one that fails again keeps no other waiting
+                again.add(self._anew(weights, version, {name: engine}))
         self._replace_ways()
         if again.failures and not (answers.values or again.values or dead or again.lost):
             raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")

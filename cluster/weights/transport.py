@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from actors.sglang.parallelism import Parallelism
 from cluster.config.pools import WeightsChoice
 from cluster.handles import calls, errors
 from cluster.handles.failures import is_death, root_cause
@@ -42,8 +43,7 @@ class PushSettings:
         timeout_s: longest time without progress: no engine answers, nothing is sent. Engines that
             load by themselves have it, and a second for each 100 MB.
         bucket_bytes: most bytes that a group or `ipc` sends at once.
-        nodes: nodes over which each engine's server is spread.
-        gpus: GPUs on which an engine computes, of those that its process sees; None: all of them.
+        parallel: ranks, GPUs and nodes of each engine's server.
     """
 
     choice: WeightsChoice
@@ -57,36 +57,38 @@ class PushSettings:
     prove_every: int
     timeout_s: float
     bucket_bytes: int = BUCKET_BYTES
-    nodes: int = 1
-    gpus: int | None = None
+    parallel: Parallelism = field(default_factory=Parallelism)
 
-    def for_teachers(self, nodes: int) -> PushSettings:
+    def for_teachers(self, parallel: Parallelism) -> PushSettings:
         """Settings of pushes to the engines of a lagged or EMA teacher, checked by checksums alone.
 
         Its files are apart from the policy's, whose version may be the same. Nothing is lent to its
         engines: a worker has one bucket, which is the policy's. An adapter goes to them merged.
 
         Args:
-            nodes: nodes over which each of the teacher's servers is spread.
+            parallel: of each of the teacher's servers.
         """
         return replace(
             self,
             choice="auto" if self.choice in ("ipc", "adapter") else self.choice,
             directory=f"{self.directory}-teacher",
             probe_every=0,
-            nodes=nodes,
-            gpus=None,
+            parallel=parallel,
         )
 
 
 class Sending(ABC):
     """The learner's part, in a thread, of a push that engines receive while it is sent.
 
+    `linked` engines receive together: one that fails keeps the others waiting.
+
     Attributes:
         sent: number of buckets that every engine has received.
         problem: reason why this side failed, if it did; engines may be the cause.
         error: an error of the learner's own work, with which engines have nothing to do.
     """
+
+    linked: ClassVar[bool] = False
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is the longest wait of `join`."""
@@ -118,38 +120,28 @@ class Sending(ABC):
         """Send nothing more, and keep no engine waiting."""
         self._given_up.set()
 
+    def _require_wanted(self) -> None:
+        """Raise EngineError if the push was given up."""
+        if self._given_up.is_set():
+            raise EngineError("the push was given up")
+
     def join(self) -> None:
         self._thread.join(self._timeout_s)
-
-
-class EnginesFailed(EngineError):
-    """Engines that the others cannot do without did not answer.
-
-    Attributes:
-        names: theirs.
-    """
-
-    def __init__(self, message: str, names: Collection[str]) -> None:
-        super().__init__(message)
-        self.names = names
 
 
 class Transport(ABC):
     """The learner's end of one way to some engines: Ray handles, by the name to call them.
 
-    `linked` engines receive together: one that fails keeps the others waiting.
-
     With `copies`, `start` leaves a copy of the weights, which lasts until the next one: engines
-    load from that, whatever has become of the weights. Other transports begin a `Sending`.
+    load from that, whatever has become of the weights. Other transports begin a `sending`.
     """
 
-    linked: ClassVar[bool] = False
     copies: ClassVar[bool] = False
 
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
+        self.sending: Sending | None = None
         self._source: Any = None
-        self._sending: Sending | None = None
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -158,55 +150,16 @@ class Transport(ABC):
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         """Start a push; returns by engine a Ray reference to its pause in seconds."""
 
-    def _ranks(self, timeout_s: float) -> Mapping[str, int]:
-        """Number of ranks that receive weights, of each engine.
-
-        Raises:
-            EnginesFailed: an engine did not say.
-        """
-        asked = {name: engine.weight_ranks.remote() for name, engine in self.engines.items()}
-        answers = collect(asked, timeout_s)
-        if answers.failures:
-            why = f"asking the engines for their ranks failed: {answers.complaint()}"
-            raise EnginesFailed(why, answers.failures.keys())
-        return answers.values
-
-    def problem(self) -> str | None:
-        """Failure on this side meanwhile, if any."""
-        return None if self._sending is None else self._sending.problem
-
-    @property
-    def error(self) -> Exception | None:
-        """See `Sending`; ask before the push is ended."""
-        return None if self._sending is None else self._sending.error
-
-    @property
-    def sent(self) -> int:
-        """Counter that increases while this side sends; 0 where engines fetch by themselves."""
-        return 0 if self._sending is None else self._sending.sent
-
-    def give_up(self) -> None:
-        """Release linked engines of which one has failed."""
-        if self._sending is not None:
-            self._sending.give_up()
-
     def finish(self) -> None:
-        """End a push that every engine has acknowledged.
-
-        Raises:
-            EngineError: this side failed. Otherwise the learner's own error.
-        """
-        if self._sending is not None:
-            self._sending.join()
-        if problem := self.problem():
-            error = self.error
-            self.abort()
-            raise error or EngineError(problem)
+        """End a push that every engine has acknowledged."""
+        if self.sending is not None:
+            self.sending.join()
 
     def abort(self) -> None:
         """End a push that failed."""
-        self.give_up()
-        self._sending = None
+        if self.sending is not None:
+            self.sending.give_up()
+        self.sending = None
 
     def share(self, source: Any, version: int) -> dict[str, Any]:
         """Have every engine load the weights from a source that each can read."""
@@ -249,10 +202,18 @@ class Answers:
             if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
                 self.lost.add(name)
 
-    def note(self, transport: Transport) -> None:
+    def note(self, sending: Sending) -> None:
         """Note what has failed on the caller's side."""
-        self.problem = self.problem or transport.problem()
-        self.error = self.error or transport.error
+        self.problem = self.problem or sending.problem
+        self.error = self.error or sending.error
+
+    def add(self, others: Answers) -> None:
+        """Add the answers of other engines."""
+        self.values |= others.values
+        self.failures |= others.failures
+        self.lost |= others.lost
+        self.problem = self.problem or others.problem
+        self.error = self.error or others.error
 
     def complaint(self) -> str:
         """One line that lists every failure and the problem on the caller's side."""
@@ -276,16 +237,16 @@ class Answers:
 def collect(
     pending: Mapping[str, Any],
     timeout_s: float,
-    transport: Transport | None = None,
+    sending: Sending | None = None,
     *,
     waiting: Callable[[], None] = lambda: None,
 ) -> Answers:
     """Wait for each engine's call and return answers and failures.
 
     Args:
-        timeout_s: longest time without an answer, and without progress of the transport, seconds.
-        transport: the calls are loads of this transport. Its own problem counts as a failure. If it
-            is linked, one engine's failure keeps the others from answering, so it gives up, and
+        timeout_s: longest time without an answer, and without progress of the sending, seconds.
+        sending: the learner's part of the calls. Its own problem counts as a failure. If engines
+            are linked, one engine's failure keeps the others from answering, so it gives up, and
             engines that do not answer within `GRACE_S` then are lost.
         waiting: called at every poll before the deadline.
     """
@@ -308,14 +269,14 @@ def collect(
         for reference in ready:
             answers.take(names.pop(reference), reference)
         progressed = bool(ready)
-        if transport is not None:
-            answers.note(transport)
-            progressed |= sent != (sent := transport.sent)
+        if sending is not None:
+            answers.note(sending)
+            progressed |= sent != (sent := sending.sent)
         if left_by is None and progressed:
             deadline = time.monotonic() + timeout_s
-        if left_by is None and transport and transport.linked and answers.any_failed:
+        if left_by is None and sending and sending.linked and answers.any_failed:
             left_by = next(iter(answers.failures), "the learner")
-            transport.give_up()
+            sending.give_up()
             deadline = time.monotonic() + min(GRACE_S, left)
     # In the order of `pending`, not of arrival.
     answers.values = {n: answers.values[n] for n in pending if n in answers.values}

@@ -29,7 +29,7 @@ from cluster.handles.node import actor_gpus, is_connected, node_id
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.ipc import IpcTransport
 from cluster.weights.transport import PushSettings, Transport, collect
-from cluster.weights.ways import Place, plan_ways
+from cluster.weights.ways import Place, lenders_of, plan_ways
 from distill.durable_files import disk_remedy, whole_write
 from distill.engine import CheckpointDirectory
 from distill.errors import CheckpointError
@@ -141,7 +141,7 @@ def choose_transports(
         return [AdapterTransport(engines)]
     places = _places(settings, engines)
     on_cuda = settings.device.startswith("cuda")
-    learner = _place(None)
+    ranks, learner = settings.parallel.tensor, _place(None)
     learner = replace(learner, gpus=learner.gpus[:1] if on_cuda else ())
     ways = plan_ways(settings.choice, learner, places, served=settings.served, lenders=lenders)
     transports: list[Transport] = []
@@ -152,7 +152,7 @@ def choose_transports(
         elif way == "ipc":
             transports.append(
                 IpcTransport(
-                    chosen, {name: places[name] for name in names}, lenders,
+                    chosen, {n: lenders_of(n, places[n], ranks, lenders) for n in names}, lenders,
                     timeout_s=settings.timeout_s, bucket_bytes=settings.bucket_bytes,
                 )
             )  # fmt: skip
@@ -160,7 +160,7 @@ def choose_transports(
             everyone_is_here = all(places[name].beside(learner) for name in names)
             transports.append(
                 CollectiveTransport(
-                    chosen, address=own_address(everyone_is_here),
+                    chosen, ranks=ranks, address=own_address(everyone_is_here),
                     backend="nccl" if on_cuda else "gloo", timeout_s=settings.timeout_s,
                     bucket_bytes=settings.bucket_bytes,
                 )
@@ -172,7 +172,9 @@ def _places(settings: PushSettings, engines: Mapping[str, Any]) -> dict[str, Pla
     asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
     found = collect(asked, settings.timeout_s).require("asking the engines for their places")
     return {
-        name: replace(place, nodes=settings.nodes, gpus=place.gpus[: settings.gpus])
+        name: replace(
+            place, nodes=settings.parallel.nodes, gpus=place.gpus[: settings.parallel.gpus_a_node]
+        )
         for name, place in found.items()
     }
 

@@ -71,8 +71,6 @@ def plan_ways(
     """
     ways: dict[Way, list[str]] = {}
     for name, place in engines.items():
-        if choice == "ipc":
-            lenders_of(name, place, max(1, len(place.gpus)), lenders)
         shares = served and bool(place.gpus) and _is_lent(place, lenders)
         way = _way(choice, learner, place, served)
         ways.setdefault("ipc" if choice == "auto" and shares else way, []).append(name)

@@ -9,7 +9,14 @@ import torch
 
 from actors.sglang.client import SglangClient
 from actors.sglang.weights import WeightSession
-from distill.engine import GIVES_UP, CheckpointDirectory, CollectiveBroadcast, GroupMember
+from distill.engine import (
+    GIVES_UP,
+    JOINING,
+    SENDS,
+    CheckpointDirectory,
+    CollectiveBroadcast,
+    GroupMember,
+)
 from distill.errors import EngineError
 from distill.weights.model_weights import HeldWeights, plan_buckets
 from learner.process_group import open_store
@@ -110,30 +117,35 @@ def test_files_are_not_loaded_into_another_draft(
 
 
 @pytest.mark.parametrize("word", [GIVES_UP, None])
-def test_no_server_waits_in_a_broadcast_that_is_not_to_come(word: str | None) -> None:
-    """The learner gives up, or is gone: the server is asked to receive nothing, and goes on."""
+@pytest.mark.parametrize("number", [JOINING, 1])
+def test_no_server_waits_in_a_group_that_is_not_to_come(number: int, word: str | None) -> None:
+    """The learner gives up, or is gone, before the group is formed or a push begins: the server is
+    asked to receive nothing, and goes on."""
     server, store = WeightsServer(model(0.0)), open_store("127.0.0.1", 60)
     layouts = HeldWeights(model(0.0)).layouts
     member = GroupMember(
         address="127.0.0.1", port=store.port, name="some", backend="gloo", world_size=2,
         rank=1, join_deadline_s=60, timeout_s=60 if word else 0.2,
     )  # fmt: skip
-    order = CollectiveBroadcast(member=member, buckets=plan_buckets(layouts, BUCKET_BYTES))
+    buckets = plan_buckets(layouts, BUCKET_BYTES)
+    order = CollectiveBroadcast(member=member, number=1, buckets=buckets)
 
     async def push(session: WeightSession) -> None:
-        assert await session.ranks() == 1
+        if number != JOINING:
+            store.set(member.word_key(JOINING), SENDS)
         loading = asyncio.create_task(session.load(order, 1))
-        await asyncio.to_thread(store.wait, [member.ready_key(1)])
-        assert server.bodies("/begin_weight_update")
+        await asyncio.to_thread(store.wait, [member.ready_key(number)])
+        assert bool(server.bodies("/begin_weight_update")) == (number != JOINING)
         if word:
-            store.set(member.word_key(1), word)
+            store.set(member.word_key(number), word)
         with pytest.raises(EngineError):
             await loading
         assert session.torn is None
 
     against(server, push)
     assert not server.bodies("/update_weights_from_distributed")
-    assert [path for path, _ in server.orders][-1] == "/continue_generation"
+    last = [path for path, _ in server.orders][-1:]
+    assert last == (["/continue_generation"] if number != JOINING else [])
 
 
 def test_a_bucket_that_is_refused_tears_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

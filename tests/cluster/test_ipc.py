@@ -26,9 +26,8 @@ from cluster.handles.local_actor import LocalActor
 from cluster.weights.ipc import IpcTransport
 from cluster.weights.publisher import Attempt
 from cluster.weights.transport import Answers
-from cluster.weights.ways import Place
 from distill.engine import LentWeights, WeightSource
-from distill.errors import ConfigError, EngineError, NonFiniteError
+from distill.errors import EngineError, NonFiniteError
 from distill.weights.lending import BucketLender, CudaMemory, LenderPlace, LentBucket
 from distill.weights.model_weights import HeldWeights, TensorLayout, plan_buckets
 from distill.weights.shared_memory import SharedTensors, block_bytes, starts_of, views_of
@@ -36,7 +35,6 @@ from tests.actors.misbehaving_server import API_KEY
 from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
 from tests.actors.weights_server import WeightsServer
 from tests.leftovers import shared_memory_of
-from tests.refusals import refuses
 from tests.weights import LendableWeights, shared
 
 TIMEOUT_S = 60.0
@@ -58,9 +56,6 @@ class Owner:
         self._stack.push_async_callback(client.close)
         shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
         self.session = WeightSession(client, "continue", lambda: shapes)
-
-    async def weight_ranks(self) -> int:
-        return await self.session.ranks()
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         return await self.session.load(weights, version)
@@ -97,11 +92,13 @@ def owned() -> Iterator[Callable[..., dict[str, Any]]]:
 
 def lent_to(
     engines: Mapping[str, Any],
-    lenders: Sequence[LenderPlace] = (HERE,),
+    sources: Mapping[str, Sequence[int]] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> IpcTransport:
-    places = {name: Place(node="n", host="here", nccl={}) for name in engines}
-    return IpcTransport(engines, places, lenders, timeout_s=timeout_s, bucket_bytes=BUCKET_BYTES)
+    """`sources`: the worker that lends to each rank, by engine; None: one worker, to one rank."""
+    sources = sources or {name: [0] for name in engines}
+    lenders = [HERE] * (1 + max(map(max, sources.values())))
+    return IpcTransport(engines, sources, lenders, timeout_s=timeout_s, bucket_bytes=BUCKET_BYTES)
 
 
 def push(transport: IpcTransport, weights: Any, version: int) -> Answers:
@@ -122,8 +119,7 @@ def expect_no_more(before: tuple[int, set[str]]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_s_extra_memory_is_one_bucket_and_none_afterwards(owned, ranks: int) -> None:
     server = WeightsServer(model(0.0), ranks)
-    engines = owned(server)
-    transport = lent_to(engines)
+    transport = lent_to(owned(server), {"e0": [0] * ranks})
     assert not push(transport, LendableWeights(model(5.0)), 1).failures  # connections, threads
     before = held()
     server.orders.clear()
@@ -174,7 +170,7 @@ class TwoWorkers:
 def test_each_rank_reads_what_its_own_worker_lends(owned) -> None:
     server, other = WeightsServer(model(0.0), 2), WeightsServer(model(0.0), 1)
     weights = TwoWorkers(3.0, 4.0)
-    transport = lent_to(owned(server, other), [HERE, HERE])
+    transport = lent_to(owned(server, other), {"e0": [0, 1], "e1": [0]})
     assert not push(transport, weights, 1).failures
     assert weights.readers == {(2, 1)}  # rank 0 of both, rank 1 of the first
     for rank, fill in enumerate((3.0, 4.0)):
@@ -366,10 +362,3 @@ def read_by_sglang(payload: bytes) -> dict[str, Any]:
     (_, a), (name, b) = bucket.reconstruct_tensors()
     assert name == "b" and a.dtype == torch.bfloat16 and b.shape == (7,) and (a == 1.5).all()
     return given
-
-
-def test_an_engine_with_more_ranks_than_there_are_lenders_is_refused(owned) -> None:
-    server = WeightsServer(model(0.0), 2)
-    transport = lent_to(owned(server), [LenderPlace(host="here", gpu="0")])
-    with refuses(ConfigError, "weights.transport"):
-        transport.start(LendableWeights(model(1.0)), 1)

@@ -23,13 +23,12 @@ from actors.sglang.engine import SglangEngine
 from cluster.base.outcomes import ActorHung, LearnerLost
 from cluster.placement.roles import EVALUATOR, POLICY
 from cluster.runtime.watchdog import STALL_AFTER_S
-from cluster.weights.transport import Transport, collect
+from cluster.weights.transport import Sending, collect
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError, EngineLost
 from distill.handshake.comparison import CalibrationReport, Comparison
 from distill.pace import Pace
 from distill.sampling import EvalSampling, TrainSampling
-from distill.weights.model_weights import Weights
 from tests.conftest import TinyPair
 from tests.simulated_run import VOCAB_SIZE, SimulatedRun
 from tests.simulation import SimulatedActor, SimulatedLoop, simulated_time
@@ -304,24 +303,21 @@ class Receiver:
         return 1.0
 
 
-class Sends(Transport):
-    """Sends a bucket to linked engines every nine seconds; none without buckets."""
+class Sends(Sending):
+    """Sends a bucket to linked engines every nine seconds."""
 
     linked = True
 
     def __init__(self, loop: SimulatedLoop, buckets: int) -> None:
-        super().__init__({})
-        self._loop, self._buckets, self._began = loop, buckets, loop.now
+        super().__init__(timeout_s=0)
+        for i in range(buckets):
+            loop.call_later(9.0 * (i + 1), self._send)
 
-    def describe(self) -> str:
-        return "buckets"
+    def _send(self) -> None:
+        self.sent += 1
 
-    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+    def _run(self) -> None:
         raise NotImplementedError
-
-    @property
-    def sent(self) -> int:
-        return min(self._buckets, int((self._loop.now - self._began) / 9))
 
 
 @pytest.mark.parametrize(("buckets", "engines"), [(10, 1), (0, 10)])

@@ -27,10 +27,11 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.config import SglangConfig
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
+from actors.sglang.parallelism import Parallelism
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
 from cluster.weights.publisher import Attempt, Publisher
-from cluster.weights.transport import PushSettings, Transport, collect
+from cluster.weights.transport import PushSettings, Sending, Transport, collect
 from cluster.weights.transports import (
     CollectiveTransport,
     DiskTransport,
@@ -494,7 +495,7 @@ def test_engines_of_a_teacher_that_follows_are_checked_by_checksums(
 ) -> None:
     """A pool of its own: no slot is freed, and no log-prob is compared."""
     pair = engines(EmbeddedEngine, Held)
-    push = settings(model=learner.model.name_or_path).for_teachers(nodes=1)
+    push = settings(model=learner.model.name_or_path).for_teachers(Parallelism())
     publish = Publisher(pair, push, learner.logprobs)
     sent(publish, learner.weights(), 0)
     learn(learner)
@@ -585,10 +586,25 @@ def test_an_error_of_the_learner_s_own_is_raised_as_it_is_and_ends_no_engine(
     assert versions(pair) == [2, 2]
 
 
-class Linked(SharedMemoryTransport):
-    """Engines that receive together."""
+class Linked(Sending):
+    """A push that engines receive together; its own end tells an engine that waits."""
 
     linked = True
+    given_up = 0
+
+    def _run(self) -> None: ...
+
+    def give_up(self) -> None:
+        super().give_up()
+        self.given_up += 1
+        Waits.told.set()
+
+
+class LinkedTransport(SharedMemoryTransport):
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        self.sending = Linked(TIMEOUT_S)
+        self.sending.start()
+        return super().start(weights, version)
 
 
 @pytest.mark.slow
@@ -600,7 +616,7 @@ def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
     pair = {name: actor(Troubled, how) for name, how in (("stuck", "hangs"), ("lost", "dies"))}
     queue = Queue()
     publish = publisher(pair, learner, queue, timeout_s=3600.0)
-    choose_once(monkeypatch, Linked(pair))
+    choose_once(monkeypatch, LinkedTransport(pair))
     assert sent(publish, learner.weights(), 1)["push/engines"] == 0
     assert queue.published == [(1, 4)]
     assert "stuck: still in the collective that lost left" in caplog.text
@@ -608,16 +624,6 @@ def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
         assert f"{name} did not take weights version 1: it is ended" in caplog.text
         with pytest.raises(RayActorError):
             ray.get(engine.__ray_ready__.remote(), timeout=TIMEOUT_S)
-
-
-class GivesUp(Linked):
-    """Tells the engine that waits when the push is given up."""
-
-    given_up = 0
-
-    def give_up(self) -> None:
-        self.given_up += 1
-        Waits.told.set()
 
 
 class Waits:
@@ -633,9 +639,9 @@ class Waits:
 def test_who_comes_out_of_a_collective_is_not_lost() -> None:
     pair = {"refuses": LocalActor(Troubled, "refuses"), "waits": LocalActor(Waits)}
     pending = {name: engine.load_weights.remote(None, 1) for name, engine in pair.items()}
-    transport = GivesUp(pair)
-    answers = collect(pending, TIMEOUT_S, transport)
-    assert transport.given_up == 1 and not answers.lost
+    sending = Linked(TIMEOUT_S)
+    answers = collect(pending, TIMEOUT_S, sending)
+    assert sending.given_up == 1 and not answers.lost
     assert "no room" in answers.failures["refuses"] and "goes on" in answers.failures["waits"]
 
 
@@ -1050,6 +1056,19 @@ def test_a_broadcast_that_breaks_off_again_and_again(
     assert len(samples(receiver)) == 2
 
 
+def test_an_engine_that_has_left_its_group_is_told_at_the_next_push(
+    by_group, group: CollectiveTransport, learner: Learner, receiver: Any
+) -> None:
+    """It does not wait for a group that is formed already."""
+    sent(by_group, learner.weights(), 1)
+    by_group.settle()
+    assert by_group.lend({"policy engine 0": receiver}, learner.weights(), 1) == {}
+    [(_, why)] = Attempt.begin([group], learner.weights(), 2, TIMEOUT_S).answers().failures.items()
+    assert "the learner gave the push up" in why
+    assert sent(by_group, learner.weights(), 2)["push/engines"] == 1
+    assert by_group.settle() < 1e-4
+
+
 class Mortal(EmbeddedEngine):
     """Dies when it is to load version 2."""
 
@@ -1059,21 +1078,22 @@ class Mortal(EmbeddedEngine):
         return await super().load_weights(weights, version)
 
 
-class Mute(EmbeddedEngine):
-    """Does not say what its ranks are, and lives."""
+class Declines(EmbeddedEngine):
+    """Takes no weights, and lives."""
 
-    async def weight_ranks(self) -> int:
-        raise EngineError("its server has ended")
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        raise EngineError("no room for them")
 
 
-def test_a_group_is_formed_without_an_engine_that_does_not_answer(
+def test_a_group_is_formed_without_an_engine_that_refuses(
     ray_engines, learner: Learner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue, pair = Queue(), ray_engines(EmbeddedEngine, Mute)
-    publish = publisher(pair, learner, queue, choice="group", bucket_bytes=BUCKET_BYTES)
-    assert sent(publish, learner.weights(), 1)["push/engines"] == 1
+    """The others are not left in a group that nobody forms, and are asked again."""
+    queue, crew = Queue(), ray_engines(EmbeddedEngine, Declines, EmbeddedEngine)
+    publish = publisher(crew, learner, queue, choice="group", bucket_bytes=BUCKET_BYTES)
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 2
     assert "policy engine 1 did not take weights version 1: it is ended" in caplog.text
-    assert versions({"policy engine 0": pair["policy engine 0"]}) == [1]
+    assert versions({n: crew[n] for n in ("policy engine 0", "policy engine 2")}) == [1, 1]
     assert queue.published == [(1, 4)]
 
 
