@@ -197,7 +197,8 @@ class Publisher:
         self._last: Attempt | None = None  # the push that all engines hold, and its copies
         self._turn_lock = threading.Lock()  # held by a push, or by engines that join
         self._beside: Future[dict[str, float]] | None = None  # the push that overlaps the step
-        self._held_up_s = 0.0  # how long the learner has waited for that one
+        # Seconds for which the learner waited for that push, and the time at which it continued.
+        self._held_up_s = self._continued_at = 0.0
         self._found: dict[str, float] = {}  # metrics for the next push to return
 
     def describe(self) -> str:
@@ -242,7 +243,8 @@ class Publisher:
                     return found
 
             self._beside = calls.in_thread(finish, "push")
-            self._held_up_s = time.perf_counter() - started
+            self._continued_at = time.perf_counter()
+            self._held_up_s = self._continued_at - started
         return metrics
 
     def wait(self) -> None:
@@ -255,7 +257,7 @@ class Publisher:
         began = time.perf_counter()
         found = self._beside.result()
         self._beside = None
-        overlapped = found["push/seconds"] - self._held_up_s - (time.perf_counter() - began)
+        overlapped = min(found["push/seconds"] - self._held_up_s, began - self._continued_at)
         self._found = found | {"push/overlapped": max(0.0, overlapped)}
 
     def check(self) -> None:
