@@ -1,1 +1,1 @@
-"""A model's weights as named buffers: layouts, portions, memory that processes share."""
+"""A model's weights as named tensors: layouts, buckets, and memory that processes share."""

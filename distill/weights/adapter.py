@@ -1,8 +1,8 @@
-"""A LoRA adapter on its way to SGLang servers, which compute it beside the base that they hold.
+"""A LoRA adapter as it is sent to SGLang servers, which apply it to the base that they hold.
 
-A server has one rank, one scale and the names of the adapted modules for the whole adapter
-(`AdapterForm`). It compares SHA-256 of each tensor that arrives with what the learner has computed,
-and ends if one differs.
+A server has one rank, one scale and one list of adapted modules for the whole adapter
+(`AdapterForm`). It compares the SHA-256 of each tensor that arrives with the learner's, and exits
+if one differs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from distill.weights.model_weights import HeldWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterForm:
-    """The form of every version of an adapter.
+    """Form of an adapter, which all its versions share.
 
     Attributes:
         alpha: the adapter's output is multiplied by alpha / rank.
-        targets: last names of the adapted modules (q_proj), sorted.
+        targets: last parts of the adapted modules' names (q_proj), sorted.
         parameters: number of trained numbers.
     """
 
@@ -47,10 +47,10 @@ class AdapterForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterTensors:
-    """One version of an adapter, copied: a source of weights that an engine receives by value.
+    """Copy of one version of an adapter: a source of weights that an engine receives by value.
 
     Attributes:
-        pickled: the tensors by peft's names, pickled by value.
+        pickled: pickle of the tensors, by peft's names.
         checksums: SHA-256 of each tensor's bytes, by name.
     """
 
@@ -61,13 +61,13 @@ class AdapterTensors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights(HeldWeights):
-    """An adapter's tensors, whole, under peft's names: `Weights` to push, not the model's."""
+    """An adapter's full tensors under peft's names: pushed instead of the model's `Weights`."""
 
     form: AdapterForm
 
     def copied(self) -> AdapterTensors:
         """A copy in main memory, with its checksums."""
-        # Cloned: of a view, pickle would write the whole storage.
+        # Cloned, because pickle writes the whole storage of a view.
         copies = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
         return AdapterTensors(
             form=self.form,

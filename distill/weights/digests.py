@@ -1,9 +1,9 @@
-"""Digests of tensors as SGLang's weights checker takes them, so that both sides can be compared.
+"""Digests of tensors, equal to those of SGLang's weights checker, so that both can be compared.
 
-On a CPU the first eight bytes of SHA-256; on a GPU a sum of hashed words, for which SGLang has a
-Triton kernel, and so have we (`word_sum_kernel.py`). This file has the same sum in torch, which the
-kernel is compared with before its first use, and which takes its place where Triton is missing.
-Where both sides are ours and no server has its say, `checksum` is a tenth of the work.
+On a CPU a digest is the first eight bytes of SHA-256. On a GPU it is a sum of hashed words, which
+SGLang and isotherm (`word_sum_kernel.py`) each compute by a Triton kernel. This file has the same
+sum in torch: the kernel is compared with it before its first use, and replaced by it if Triton is
+missing. Comparisons without a server use `checksum`, which is a tenth of the work.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from distill.errors import first_line
 logger = logging.getLogger(__name__)
 
 _WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
-# Words of a tile, each hashed by its own; tiles at a time, which bounds the memory that it takes.
+# Words per tile, each tile with its own hash; tiles that torch hashes at a time, to bound memory.
 TILE = 8192
 TILES = 256
-_ROW = 1024  # words that `checksum` takes as a row
+_ROW = 1024  # 8-byte words in a row of `checksum`
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
-_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # a factor and a rotation for each half
+_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of each half of a hash
 KERNEL_CONSTANTS = {
     "SEED_HIGH": _SEEDS[0],
     "SEED_LOW": _SEEDS[1],
@@ -51,7 +51,7 @@ class TensorDigests:
         self._made: list[str | Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
-        """Begin the digest of the tensor's bytes; of what kind, its device decides."""
+        """Begin the digest of the tensor's bytes; its kind depends on the tensor's device."""
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if tensor.is_cuda:
             self._made.append(_sum_on_gpu(data))
@@ -59,7 +59,7 @@ class TensorDigests:
             self._made.append(hashlib.sha256(data.numpy().data).hexdigest()[:16])
 
     def read(self) -> list[str]:
-        """Sixteen hexadecimal digits for each tensor."""
+        """Return sixteen hexadecimal digits for each tensor."""
         sums = [made for made in self._made if isinstance(made, Tensor)]
         found = iter(torch.cat(sums).tolist() if sums else [])
         return [
@@ -76,12 +76,12 @@ def digest(tensor: Tensor) -> str:
 
 
 def checksum(data: npt.NDArray[Any]) -> str:
-    """A name for the array's values and their places, at the speed of memory.
+    """Checksum of the array's values and their positions, at the speed of memory.
 
-    Of sums over rows and columns of words: it finds what went wrong, and no forger.
+    A hash of sums over rows and columns of words: it detects accidental changes, but not forgery.
 
     Args:
-        data: contiguous.
+        data: contiguous array.
     """
     data = data.reshape(-1).view(np.uint8)
     whole = len(data) - len(data) % (8 * _ROW)
@@ -90,7 +90,7 @@ def checksum(data: npt.NDArray[Any]) -> str:
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """The `checksum` of a tensor's values, summed on the device where they are."""
+    """`checksum` of a tensor's values, summed on the tensor's device."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if not data.is_cuda:
         return checksum(data.cpu().numpy())
@@ -98,13 +98,13 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def digest_of(checksums: Mapping[str, str]) -> str:
-    """Sixteen hexadecimal digits of many tensors, by their checksums, in whatever order."""
+    """Sixteen hexadecimal digits for many tensors, from their checksums in any order."""
     return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()[:16]
 
 
 def checksum_by_torch(data: Tensor) -> str:
-    """`checksum` of bytes, by torch's sums, which go round at 2^64 as numpy's do."""
-    if data.storage_offset() % 8:  # a share of a larger tensor: no words begin there
+    """`checksum` of bytes with torch's sums, which wrap at 2^64 like numpy's."""
+    if data.storage_offset() % 8:  # a view of a larger tensor, not aligned to words
         data = data.clone()
     whole = len(data) - len(data) % (8 * _ROW)
     rows_RC = data[:whole].view(torch.int64).reshape(-1, _ROW)
@@ -123,7 +123,7 @@ def word_sum(data: Tensor) -> int:
 
 
 def sum_by_torch(data: Tensor) -> Tensor:
-    """The sum of the bytes' hashed words, int64 of one element."""
+    """Sum of the bytes' hashed words: an int64 tensor of one element."""
     words = _words(data)
     halves = torch.zeros(2, 1, dtype=torch.int64, device=data.device)
     for start in range(0, len(words), TILE * TILES):
@@ -133,7 +133,7 @@ def sum_by_torch(data: Tensor) -> Tensor:
 
 
 def sum_by_kernel(data: Tensor) -> Tensor:
-    """`sum_by_torch` by one kernel. Raises ImportError without Triton."""
+    """`sum_by_torch` as one Triton kernel. Raises ImportError without Triton."""
     from distill.weights.word_sum_kernel import add_word_sum
 
     words = _words(data)
@@ -149,13 +149,13 @@ def _sum_on_gpu(data: Tensor) -> Tensor:
 
 @cache
 def _kernel_serves(device: torch.device) -> bool:
-    """True if the kernel compiles here, and its sum is torch's."""
+    """True if the kernel compiles for this device and returns the same sum as torch."""
     data = torch.arange(3 * TILE + 5, device=device).view(torch.uint8)[:-1]
     try:
         found = int(sum_by_kernel(data))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers have many
+    except Exception as error:  # compilers raise many types
         name = type(error).__name__
         logger.warning("digests of weights by torch, %s: %s", name, first_line(error))
         return False
@@ -185,7 +185,7 @@ def _tiles(words: Tensor, start: int, num_words: int) -> list[Tensor]:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """murmur3's finaliser, on words that are held in int64, whose products wrap as they should."""
+    """murmur3's finaliser on 32-bit words in int64, whose low bits survive a product that wraps."""
     x = x ^ x >> 16
     x = x * 0x85EBCA6B & _WORD
     x = x ^ x >> 13

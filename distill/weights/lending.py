@@ -4,12 +4,12 @@
     reader    opens its handle, copies what it needs, releases it, and acknowledges
     lender    the next bucket, once every reader has acknowledged; take_back() after the last
 
-Only one bucket is thus in memory beside the model, whatever the model's size. On a CPU the block is
-anonymous memory (`distill.weights.shared_memory`). On CUDA it is a torch allocation, lent through
-CUDA's inter-process handles: torch keeps the allocation until every process that received a handle
-has released it, each handle counts once (so each reader needs its own), and the memory is freed
-only by `torch.cuda.ipc_collect`. A reader releases its handle after its own copies have finished on
-the GPU, which may be shortly after its acknowledgement: `take_back` waits for that.
+So only one bucket is in memory in addition to the model, whatever the model's size. On a CPU the
+block is anonymous memory (`distill.weights.shared_memory`). On CUDA it is a torch allocation, lent
+through CUDA's inter-process handles. Torch counts each handle once, so each reader needs its own,
+and keeps the allocation until every handle is released; `torch.cuda.ipc_collect` then frees the
+memory. A reader releases its handle when its own copies have finished on the GPU, which may be
+shortly after its acknowledgement: `take_back` waits for the release.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ class CudaMemory:
     Attributes:
         layouts: layouts of the tensors in the block (`views_of`).
         device: UUID of the GPU, because processes may number GPUs differently.
-        handle, size, offset: handle of the allocation that contains the block; the block's bytes.
+        handle: handle of the allocation that contains the block.
+        size, offset: size of the block and its offset in the allocation, bytes.
         counter, counter_offset: location of the reference count that the reader decrements.
-        event, synchronises: event that the reader waits for on the GPU.
+        event, synchronises: event on the GPU, and True if the reader must wait for it.
     """
 
     layouts: tuple[TensorLayout, ...]
@@ -91,7 +92,7 @@ class LentByWorkers(Weights, Protocol):
     """Protocol of weights held by several workers, each of which can lend whole buckets."""
 
     def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
-        """Handles on these tensors by worker, one per reader of the worker; see `BucketLender`."""
+        """Handles on the named tensors by worker, one per reader of the worker (`BucketLender`)."""
         ...
 
     def take_back(self) -> None:
@@ -118,7 +119,7 @@ class BucketLender:
             tensors: those tensors by name; each is needed only while it is copied.
 
         Raises:
-            EngineError: there is no room for the bucket in main memory.
+            EngineError: main memory has no room for the bucket.
         """
         if self._device.type == "cuda":
             return self._lend_on_gpu(layouts, tensors, readers)
@@ -142,7 +143,7 @@ class BucketLender:
 
     def take_back(self) -> None:
         """Free the bucket's memory; on a GPU, once its readers have released it."""
-        self._block = None  # a reader that has it open keeps it
+        self._block = None  # a reader that has the block open keeps its memory
         if self._flat is not None:
             self._release()
             torch.cuda.empty_cache()  # so that the readers can use the memory

@@ -1,7 +1,7 @@
-"""A model's weights, sharded or not: known by name and shape, gathered in portions.
+"""A model's weights, sharded or not: the layout of every tensor, and full tensors on request.
 
-The learner offers them so; each transport takes them in portions that suit it. No place holds a
-second full copy only because a model is sharded, or because an adapter is merged on the way.
+The learner provides `Weights`; each transport gathers them in buckets of the size that it needs. So
+no process holds a second full copy only because a model is sharded or an adapter is merged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """Name, dtype and shape of a tensor; `dtype` as torch calls it (`float32`)."""
+    """Name, dtype and shape of a tensor; `dtype` is torch's name for it (`float32`)."""
 
     name: str
     dtype: str
@@ -32,7 +32,7 @@ class TensorLayout:
         return cls(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
     def rounded_to(self, dtype: torch.dtype) -> TensorLayout:
-        """The same tensor in another precision."""
+        """Layout of the same tensor in another precision."""
         return replace(self, dtype=str(dtype).removeprefix("torch."))
 
     @property
@@ -45,42 +45,43 @@ class TensorLayout:
 
 
 def first_non_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity."""
+    """Name of the first tensor that contains a NaN or an infinity; None if none does."""
     for name, tensor in tensors.items():
-        # A sum is the cheapest pass there is. It can overflow; only then are all of them looked at.
+        # A sum is the cheapest test. Finite values can overflow it, so a sum that is not finite is
+        # followed by a test of every element.
         if not tensor.sum().isfinite() and not tensor.isfinite().all():
             return name
     return None
 
 
-# One portion on its way to the engines: enough to amortise a request, little beside a model.
+# Largest bucket that is sent to engines: large enough to amortise a request, small for a model.
 BUCKET_BYTES = 1 << 30
-# One portion that is gathered and copied where nothing is asked for each: little beside a host.
+# Largest bucket that is gathered and copied without a request to an engine: small for a host.
 COPY_BYTES = 128 << 20
-# Largest file of a checkpoint; it is in main memory while it is written.
+# Largest file of a checkpoint; its tensors are in main memory while it is written.
 _FILE_BYTES = 2 << 30
 
 
 class Weights(Protocol):
-    """Weights to push and save: each stored tensor once, a tied lm_head left to its embedding."""
+    """Weights to push and save: each stored tensor once; a tied lm_head is left out."""
 
     @property
     def layouts(self) -> Sequence[TensorLayout]:
-        """Layout of every tensor, in the order in which buckets are made of them."""
+        """Layout of every tensor, in the order of the buckets."""
         ...
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """These tensors whole, by name. They may be the weights themselves: copy, never write."""
+        """Full tensors by name. They may be the weights themselves: never write to them."""
         ...
 
     def first_non_finite(self) -> str | None:
-        """The name of the first tensor that holds a NaN or an infinity."""
+        """Name of the first tensor that contains a NaN or an infinity; None if none does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Weights that this process holds whole."""
+    """Weights whose full tensors are in this process."""
 
     tensors: Mapping[str, Tensor]
 
@@ -116,14 +117,14 @@ class _Joined:
 
 
 def joined(*parts: Weights) -> Weights:
-    """Weights of which no name is twice, as one."""
+    """Combine weights whose names are disjoint."""
     return _Joined(parts)
 
 
 def by_dtype(layouts: Iterable[TensorLayout]) -> list[TensorLayout]:
-    """Tensors of one dtype together, else in order, so that `plan_buckets` makes few buckets.
+    """Group layouts by dtype, each group in order, so that `plan_buckets` makes few buckets.
 
-    Routers stay in float32 where the rest of a mixture is rounded: one in each layer.
+    A mixture has a router in each layer, which stays in float32 when other weights are rounded.
     """
     grouped: dict[str, list[TensorLayout]] = {}
     for layout in layouts:
@@ -134,7 +135,10 @@ def by_dtype(layouts: Iterable[TensorLayout]) -> list[TensorLayout]:
 def plan_buckets(
     layouts: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[TensorLayout]]:
-    """Tensors in order, cut where a bucket is full or the dtype changes (offsets stay aligned)."""
+    """Split tensors into buckets, in order.
+
+    A bucket ends when it is full or the dtype changes, which keeps offsets aligned.
+    """
     buckets: list[list[TensorLayout]] = []
     size, dtype = 0, None
     for layout in layouts:
@@ -147,7 +151,7 @@ def plan_buckets(
 
 
 def split_bucket(flat: Tensor, bucket: Sequence[TensorLayout]) -> dict[str, Tensor]:
-    """Views of a bucket's tensors in `flat`, where their bytes lie end to end."""
+    """Views of a bucket's tensors in `flat`, which holds their bytes one after the other."""
     parts = flat.split([layout.nbytes for layout in bucket])
     return {
         layout.name: part.view(layout.torch_dtype).view(layout.shape)
@@ -164,10 +168,10 @@ def total_bytes(weights: Weights) -> int:
 
 
 def save_weights(path: Path, weights: Weights) -> None:
-    """Writes safetensors files as Hugging Face names them: one, or several and their index.
+    """Write safetensors files under Hugging Face's names: one file, or several with an index.
 
     Raises:
-        OSError, SafetensorError: they could not be written.
+        OSError, SafetensorError: the files could not be written.
     """
     files = plan_buckets(weights.layouts, _FILE_BYTES)
     where: dict[str, str] = {}

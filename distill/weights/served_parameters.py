@@ -1,8 +1,8 @@
-"""Parameters that a server makes of the tensors it receives: fused, and split among ranks.
+"""Parameters that a server builds from the tensors it receives: fused, and split among ranks.
 
-A server says digests of its own parameters, rank by rank; the learner knows checkpoints' tensors.
-`find_shard_rules` finds for each parameter the rule that makes it of those and gives its digests.
-A parameter that no rule makes (weights that a server quantises or packs) stays unproven.
+A server reports digests of its own parameters by rank; the learner has the checkpoint's tensors.
+`find_shard_rules` finds for each parameter the rule that builds it from these tensors, by comparing
+digests. A parameter without a rule (because the server quantises or packs it) stays unproven.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor
 from distill.weights.digests import TensorDigests, digest
 from distill.weights.model_weights import COPY_BYTES, Weights
 
-# By rank: the digest of each parameter, by name.
+# One mapping per rank: digest of each parameter, by name.
 Digests = Sequence[Mapping[str, str]]
 Cut = Literal["whole", "rows", "columns", "vocabulary"]
 
-# What servers hold as one, by the names of its parts.
+# Parameters that servers fuse, with the names of their parts.
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# SGLang rounds a vocabulary up to a multiple of it, with rows of zeros.
+# SGLang pads a vocabulary with rows of zeros to a multiple of this number.
 _VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRule:
-    """Rule by which a rank of a server makes one parameter of tensors that are sent.
+    """Rule by which a rank of a server builds one parameter from tensors that are sent.
 
     Attributes:
-        sources: names of the tensors, which lie one after the other.
-        cut: what a rank gets of each.
-        sharers: ranks that hold the same rows of all sources but the first (keys and values, of
-            which there may be fewer heads than ranks).
+        sources: names of the tensors, which are concatenated in this order.
+        cut: part of each tensor that a rank holds.
+        sharers: number of ranks that hold the same rows of all sources except the first (keys and
+            values, which may have fewer heads than there are ranks).
     """
 
     sources: tuple[str, ...]
@@ -48,7 +48,7 @@ class ShardRule:
     sharers: int = 1
 
     def make(self, tensors: Mapping[str, Tensor], rank: int, ranks: int) -> Tensor | None:
-        """The parameter of a rank; None if it cannot be cut so."""
+        """Build the parameter of a rank; None if the tensors' shapes do not allow this cut."""
         parts = []
         for i, name in enumerate(self.sources):
             sharers = self.sharers if i else 1
@@ -74,7 +74,7 @@ def _cut(tensor: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor | None:
 
 
 def candidates(parameter: str, sent: set[str], ranks: int) -> list[ShardRule]:
-    """The ways in which the parameter may be made of tensors by these names, the likely first."""
+    """Rules that may build the parameter from tensors of these names, the likeliest first."""
     sources = _sources(parameter, sent)
     if sources is None:
         return []
@@ -100,10 +100,10 @@ def _sources(parameter: str, sent: set[str]) -> tuple[str, ...] | None:
 
 
 def find_shard_rules(served: Digests, weights: Weights) -> dict[str, ShardRule]:
-    """The shard rule of each parameter for which one is found.
+    """Find the shard rule of each parameter; parameters without a rule are left out.
 
-    Where one gives the digests of more than half of a kind (the same parameter of all layers), it
-    is that of all of the kind: those that it does not give hold other weights.
+    A rule that reproduces the digests of more than half of a kind (the same parameter of all
+    layers) is used for the whole kind: the rest of the kind holds other weights.
     """
     sent = {layout.name for layout in weights.layouts}
     ways = {name: candidates(name, sent, len(served)) for name in served[0]}
@@ -146,7 +146,7 @@ def _kind(parameter: str) -> str:
 
 
 def expected_digests(rules: Mapping[str, ShardRule], weights: Weights, ranks: int) -> Digests:
-    """Digests of these parameters, rank by rank, of a server that holds these weights."""
+    """Digests by rank that a server with these weights reports for the parameters in `rules`."""
     places: list[tuple[int, str]] = []
     digests = TensorDigests()
     for names, tensors in _gathered({n: r.sources for n, r in rules.items()}, weights):
@@ -165,7 +165,7 @@ def expected_digests(rules: Mapping[str, ShardRule], weights: Weights, ranks: in
 def _gathered(
     sources: Mapping[str, Sequence[str]], weights: Weights
 ) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
-    """Parameters whose sources make a portion, and those sources, whole; until all are through."""
+    """Yield all parameters in groups of about `COPY_BYTES`, with the full tensors they need."""
     sizes = {layout.name: layout.nbytes for layout in weights.layouts}
     names: list[str] = []
     room = COPY_BYTES

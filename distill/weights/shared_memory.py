@@ -5,9 +5,9 @@
               after the other, so that no more than a bucket is mapped at a time
 
 The writer writes again only when every reader has acknowledged. The block is an anonymous file
-(memfd): no directory lists it, and the kernel frees it with the last process that has it open or
-mapped, however that process ends. A reader opens it through its writer's entry in /proc, so both
-must run as one user and see each other's processes.
+(memfd): no directory lists it, and the kernel frees it when the last process that has it open or
+mapped ends, even if that process is killed. A reader opens the file through the writer's entry in
+/proc, so both must run as one user and see each other's processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedTensors:
 
     Attributes:
         layouts: layouts of the tensors, in their order in the block.
-        offset: offset of the first of them in the block, in bytes.
+        offset: offset of the first tensor in the block, in bytes.
         path: path at which a process of this machine opens the block.
         identity: the block's device and inode, because a /proc path can later name another file.
     """
@@ -52,7 +52,7 @@ class SharedTensors:
         return {layout.name: layout.shape for layout in self.layouts}
 
     def unpack(self) -> dict[str, Tensor]:
-        """The tensors. Writes to them are not visible to other processes.
+        """Map the tensors. Writes to them are not visible to other processes.
 
         Raises:
             EngineError: the block no longer exists, or this process may not open it.
@@ -78,9 +78,9 @@ class SharedTensors:
 
     @contextmanager
     def held(self) -> Iterator[SharedTensors]:
-        """Handle through this process, valid in the context even if the writer ends.
+        """Keep the block open, and yield a handle that stays valid even if the writer ends.
 
-        Its path is an entry of this process, which other processes can open. Raises as `unpack`.
+        Other processes can open the block through this process. Raises as `unpack`.
         """
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -95,24 +95,24 @@ class SharedTensors:
 
 
 class SharedBlock:
-    """Block of shared memory, as large as the largest bundle written to it."""
+    """Block of shared memory, as large as the largest weights written to it."""
 
     def __init__(self) -> None:
         self._file: _AnonymousFile | None = None
         self.layouts: tuple[TensorLayout, ...] = ()  # of the tensors written last
 
     def write(self, weights: Weights) -> None:
-        """Copy weights in, a bucket at a time, from any device; earlier contents are lost.
+        """Copy weights into the block, a bucket at a time, from any device; overwrites the block.
 
         Raises:
-            EngineError: there is no room for them in memory.
+            EngineError: main memory has no room for the weights.
         """
         buckets = plan_buckets(weights.layouts, COPY_BYTES)
         gathered = (weights.gather(names_of(bucket)) for bucket in buckets)
         self.fill(weights.layouts, (named for bucket in gathered for named in bucket.items()))
 
     def fill(self, layouts: Sequence[TensorLayout], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors of these layouts in, one after the other. Raises as `write`."""
+        """Copy tensors of these layouts into the block, one at a time. Raises as `write`."""
         self.layouts = tuple(layouts)
         if self._file is None or len(self._file.bytes) < block_bytes(layouts):
             self._file = None  # freed before the larger one is made
@@ -122,7 +122,7 @@ class SharedBlock:
             views[name].copy_(tensor)
 
     def share(self) -> SharedTensors:
-        """A reference to the last write; valid until the next one, or until this process ends."""
+        """Handle on the last write; valid until the next write, or until this process ends."""
         assert self._file is not None, "nothing was written yet"
         descriptor = self._file.descriptor
         return SharedTensors(
@@ -131,10 +131,10 @@ class SharedBlock:
 
 
 class _AnonymousFile:
-    """Mapped anonymous file. Readers that have it open keep it when this object is gone."""
+    """Mapped anonymous file. Readers that have it open keep it after this object is deleted."""
 
     def __init__(self, nbytes: int) -> None:
-        # The kernel would not refuse the allocation, but kill a process.
+        # Checked first: the kernel would not refuse the allocation, but later kill a process.
         if (available := free_main_memory()) < nbytes:
             raise _no_room(nbytes, f"{readable(available)} are available")
         self._file = os.fdopen(os.memfd_create("isotherm-weights"), "r+b", buffering=0)
@@ -174,7 +174,7 @@ def starts_of(layouts: Sequence[TensorLayout]) -> list[int]:
 
 
 def views_of(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
-    """The tensors as they lie in a block of bytes."""
+    """Views of the tensors in a block of bytes."""
     views = {}
     for layout, start in zip(layouts, starts_of(layouts), strict=True):
         part = block[start : start + layout.nbytes]

@@ -40,7 +40,7 @@ def add_tiles(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add both hashes of a tile of words to the total; sums wrap at 2^64, in whatever order."""
+    """Add both hashes of a tile of words to the total; sums wrap at 2^64, in any order."""
     first = tl.program_id(0).to(tl.int64) * TILE
     high, low = tl.zeros((BLOCK,), tl.uint32), tl.zeros((BLOCK,), tl.uint32)
     for start in range(0, TILE, BLOCK):
@@ -63,6 +63,6 @@ def add_word_sum(words: Tensor, total: Tensor, constants: Mapping[str, Any]) -> 
     """Add the sum of the words (int32, contiguous, at least one) to `total`, one int64.
 
     Args:
-        constants: those of `add_tiles`.
+        constants: constexpr arguments of `add_tiles`, by name.
     """
     add_tiles[(-(-len(words) // constants["TILE"]),)](words, total, len(words), **constants)  # pyright: ignore[reportIndexIssue]
