@@ -1,23 +1,24 @@
 """Check of a push: the engines of a pool hold, and use, what the learner sent.
 
     within a step   push v -> acknowledged -> ask(expect(v, weights)) ..... next push: settle()
-    beside it       expected = expect(v, weights) -> the learner goes on
+    overlapping it  expected = expect(v, weights) -> the learner continues
                     push v -> acknowledged -> ask(expected) ............... next push: settle()
 
 Two methods, each for the versions that `verify.every` sets:
 
-    log-probs   Two fixed rows, scored by every engine, against the learner's own log-probs. Finds
-                other weights, and prefixes that were cached under older ones. A step that moves
-                log-probs by less than the tolerance of the engines' dtype is not seen.
-    checksums   Digests of every parameter of every rank, against those of what was sent wherever it
-                is known how a server makes the parameter of it, and against the other engines'
-                (distill/weights/served_parameters.py). A digest sees one bit.
+    log-probs   Every engine scores two fixed rows; the results are compared with the learner's own
+                log-probs. Detects wrong weights, and prefixes that were cached under older weights,
+                if they move log-probs by more than the tolerance of the engines' dtype.
+    checksums   Digests of every parameter of every rank are compared with the other engines', and
+                with digests of what was sent, if it is known how a server builds the parameter
+                (distill/weights/served_parameters.py). Detects a change of one bit.
 
-Answers are collected before the next push, so a push waits for none of them.
+Answers are collected before the next push, so that a push does not wait for its own check.
 
-An adapter that is pushed alone: each server compares SHA-256 of every tensor before it loads them
-(distill/weights/adapter.py), which proves that they arrived. The log-probs prove that they are
-used, if adapter and base differ on the rows by more than the tolerance; else that proof is void.
+If an adapter is pushed alone, each server compares the SHA-256 of every tensor before it loads the
+adapter (distill/weights/adapter.py), which proves that the adapter arrived. The log-probs prove
+that the adapter is used, if adapter and base differ on the rows by more than the tolerance;
+otherwise that proof is void.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from distill.weights.served_parameters import Digests, ShardRule, expected_diges
 
 logger = logging.getLogger(__name__)
 
-# Log-probs of rows' trained tokens, one array a row.
+# Log-probs of rows' trained tokens, one array per row.
 Logprobs = Callable[[Sequence[TrainingRow]], list[FloatArray]]
 
 NUM_ROWS = 2
@@ -49,11 +50,12 @@ NUM_ROWS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expected:
-    """Answers that engines must give of one version; None: this method is not due, or cannot ask.
+    """Answers that engines must give for one version; None if a method is not due or impossible.
 
     Attributes:
         logprobs_N: the learner's log-probs of the rows, one after the other.
-        adapted: the adapter changes these by more than the tolerance; None: merged weights.
+        adapted: True if the adapter changes `logprobs_N` by more than the tolerance; None for
+            merged weights.
         digests: digests of the parameters for which a shard rule is known, by rank.
     """
 
@@ -69,7 +71,8 @@ class PushCheck:
     Args:
         engines: live view of the engines that hold the pushed weights: Ray handles by name.
         learner_logprobs: returns log-probs of rows under the weights that are pushed.
-        base_logprobs: returns those without the adapter, which is what is pushed if it is chosen.
+        base_logprobs: returns log-probs of rows without the adapter; used if only an adapter is
+            pushed.
     """
 
     def __init__(
@@ -83,22 +86,23 @@ class PushCheck:
         self._engines, self._settings, self._progress = engines, settings, progress
         self._learner_logprobs = learner_logprobs
         self._base_logprobs = base_logprobs if settings.choice == "adapter" else None
-        self._base_N: FloatArray | None = None  # of the rows, which never change
+        self._base_N: FloatArray | None = None  # of the rows by the base: computed once
         self._told_void = False
         self._rows_D = _probe_rows(settings) if settings.probe_every else []
-        self._shard_rules: dict[str, ShardRule] | None = None  # of the first digests
+        self._shard_rules: dict[str, ShardRule] | None = None  # found from the first digests
         self._ranks = 0
-        # What is expected, and the pending scores and digests, by engine.
+        # The expected answers, and the pending scores and digests by engine.
         self._asked: tuple[Expected, Mapping[str, Any], Mapping[str, Any]] | None = None
 
     def is_ready(self, version: int) -> bool:
-        """True if `expect` asks no engine, so that it may precede the acknowledgements."""
+        """True if `expect` queries no engine, so that it may precede the acknowledgements."""
         return self._shard_rules is not None or not self._is_proven(version)
 
     def expect(self, version: int, weights: Weights) -> Expected:
-        """Compute the learner's side; call while the learner holds `weights`.
+        """Compute the expected answers; call while the learner holds `weights`.
 
-        Unless `is_ready`, the engines must hold them, too: one is asked what can be compared.
+        Unless `is_ready`, the engines must hold `weights`, too, because the shard rules are found
+        from an engine's digests.
         """
         self._progress.mark()
         logprobs_N = adapted = digests = None
@@ -127,9 +131,9 @@ class PushCheck:
         """Collect the answers; call before the next push and at the end of a run.
 
         Returns:
-            `push/probe_gap`, the largest gap of log-probs, nats; of an adapter `push/void`, 1 if
-            that proves nothing; and `push/proven`, the share of parameters whose digests were
-            expected, of the engine with the fewest. Each only if an engine has answered.
+            `push/probe_gap`: largest gap of log-probs, nats. `push/void`, for an adapter: 1 if the
+            log-probs prove nothing. `push/proven`: share of parameters whose digests were compared
+            with what was sent, the smallest of all engines. Each only if an engine has answered.
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
@@ -157,7 +161,7 @@ class PushCheck:
         return every > 0 and version % every == 0 and bool(self._engines)
 
     def _is_adapted(self, version: int, logprobs_N: FloatArray) -> bool | None:
-        """True if an engine without the adapter would be found; None if none is pushed."""
+        """True if log-probs would reveal a missing adapter; None unless an adapter is pushed."""
         if self._base_logprobs is None:
             return None
         if self._base_N is None:
@@ -180,7 +184,7 @@ class PushCheck:
         )  # fmt: skip
 
     def _collect(self, pending: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """Answers by engine, without those that failed, or are empty."""
+        """Answers by engine, without failed calls and empty answers."""
         answers = collect(pending, self._settings.timeout_s, waiting=self._progress.mark)
         for name, why in answers.failures.items():
             logger.warning("%s did not %s: %s", name, what, why)
@@ -207,7 +211,7 @@ class PushCheck:
         return comparison.max_gap
 
     def _find_shard_rules(self, weights: Weights) -> None:
-        """Find out how the engines make their parameters of what is sent, from one that answers."""
+        """Find the shard rules from the digests of the first engine that answers."""
         served = next(iter(self._collect_digests(self._ask_digests()).values()), None)
         if served is None:
             return
@@ -225,7 +229,7 @@ class PushCheck:
 def _probe_rows(settings: PushSettings) -> list[TrainingRow]:
     config = load_config(settings.model)
     prompts = probe_prompts(vocab_size(config), context_length(config))
-    # The longest: a cached prefix of old weights has to have something to be cached of.
+    # The longest prompts, because only a prefix of some length can be cached under old weights.
     chains = sorted(prompts, key=len)[-NUM_ROWS:]
     return [probe_row(c, max(1, len(c) // 2), settings.temperature) for c in chains]
 
@@ -234,7 +238,7 @@ def _proven_share(expected: Expected, name: str, served: Digests) -> float:
     """Share of an engine's parameters that are proven to be what was sent.
 
     Raises:
-        CalibrationError: a digest is another one than expected.
+        CalibrationError: a digest differs from the expected one.
     """
     assert expected.digests is not None
     if len(served) != len(expected.digests):
@@ -250,8 +254,8 @@ def _proven_share(expected: Expected, name: str, served: Digests) -> float:
 
 
 def _require_alike(version: int, served: Mapping[str, Digests]) -> None:
-    """Raise CalibrationError if engines of equally many ranks hold different parameters."""
-    firsts: dict[int, str] = {}  # by the number of ranks
+    """Raise CalibrationError if engines with equally many ranks hold different parameters."""
+    firsts: dict[int, str] = {}  # name of an engine, by number of ranks
     for name, digests in served.items():
         other = firsts.setdefault(len(digests), name)
         for rank, (mine, others) in enumerate(zip(digests, served[other], strict=True)):

@@ -2,8 +2,8 @@
 
 Once, and again after a failure:
 
-    learner   opens a TCPStore, waits until every engine is ready to join, which it is once it has
-              checked its first push, and joins as rank 0
+    learner   opens a TCPStore, waits until every engine has checked its first push and is ready to
+              join, and joins as rank 0
     server    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
     embedded  joins as one rank, in its own process (actors/embedded/weight_group.py)
 
@@ -11,21 +11,21 @@ Each push, after the same call `load_weights(CollectiveBroadcast, version)` to e
 
     1  engine    checks the tensors' names and shapes
        server    pauses generation; /begin_weight_update
-    2  engine    sets its `ready_key` in the store, and waits for the learner's word
-    3  learner   waits for the keys of all engines, or for the first of them that refuses, and sets
-                 `word_key`: no engine waits in a broadcast that is not to come
-    4  both      one broadcast a bucket, in order
-       server    loads it: /update_weights_from_distributed
-       embedded  keeps it in main memory, and generates meanwhile
+    2  engine    sets its `ready_key` in the store, and waits for the learner's `word_key`
+    3  learner   waits until all engines have set their keys, or one has refused, and sets
+                 `word_key`, so that no engine waits for a broadcast that never comes
+    4  both      one broadcast per bucket, in order
+       server    loads the bucket: /update_weights_from_distributed
+       embedded  keeps the bucket in main memory, and continues to generate
     5  server    with the last bucket: flush, new version. /end_weight_update; continue; acknowledge
        embedded  loads all buckets; new version; acknowledge
 
 A group in which anything failed is left and never used again. An embedded engine then keeps its
 weights, and so does a server that lost the group before its first bucket; a server that lost it
-later must be restarted (actors/sglang/weights.py). A peer that is lost between leaves the others in
-a broadcast: gloo's get an error, as its connections close; NCCL's would wait for minutes. So those
-that do not come out soon are lost as well, and are ended at once (cluster/weights/transport.py,
-publisher.py).
+later must be restarted (actors/sglang/weights.py). A peer that dies during a broadcast leaves the
+others in it. With gloo they get an error, because the peer's connections close; with NCCL they
+would wait for minutes. So engines that do not leave the broadcast soon count as lost, too, and are
+terminated before the push is tried again (cluster/weights/transport.py, publisher.py).
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _POLL_S = 0.001
 
 
 class CollectiveTransport(Transport):
-    """The learner's end: sends its tensors to the engines from wherever they are.
+    """Transport that broadcasts the learner's tensors to the ranks of all engines.
 
     Args:
         engines: Ray handles by name.
-        ranks: number of ranks of each that receive weights.
-        address: of this machine, as the engines' machines reach it.
+        ranks: number of ranks of each engine that receive weights.
+        address: address of this machine for the engines' machines.
         backend: nccl sends from GPU to GPU, gloo from main memory.
-        timeout_s: longest that a push may not get on.
+        timeout_s: longest time without progress of a push, seconds.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class CollectiveTransport(Transport):
         return f"{self._backend} group from {self._address}"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """The engines' acknowledgements to be, by name; the broadcast goes on in a thread."""
+        """Start to broadcast in a thread; return the engines' pending acknowledgements by name."""
         self._group = group = self._group or self._form()
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
-        group.pushes += 1  # not the version: that may be pushed a second time
+        group.pushes += 1  # not the version, which may be pushed twice
         pending = {
             name: engine.load_weights.remote(
                 CollectiveBroadcast(
@@ -112,11 +112,11 @@ class CollectiveTransport(Transport):
         return pending
 
     def abort(self) -> None:
-        """Leave the group, once its push under way has ended. The next one forms a new group."""
+        """Leave the group once its current push has ended; the next push forms a new group."""
         group, sending = self._group, self.sending
         super().abort()
         self._group = None
-        if group is not None:  # not here: that push ends with peers which the publisher ends later
+        if group is not None:  # the push may end only after the publisher has terminated peers
             calls.in_thread(lambda: group.leave_after(sending), "weight-group")
 
     def _form(self) -> _CollectiveGroup:
@@ -143,7 +143,8 @@ class CollectiveTransport(Transport):
 class _CollectiveGroup:
     """A group, its store and the engines' memberships.
 
-    `pushes` counts its pushes; `process_group` is None before the first, and once it is left.
+    `pushes` is the number of pushes so far; `process_group` is None before the group is joined and
+    after it is left.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class _CollectiveGroup:
 
 
 class _Broadcasting(Sending):
-    """The latest push of a group: waits for the engines to be ready, then broadcasts."""
+    """The latest push of a group: waits until all engines are ready, then broadcasts."""
 
     linked = True
 
@@ -182,9 +183,9 @@ class _Broadcasting(Sending):
         self._number = group.pushes
 
     def give_up(self) -> None:
-        """Tell engines that wait for this side's word, and break off a broadcast under way."""
+        """Release engines that wait for `word_key`, and abort a broadcast in progress."""
         super().give_up()
-        if self._group.own.backend == "nccl":  # gloo's ends with its peers
+        if self._group.own.backend == "nccl":  # gloo's broadcast ends when a peer ends
             self._group.leave()
 
     def _run(self) -> None:
@@ -192,11 +193,11 @@ class _Broadcasting(Sending):
             group = self._group.process_group or self._join()
             first = self._flat(self._buckets[0])  # while the engines pause
             self._agree(self._number)
-            self._say(GIVES_UP, JOINING)  # all are members: one that leaves would wait in vain
+            self._say(GIVES_UP, JOINING)  # all have joined: one that leaves cannot join again
             self._broadcast(group, first)
-        except Exception as error:  # torch raises its own, of several kinds
+        except Exception as error:  # torch raises several types
             self.problem = f"the learner's broadcast failed: {first_line(error)}"
-            for about in (JOINING, self._number):  # who waits for a word
+            for about in (JOINING, self._number):  # engines may wait for either
                 self._say(GIVES_UP, about)
             self._group.leave()
 
@@ -209,10 +210,10 @@ class _Broadcasting(Sending):
         self._group.store.set(self._group.own.word_key(about), word)
 
     def _agree(self, about: int) -> None:
-        """Wait until every engine is ready, and tell them to go on.
+        """Wait until every engine is ready, then let all engines continue.
 
         Raises:
-            EngineError: the push is given up, or it took too long.
+            EngineError: the push is given up, or an engine was not ready in time.
         """
         keys = [member.ready_key(about) for member in self._group.members.values()]
         deadline = time.monotonic() + self._timeout_s
@@ -228,11 +229,11 @@ class _Broadcasting(Sending):
         for following in (*self._buckets[1:], None):
             self._require_wanted()
             torch.distributed.broadcast(flat, src=0, group=group)
-            if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
+            if flat.is_cuda:  # NCCL only queues it; the learner's next step changes the weights
                 with self._own_work():
                     torch.cuda.synchronize(flat.device)
             self.sent += 1
-            if following is not None:  # while the engines load what they have
+            if following is not None:  # while the engines load this bucket
                 flat = self._flat(following)
 
     def _flat(self, bucket: Sequence[TensorLayout]) -> Tensor:

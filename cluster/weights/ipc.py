@@ -1,15 +1,17 @@
 """Weights lent to servers on the same GPUs, or the same machine: a bucket at a time, by handles.
 
-    learner   calls `load_weights(LentWeights, version)` on each; it returns with the last bucket
+    learner   calls `load_weights(LentWeights, version)` on each engine; the call returns after the
+              last bucket
     learner   gathers a bucket on each worker that has readers, while the engines pause
     both      `load_bucket(push, i, handles)`: a handle for each rank, on the bucket of the worker
-              that is on that rank's GPU. The engine's server opens them, copies what each rank
-              needs, and lets go; then the call returns
-    learner   the next bucket, once all engines have answered; after the last its memory is free
+              that is on that rank's GPU. The engine's server opens the handles, copies what each
+              rank needs, and releases them; then the call returns
+    learner   the next bucket, once all engines have answered; frees its memory after the last
 
-So each GPU holds one bucket beside learner and engine. Engines are independent: one that fails, or
-does not load a bucket in half of `timeout_s`, leaves the push, and its next push begins anew. How
-memory is lent: distill/weights/lending.py; what a server is sent: actors/sglang/lent_weights.py.
+So each GPU holds one bucket in addition to learner and engine. Engines are independent: an engine
+that fails, or does not load a bucket in half of `timeout_s`, leaves the push, and its next push
+starts from the first bucket. Memory is lent by distill/weights/lending.py; requests to servers are
+in actors/sglang/lent_weights.py.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class IpcTransport(Transport):
-    """The learner's end: lends what its workers gather.
+    """Transport that lends buckets which the learner's workers gather.
 
     Args:
-        sources: by engine, the worker that lends to each of its ranks.
-        lenders: of the learner's workers, by rank.
-        timeout_s: longest that a push may not get on.
+        sources: for each engine, by name: the worker that lends to each of the engine's ranks.
+        lenders: locations of the learner's workers, by rank.
+        timeout_s: longest time without progress of a push, seconds.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class IpcTransport(Transport):
         return f"{how}, in buckets"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """The engines' acknowledgements to be, by name; the lending goes on in a thread."""
+        """Start to lend in a thread; return the engines' pending acknowledgements by name."""
         assert isinstance(weights, LentByWorkers), "weights that the learner's workers hold"
         order = LentWeights(
             push=secrets.token_hex(8),
@@ -78,7 +80,7 @@ class IpcTransport(Transport):
         return pending
 
     def abort(self) -> None:
-        """End a push that failed; returns when this side uses the learner's workers no more."""
+        """End a push that failed; return when it no longer uses the learner's workers."""
         sending = self.sending
         super().abort()
         if sending is not None:
@@ -86,7 +88,7 @@ class IpcTransport(Transport):
 
 
 class _Lending(Sending):
-    """One push: bucket after bucket, to the engines that have taken all before."""
+    """One push: lends each bucket to the engines that have loaded all earlier buckets."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class _Lending(Sending):
         """
         Args:
             sources: the worker that lends to each rank, by engine.
-            workers: the learner's.
+            workers: number of the learner's workers.
         """
         super().__init__(order.timeout_s)
         self._engines, self._order, self._weights = dict(engines), order, weights
@@ -112,7 +114,7 @@ class _Lending(Sending):
                     break
                 self._lend(number, bucket)
                 self.sent += 1
-        except Exception as error:  # of the learner's workers: torch raises its own, of many kinds
+        except Exception as error:  # of the learner's workers: torch raises many types
             self.problem = f"the learner could not lend its weights: {first_line(error)}"
         try:
             with self._own_work():
@@ -123,7 +125,7 @@ class _Lending(Sending):
             self._dismiss(list(self._engines), self.problem)
 
     def _lend(self, number: int, bucket: Sequence[TensorLayout]) -> None:
-        """Lend a bucket to all engines that are left, and wait for them."""
+        """Lend a bucket to all remaining engines, and wait until they have loaded it."""
         self._require_wanted()
         readers = Counter(lender for name in self._engines for lender in self._sources[name])
         with self._own_work():
@@ -135,13 +137,13 @@ class _Lending(Sending):
             )
             for name, engine in self._engines.items()
         }
-        # The other engines, and the push, wait `timeout_s` for the next bucket.
+        # Half, because the other engines and the push wait `timeout_s` for the next bucket.
         answers = collect(pending, self._timeout_s / 2, waiting=self._require_wanted)
         for name, why in answers.failures.items():
             logger.warning("%s left the push: %s", name, why)
         self._dismiss(list(answers.failures), f"bucket {number} was not loaded in time")
 
     def _dismiss(self, names: Sequence[str], why: str) -> None:
-        """Lend nothing more to engines, and end their loads if they still wait for a bucket."""
+        """Remove engines from the push, and end their loads if they still wait for a bucket."""
         for name in names:
             self._engines.pop(name).end_push.remote(self._order.push, why)

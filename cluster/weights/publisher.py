@@ -4,25 +4,26 @@
               -> Transport.finish -> free slots -> check
     engine    load_weights: pause, load, drop every cached prefix, new version, continue,
               acknowledge with the pause in seconds
-    admit     the same to engines that join, with the present weights; no slot is freed
-    join      the same while the learner computes, from the copy of the last push
-    lend      the same to engines that do not join: they keep these weights until the next `lend`
+    admit     a push of the present weights to engines that join; frees no slot
+    join      `admit` while the learner computes, from the copy of the last push
+    lend      a push to engines that do not join: they keep these weights until the next `lend`
     sleep     engines that share the learner's GPUs release their memory until the next push
 
 A run has a `Publisher` for its policy engines and, with a lagged or EMA teacher, a second one for
 the teacher's engines, which frees no slots.
 
 If every transport sends a copy of the weights (and `goes_on` is given), the learner continues once
-the copies are made: the rest, from the acknowledgements on, is done by a thread. The queue is told
-at once, so that the next step may be taken. One push is in progress at a time: every other request
-waits for it first. The learner's side of the check is computed before the learner continues.
+the copies are made, and a thread does the rest, from the acknowledgements on. `goes_on` informs the
+queue immediately, so that the next step may be taken. Only one push is in progress at a time: every
+other request waits for it first. The expected answers of the check are computed before the learner
+continues.
 
-An error of the learner's own work (gathering, lending) is raised as it is, and no engine is ended
-for it. A push that fails leaves an engine at its old weights, or requires that it is restarted; it
-always ends generation's pause. An engine that fails twice is terminated before any slot is freed;
-its owner restarts it (cluster/supervision/supervise.py). An acknowledgement is not a proof:
-check.py.
-The transports: transports.py.
+An error of the learner's own work (gathering, lending) is raised unchanged, and no engine is
+terminated because of it. A push that fails leaves an engine at its old weights, or the engine must
+be restarted; it always ends the pause of generation. An engine that fails twice is terminated
+before any slot is freed; its owner restarts it (cluster/supervision/supervise.py).
+An acknowledgement does not prove that an engine uses the weights: cluster/weights/check.py does.
+The transports are in cluster/weights/transports.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from distill.weights.model_weights import Weights, total_bytes
 
 logger = logging.getLogger(__name__)
 
-# Told of a version of the weights, and of the groups that it accounts for.
+# Callback: receives a version of the weights, and the groups that it accounts for.
 Told: TypeAlias = Callable[[int, TrainedGroups], None]
 
 
@@ -84,7 +85,7 @@ class Attempt:
 
         Raises:
             NonFiniteError: the weights hold a NaN or an infinity, with which a server would crash.
-            CheckpointError: they cannot be written, or the disk stays full.
+            CheckpointError: the weights cannot be written, or the disk stays full.
         """
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
@@ -119,7 +120,7 @@ class Attempt:
     def answers(self) -> Answers:
         """Wait for every engine, then finish or abort the push on each transport.
 
-        Raises: an error of the learner's own, of which no engine is at fault.
+        Raises: an error of the learner's own work, which no engine caused.
         """
         total = Answers(failures=dict(self.failures))
         for transport, pending in self.started:
@@ -139,7 +140,7 @@ class Attempt:
     def load_copies(self, transports: Sequence[Transport]) -> Answers | None:
         """Load the existing copies into the engines of `transports`.
 
-        Returns None if no copy exists for the transport of one of them.
+        Returns None if one of the transports has no copy.
         """
         made = {type(transport): transport for transport, _ in self.started if transport.copies}
         if not all(type(transport) in made for transport in transports):
@@ -159,9 +160,10 @@ class Attempt:
 
 
 class Publisher:
-    """Pushes to one pool: `publish(weights, version, trained)`.
+    """Publisher of weights to one pool of engines: `publish(weights, version, trained)`.
 
-    For one thread, except `join`. All methods but `join` and `check` wait for a push in progress.
+    Only `join` may be called from a second thread. All methods except `describe` and `check` wait
+    for a push in progress.
     """
 
     def __init__(
@@ -181,10 +183,10 @@ class Publisher:
             engines: Ray handles by name.
             learner_logprobs: log-probs of rows under the weights that are pushed.
             base_logprobs: log-probs of rows without the adapter, if adapters alone are pushed.
-            credit: told when all engines hold a version; None: nobody.
-            goes_on: told of each push that overlaps the next step; None: no push does.
-            progress: the learner's, marked while a push waits: that has its own deadlines.
-            lenders: the learner's workers that may lend, by rank.
+            credit: called when all engines hold a version; None: nothing is called.
+            goes_on: called for each push that overlaps the next step; None: no push overlaps it.
+            progress: the learner's, marked while a push waits, which has its own deadlines.
+            lenders: locations of the learner's workers that may lend, by rank.
         """
         self._engines, self._settings = dict(engines), settings
         self._credit, self._goes_on = credit, goes_on
@@ -194,31 +196,31 @@ class Publisher:
             self._engines, settings, learner_logprobs, self._progress, base_logprobs
         )
         self._transports: list[Transport] | None = None
-        self._last: Attempt | None = None  # the push that all engines hold, and its copies
-        self._turn_lock = threading.Lock()  # held by a push, or by engines that join
+        self._last: Attempt | None = None  # the push whose weights all engines hold, and its copies
+        self._turn_lock = threading.Lock()  # held during a push or a `join`
         self._beside: Future[dict[str, float]] | None = None  # the push that overlaps the step
         # Seconds for which the learner waited for that push, and the time at which it continued.
         self._held_up_s = self._continued_at = 0.0
         self._found: dict[str, float] = {}  # metrics for the next push to return
 
     def describe(self) -> str:
-        """Transport of each engine, for people to read."""
+        """Human-readable list of the transports and their engines."""
         return "; ".join(
             f"{transport.describe()} to {', '.join(transport.engines)}"
             for transport in self._transports or []
         )
 
     def __call__(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
-        """Push; returns once slots are freed, or a copy is made.
+        """Push; return once slots are freed or, if the push overlaps the step, copies are made.
 
-        Returns `push/*` metrics: bytes, seconds, the engines' longest pause; of the version before,
-        what the check found, and, if this push continues when this returns, seconds, pause and
-        number of engines.
+        Returns `push/*` metrics: bytes; seconds, the engines' longest pause and number; and what
+        the check of the version before found. If this push continues after the return, seconds,
+        pause and number of engines are those of the version before.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
-            EngineError: not one engine took the weights (or those of the push before), though they
-                live.
+            EngineError: no engine loaded the weights (or those of the push before), though some are
+                alive.
             CheckpointError, NonFiniteError: as `Attempt.begin`.
         """
         self.wait()
@@ -234,7 +236,7 @@ class Publisher:
                 return metrics | self._found
             expected = self._check.expect(version, weights)
             self._goes_on(version, trained)
-            turn = stack.pop_all()  # the thread's from here on
+            turn = stack.pop_all()  # the thread ends it
 
             def finish() -> dict[str, float]:
                 with turn:
@@ -248,9 +250,9 @@ class Publisher:
         return metrics
 
     def wait(self) -> None:
-        """Wait for a push that overlaps the step; raise as a push does.
+        """Wait for a push that overlaps the step, and raise its error, if any.
 
-        Its metrics are part of the next push's.
+        The next push returns the metrics of this one.
         """
         if self._beside is None:
             return
@@ -261,16 +263,16 @@ class Publisher:
         self._found = found | {"push/overlapped": max(0.0, overlapped)}
 
     def check(self) -> None:
-        """Raise as a push does if the one that overlaps the step has failed, without waiting."""
+        """Raise the error of a push that overlaps the step, if it has failed; does not wait."""
         if self._beside is not None and self._beside.done():
             self._beside.result()
 
     def settle(self) -> float | None:
-        """Finish the last check; call once more at a run's end. Returns the gap of log-probs, nats.
+        """Finish the last check, at the end of a run; return the gap of log-probs, nats, if any.
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
-            EngineError: no engine took them.
+            EngineError: no engine loaded the weights.
         """
         self.wait()
         return self._check.settle().get("push/probe_gap")
@@ -279,7 +281,7 @@ class Publisher:
         """Push the present weights, and every later version, to engines that join.
 
         Raises:
-            EngineError: one of them did not take the weights; none of them joins.
+            EngineError: an engine did not load the weights; then none of these engines joins.
         """
         self.wait()
         with self._turn():
@@ -288,11 +290,11 @@ class Publisher:
     def join(self, engines: Mapping[str, Any]) -> int | None:
         """`admit` while the learner computes, from the copy of the last push; for another thread.
 
-        Waits for a push in progress. Returns the version; None: the last push left no copy that
-        they can read.
+        Waits for a push in progress. Returns the version, or None if the last push left no copy
+        that these engines can read.
 
         Raises:
-            EngineError: one of them did not take the weights; none of them joins.
+            EngineError: an engine did not load the weights; then none of these engines joins.
         """
         with self._turn():
             last = self._last
@@ -305,26 +307,26 @@ class Publisher:
     def lend(self, engines: Mapping[str, Any], weights: Weights, version: int) -> dict[str, str]:
         """Push the present weights to engines that are part of no later push.
 
-        Returns why an engine did not take them, by the names of those that did not.
+        Returns the reasons why engines did not load the weights, by name.
         """
         self.wait()
         try:
             with self._turn():
                 return self._anew(weights, version, engines).failures
-        except EngineError as error:  # one died before it was asked where it is
+        except EngineError as error:  # an engine died before it reported its place
             return dict.fromkeys(engines, str(error))
 
     def sleep(self, version: int) -> None:
-        """Have every engine release its GPU memory until the next push; terminate one that fails.
+        """Make every engine release its GPU memory until the next push; terminate one that fails.
 
         Args:
-            version: version of the weights that they hold.
+            version: version of the weights that the engines hold.
 
         Raises:
             CalibrationError: an engine does not hold that version.
         """
         self.wait()
-        # A scoring that waits for the next push would hold it up.
+        # The next push would wait for a pending scoring, and the scoring for that push.
         self._found |= self._check.settle()
         pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
         answers = collect(pending, self._settings.timeout_s, waiting=self._progress.mark)
@@ -333,7 +335,7 @@ class Publisher:
             self._terminate(list(answers.failures), "did not release its memory")
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """Remove engines: they receive no more weights."""
+        """Remove engines, which then receive no more weights."""
         self.wait()
         with self._turn():
             for name in names:
@@ -342,10 +344,10 @@ class Publisher:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait for the push, or for the engines that join, before this one.
+        """Wait until no other push or `join` is in progress, and exclude others.
 
         Raises:
-            EngineError: they made no progress.
+            EngineError: the other one made no progress.
         """
         seen = self._progress.count
         while not self._turn_lock.acquire(timeout=self._settings.timeout_s):
@@ -369,11 +371,11 @@ class Publisher:
     def _finish(
         self, attempt: Attempt, weights: Weights, trained: TrainedGroups, started: float
     ) -> dict[str, float]:
-        """The push from the acknowledgements until slots are freed; returns its metrics.
+        """Complete a push, from the acknowledgements until slots are freed; return its metrics.
 
         Args:
-            weights: what was pushed; of an attempt that `has_copies` they may have changed since.
-            started: when it was started, of `time.perf_counter`.
+            weights: the pushed weights; they may have changed since if the attempt `has_copies`.
+            started: start time of the push (`time.perf_counter`).
         """
         pauses = self._pauses(attempt, weights)
         self._last = attempt
@@ -387,21 +389,23 @@ class Publisher:
         return metrics
 
     def _pauses(self, attempt: Attempt, weights: Weights) -> dict[str, float]:
-        """Pause of each engine that took the weights, if need be at the second try; others are
-        terminated."""
+        """Pause of each engine that loaded the weights, at the first or second attempt.
+
+        Other engines are terminated.
+        """
         version, answers = attempt.version, attempt.answers()
         if not answers.failures:
             return answers.values
         logger.warning("weights version %d: %s; trying again", version, answers.complaint())
         failed = {name: self._engines[name] for name in answers.failures}
         dead = {*dead_among(failed), *answers.lost}
-        self._drop(sorted(dead), version)  # at once: some may be in a collective that never ends
+        self._drop(sorted(dead), version)  # first: some may be in a collective that never ends
         left = {name: engine for name, engine in failed.items() if name not in dead}
         if attempt.has_copies:
             again = attempt.again(left)
         else:
             again = Answers()
-            for name, engine in left.items():  # alone: one that fails again keeps no other waiting
+            for name, engine in left.items():  # one by one: a failure delays no other
                 again.add(self._anew(weights, version, {name: engine}))
         self._replace_ways()
         if again.failures and not (answers.values or again.values or dead or again.lost):
@@ -410,7 +414,7 @@ class Publisher:
         return answers.values | again.values
 
     def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> Answers:
-        """A push to some engines, over transports of their own."""
+        """Push to some engines over new transports."""
         transports = self._choose(engines)
         try:
             return self._attempt(transports, weights, version).answers()
@@ -439,7 +443,7 @@ class Publisher:
             self._replace_ways()
 
     def _replace_ways(self) -> None:
-        """Have the next push choose its transports: other engines are to be reached."""
+        """Make the next push choose its transports again, because the engines have changed."""
         transports, self._transports = self._transports or (), None
         _leave(transports)
 

@@ -1,4 +1,4 @@
-"""Transports of weights: their settings, their base class, and the answers of their engines.
+"""Base class of weight transports, settings of pushes, and collection of engines' answers.
 
 The order of a push is the publisher's (cluster/weights/publisher.py).
 """
@@ -32,17 +32,17 @@ class PushSettings:
     Attributes:
         choice: the transport, or `auto`.
         served: the engines are SGLang servers.
-        device: the learner's, cpu or cuda.
+        device: the learner's device, cpu or cuda.
         directory: directory for `disk`, shared by all nodes.
         model: checkpoint that is trained.
-        temperature: the run's; the check scores at it.
-        dtype: compute precision of learner and engines, the looser of both; determines the check's
+        temperature: the run's temperature, at which the check scores.
+        dtype: compute precision of learner or engines, whichever is looser; determines the check's
             tolerance.
-        probe_every, prove_every: versions between two whose log-probs, and whose checksums, are
-            checked; 0: none.
-        timeout_s: longest time without progress: no engine answers, nothing is sent. Engines that
-            load by themselves have it, and a second for each 100 MB.
-        bucket_bytes: most bytes that a group or `ipc` sends at once.
+        probe_every, prove_every: number of versions between checks of log-probs and of checksums;
+            0: no checks.
+        timeout_s: longest time without progress (an answer, or a bucket sent), seconds. Engines
+            that load by themselves have one second more for each 100 MB.
+        bucket_bytes: largest bucket that a group or `ipc` sends.
         parallel: ranks, GPUs and nodes of each engine's server.
     """
 
@@ -62,11 +62,12 @@ class PushSettings:
     def for_teachers(self, parallel: Parallelism) -> PushSettings:
         """Settings of pushes to the engines of a lagged or EMA teacher, checked by checksums alone.
 
-        Its files are apart from the policy's, whose version may be the same. Nothing is lent to its
-        engines: a worker has one bucket, which is the policy's. An adapter goes to them merged.
+        The teacher's files are in a separate directory, because its versions may equal the
+        policy's. Its engines are lent nothing, because a worker has one bucket, which is for the
+        policy. An adapter is merged for them.
 
         Args:
-            parallel: of each of the teacher's servers.
+            parallel: ranks, GPUs and nodes of each of the teacher's servers.
         """
         return replace(
             self,
@@ -80,12 +81,12 @@ class PushSettings:
 class Sending(ABC):
     """The learner's part, in a thread, of a push that engines receive while it is sent.
 
-    `linked` engines receive together: one that fails keeps the others waiting.
+    `linked`: all engines receive a bucket together, so one that fails keeps the others waiting.
 
     Attributes:
         sent: number of buckets that every engine has received.
         problem: reason why this side failed, if it did; engines may be the cause.
-        error: an error of the learner's own work, with which engines have nothing to do.
+        error: error of the learner's own work, which no engine caused.
     """
 
     linked: ClassVar[bool] = False
@@ -97,7 +98,7 @@ class Sending(ABC):
         self.error: Exception | None = None
         self._timeout_s = timeout_s
         self._given_up = threading.Event()
-        # A daemon: a learner that gave up ends although an engine keeps this thread waiting.
+        # A daemon, so that the learner can exit while an engine keeps this thread waiting.
         self._thread = threading.Thread(target=self._run, name="weight-sending", daemon=True)
 
     @abstractmethod
@@ -117,7 +118,7 @@ class Sending(ABC):
             raise
 
     def give_up(self) -> None:
-        """Send nothing more, and keep no engine waiting."""
+        """Stop sending, and release engines that wait."""
         self._given_up.set()
 
     def _require_wanted(self) -> None:
@@ -130,10 +131,10 @@ class Sending(ABC):
 
 
 class Transport(ABC):
-    """The learner's end of one way to some engines: Ray handles, by the name to call them.
+    """Base class of the learner's end of a transport to some engines: Ray handles by name.
 
-    With `copies`, `start` leaves a copy of the weights, which lasts until the next one: engines
-    load from that, whatever has become of the weights. Other transports begin a `sending`.
+    With `copies`, `start` makes a copy of the weights, which is valid until the next `start`:
+    engines load the copy, so the weights may change. Other transports start a `sending`.
     """
 
     copies: ClassVar[bool] = False
@@ -148,7 +149,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Start a push; returns by engine a Ray reference to its pause in seconds."""
+        """Start a push; return a Ray reference to each engine's pause in seconds, by name."""
 
     def finish(self) -> None:
         """End a push that every engine has acknowledged."""
@@ -162,12 +163,12 @@ class Transport(ABC):
         self.sending = None
 
     def share(self, source: Any, version: int) -> dict[str, Any]:
-        """Have every engine load the weights from a source that each can read."""
+        """Make every engine load the weights from a source that all engines can read."""
         self._source = source
         return self.load(self.engines, version)
 
     def load(self, engines: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Have engines, others than its own too, load what was shared last."""
+        """Make engines load the source shared last; they need not be this transport's own."""
         assert self._source is not None, "nothing is shared"
         return {
             name: engine.load_weights.remote(self._source, version)
@@ -180,7 +181,7 @@ class Answers:
     """Values by engine, failures by engine, and a problem on the caller's side.
 
     `lost` names the failed engines that must be restarted: their actor or server is gone, or is
-    stuck in a collective. `error` is one of the learner's own, which failed all of them.
+    stuck in a collective. `error` is an error of the learner's own work, which no engine caused.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -194,7 +195,7 @@ class Answers:
         return bool(self.failures or self.problem)
 
     def take(self, name: str, reference: Any) -> None:
-        """Note the value or the failure of a call that has ended."""
+        """Record the value or the failure of a call that has ended."""
         try:
             self.values[name] = calls.get(reference)
         except errors.RayError as error:
@@ -203,7 +204,7 @@ class Answers:
                 self.lost.add(name)
 
     def note(self, sending: Sending) -> None:
-        """Note what has failed on the caller's side."""
+        """Record a failure on the caller's side."""
         self.problem = self.problem or sending.problem
         self.error = self.error or sending.error
 
@@ -244,10 +245,10 @@ def collect(
     """Wait for each engine's call and return answers and failures.
 
     Args:
-        timeout_s: longest time without an answer, and without progress of the sending, seconds.
-        sending: the learner's part of the calls. Its own problem counts as a failure. If engines
-            are linked, one engine's failure keeps the others from answering, so it gives up, and
-            engines that do not answer within `GRACE_S` then are lost.
+        timeout_s: longest time without an answer and without progress of `sending`, seconds.
+        sending: the learner's part of the calls, whose own problem counts as a failure. If it is
+            linked, a failed engine keeps the others from answering. So `sending` then gives up, and
+            engines that do not answer within `GRACE_S` are lost.
         waiting: called at every poll before the deadline.
     """
     names = {reference: name for name, reference in pending.items()}

@@ -1,7 +1,7 @@
-"""Ways from the learner to every policy engine, each with a reason to be (cluster/weights/ways.py).
+"""Transports from the learner to policy engines; cluster/weights/ways.py chooses among them.
 
-shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
-               them, read it there (distill/weights/shared_memory.py)
+shared_memory  same node: one copy into a block of memory, which engines and SGLang's processes
+               read in place (distill/weights/shared_memory.py)
 disk           any node that shares out/: a checkpoint directory, which late joiners can read
 group          other nodes, other GPUs: a torch.distributed group with the engines' ranks
                (cluster/weights/collective.py)
@@ -61,16 +61,16 @@ class SharedMemoryTransport(Transport):
         return self.share(self._block.share(), version)
 
     def abort(self) -> None:
-        self._is_read = True  # a late engine may still be reading: nothing is written there again
+        self._is_read = True  # a late engine may still be reading: the block is not written again
 
 
 class DiskTransport(Transport):
-    """A directory of safetensors a version, under one that every node shares; the newest stays."""
+    """One directory of safetensors per version, on a shared disk; only the newest is kept."""
 
     copies = True
 
     def __init__(self, engines: Mapping[str, Any], directory: str, model: str) -> None:
-        """`model` is the checkpoint whose config the directories carry."""
+        """`model` is the checkpoint whose config is written to the directories."""
         super().__init__(engines)
         self._root, self._model = Path(directory), model
         self._newest: Path | None = None
@@ -85,14 +85,14 @@ class DiskTransport(Transport):
         return self.share(source, version)
 
     def _write(self, weights: Weights, version: int) -> Path:
-        """Write a directory, whole. It is not synced: it need not survive this run."""
+        """Write a directory atomically. It is not synced, because it need not survive this run."""
         final = self._root / f"version-{version:06d}"
         try:
             with whole_write(final) as partial:
                 partial.mkdir(parents=True)
                 load_config(self._model).save_pretrained(partial)
                 save_weights(partial, weights)
-        except (OSError, SafetensorError) as error:  # others are the learner's own
+        except (OSError, SafetensorError) as error:  # others are errors of the learner's own
             raise CheckpointError(
                 f"cannot write weights version {version} to {final}: {error}. "
                 f"{disk_remedy(error)}, or use weights=auto"
@@ -106,7 +106,7 @@ class DiskTransport(Transport):
 
 
 class AdapterTransport(Transport):
-    """A LoRA adapter's tensors by value, to SGLang servers that hold its base."""
+    """A LoRA adapter's tensors, passed by value to SGLang servers that hold its base."""
 
     copies = True
 
@@ -122,15 +122,15 @@ class AdapterTransport(Transport):
 def choose_transports(
     settings: PushSettings, engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = ()
 ) -> list[Transport]:
-    """Transports that reach all engines; with auto, each by its place (`plan_ways`).
+    """Choose transports that reach all engines; with auto, by the engines' places (`plan_ways`).
 
     Args:
-        engines: Ray handles by name; they have started.
-        lenders: the learner's workers, by rank; none given: nothing is lent.
+        engines: Ray handles by name; the engines have started.
+        lenders: locations of the learner's workers, by rank; if empty, nothing is lent.
 
     Raises:
-        ConfigError: a choice that cannot reach these engines.
-        EngineError: an engine does not say where it is.
+        ConfigError: the chosen transport cannot reach these engines.
+        EngineError: an engine does not report its place.
     """
     if not engines:
         return []
@@ -180,9 +180,9 @@ def _places(settings: PushSettings, engines: Mapping[str, Any]) -> dict[str, Pla
 
 
 def _place(_actor: object) -> Place:
-    """The place of the process that this is called in."""
-    # Without Ray engines and learner see the same GPUs, and may share them all. With Ray an actor
-    # that has GPUs may see more of them than Ray gave it (cluster/hosts/actors.py).
+    """Place of the calling process."""
+    # Without Ray, engines and learner see the same GPUs, and may share them all. With Ray, an actor
+    # that has GPUs may see more GPUs than Ray gave it (cluster/hosts/actors.py).
     gpus: list[str] = []
     if not is_connected():
         gpus = visible_gpus()[: torch.cuda.device_count()]

@@ -4,9 +4,9 @@
     one node, on CPUs                           shared_memory      the shortest pause
     one node, each with GPUs of its own         group (NCCL)       from GPU to GPU
     on the GPUs of the learner's workers        ipc                a bucket on that GPU, and no copy
-    one node, sharing some of the GPUs          shared_memory      NCCL takes a GPU once in a group
+    one node, sharing some of the GPUs          shared_memory      NCCL allows a GPU once per group
     different nodes                             group              no full copy at the learner
-    an engine over several nodes                group              each rank is sent its own
+    an engine over several nodes                group              each rank receives its part
 
 The embedded engine opens no IPC handles. On the learner's node it always reads shared memory, so
 that its push overlaps the next step; on other nodes it joins a group.
@@ -64,7 +64,7 @@ def plan_ways(
 
     Args:
         served: the engines are SGLang servers.
-        lenders: the learner's workers, by rank.
+        lenders: locations of the learner's workers, by rank.
 
     Raises:
         ConfigError: `choice` cannot reach these engines.
@@ -82,7 +82,7 @@ def plan_ways(
             field="weights.transport",
         )
     grouped = {name: engines[name] for name in ways.get("group", ())}
-    if choice == "auto":  # NCCL takes one engine per GPU; the others of it use shared memory
+    if choice == "auto":  # NCCL allows one engine per GPU; the others on it use shared memory
         for name in _who_shares(grouped):
             if engines[name].beside(learner):
                 ways["group"].remove(name)
@@ -160,7 +160,7 @@ def _who_shares(engines: Mapping[str, Place]) -> list[str]:
 
 
 def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
-    """Raises ConfigError for groups in which NCCL would fail or hang without an early error."""
+    """Raise ConfigError for groups in which NCCL would fail or hang without an early error."""
     if not learner.gpus:
         return
     if doubled := [name for name, place in engines.items() if place.shares_gpu(learner)]:
