@@ -179,7 +179,7 @@ class EngineAnswers(Prefills):
     stops: tuple[FloatArray, FloatArray] | None = None
 
     def comparisons(self) -> list[Comparison]:
-        """Compare with another temperature, the temperature law and the engine's decode path."""
+        """Compare with itself at another T, with the temperature law and with its decode path."""
         return [
             self._heeds_temperature(),
             *self.laws(),

@@ -1,1 +1,1 @@
-"""The weight push: from the learner to every engine, acknowledged and probed."""
+"""The weight push: from the learner to every engine, acknowledged and checked."""

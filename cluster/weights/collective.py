@@ -1,6 +1,6 @@
-"""Weights by a collective group: the learner is rank 0, the engines' ranks are the others.
+"""Pushes over a torch.distributed group: the learner is rank 0, the engines are the other ranks.
 
-Once, and again after a failure:
+Forming the group, once and again after a failure:
 
     learner   opens a TCPStore, waits until every engine has checked its first push and is ready to
               join, and joins as rank 0

@@ -352,7 +352,7 @@ def outliers(
 ) -> dict[str, str]:
     """Descriptions of the replicas of one model that differ from the median, by name.
 
-    Two replicas are compared with each other, so that both are reported.
+    Two replicas are compared with each other, so both are reported if they differ.
     """
     if len(answers) < 2:
         return {}

@@ -2,8 +2,8 @@
 
 On a CPU a digest is the first eight bytes of SHA-256. On a GPU it is a sum of hashed words, which
 SGLang and isotherm (`word_sum_kernel.py`) each compute by a Triton kernel. This file has the same
-sum in torch: the kernel is compared with it before its first use, and replaced by it if Triton is
-missing. Comparisons without a server use `checksum`, which is a tenth of the work.
+sum in torch: the kernel is compared with it before its first use, and replaced by it if the kernel
+does not work. Comparisons without a server use `checksum`, which is a tenth of the work.
 """
 
 from __future__ import annotations

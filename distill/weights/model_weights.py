@@ -124,7 +124,8 @@ def joined(*parts: Weights) -> Weights:
 def by_dtype(layouts: Iterable[TensorLayout]) -> list[TensorLayout]:
     """Group layouts by dtype, each group in order, so that `plan_buckets` makes few buckets.
 
-    A mixture has a router in each layer, which stays in float32 when other weights are rounded.
+    The routers of a mixture, one per layer, stay in float32 when other weights are rounded. In the
+    original order, each router would end a bucket.
     """
     grouped: dict[str, list[TensorLayout]] = {}
     for layout in layouts:
