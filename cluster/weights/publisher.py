@@ -219,7 +219,7 @@ class Publisher:
 
         Raises:
             CalibrationError: an engine does not hold the version before.
-            EngineError: no engine loaded the weights (or those of the push before), though some are
+            EngineError: no engine loaded the weights (or those of the push before), though all are
                 alive.
             CheckpointError, NonFiniteError: as `Attempt.begin`.
         """
