@@ -210,7 +210,7 @@ class Leader:
         return [own, *results]
 
     def sent_bytes(self) -> int:
-        """Of calls of others, and of their results, since it was asked last."""
+        """Bytes of followers' calls and results since the last call of this method."""
         sent, self._sent = self._sent, {}
         return sum(len(pickle.dumps(value)) for values in sent.values() for value in values)
 
@@ -294,9 +294,12 @@ class Once:
 def measure_data_path(
     scratch: Path, groups: int = GROUPS, tokens: int = TOKENS
 ) -> list[dict[str, Any]]:
-    """Of each `way`, `k` and number of `learner_workers`: megabytes of `payload` and, of these, of
-    `Now.done`; medians over steps of the seconds of `put` and `train`, and of the CPU seconds of
-    worker, queue, leader and all `other` learner workers together, puts included."""
+    """One row for each `way`, `k` and number of `learner_workers`.
+
+    A row has the megabytes of `payload` and those of `Now.done`; medians over steps of the seconds
+    of `put` and `train`; and CPU seconds, puts included, of worker, queue, leader and all `other`
+    learner workers together.
+    """
     directory = Path(tempfile.mkdtemp(prefix="data-", dir=scratch))
     with _ray():
         return [

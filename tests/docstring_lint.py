@@ -10,17 +10,28 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("distill", "actors", "learner", "cluster", "isotherm", "examples")
+PACKAGES = ("distill", "actors", "learner", "cluster", "isotherm", "examples", "benchmarks")
 WRONG = re.compile(
     r"(What|Whatever|Of|Where|Those|Whoever|Which|Whose|It|Its|Their|They|He|She|How|All that)\b"
+)
+# Verbs of functions in the third person, without those that are also plural nouns.
+THIRD_PERSON = re.compile(
+    r"(Adds|Begins|Creates|Deletes|Ensures|Finds|Gets|Gives|Has|Holds|Keeps|Lets|Makes|Prints|Puts|"
+    r"Raises(?!:)|Removes|Returns|Saves|Says|Sends|Takes|Tells|Trains|Tries|Writes)\b"
 )
 
 
 def wrong_docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and first line of each docstring that begins with a pronoun or a dangling word."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    """Line and first line of each docstring with a wrong first word.
+
+    Wrong are pronouns and dangling words, and for functions verbs in the third person.
+    """
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, kinds) and (text := ast.get_docstring(node)) and WRONG.match(text):
+        if not isinstance(node, (ast.Module, ast.ClassDef, *functions)):
+            continue
+        text = ast.get_docstring(node) or ""
+        if WRONG.match(text) or (isinstance(node, functions) and THIRD_PERSON.match(text)):
             yield getattr(node, "lineno", 1), text.splitlines()[0]
 
 

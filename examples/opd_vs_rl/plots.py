@@ -15,14 +15,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def check_plots() -> None:
-    """Raises ConfigError if there is nothing to draw with; before anything starts."""
+    """Raise ConfigError if matplotlib is missing, before anything starts."""
     figure_class()
 
 
 def draw_ratios(path: Path, rows: Sequence[ResultRow], ratios: Sequence[Ratio]) -> None:
-    """Draws steps and ratios over the answer's length, side by side, and writes the PNG at `path`.
+    """Draw steps and ratios over the answer's length, side by side, as a PNG at `path`.
 
-    What was not reached is drawn where it was given up, as an arrow upwards.
+    A target that was not reached is an upward arrow at the last step of the run.
 
     Raises:
         ConfigError: matplotlib is not installed.
