@@ -3,8 +3,8 @@
 The learner is rank 0 and holds the group's TCPStore; the protocol is in
 cluster/weights/collective.py. A broadcast that is never sent blocks its receivers, and with NCCL
 only the end of their process would end that. Engines therefore `announce` that they are ready, and
-receive only after the learner has confirmed that it sends. They agree to form the group likewise,
-as who joins waits for all others.
+receive only after the learner has confirmed that it sends. The group is formed in the same way,
+because an engine that joins it waits for all other members.
 """
 
 from __future__ import annotations
