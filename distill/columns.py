@@ -230,7 +230,7 @@ def checked(group: TrajectoryGroup) -> GroupColumns:
             raise _error("segments", "of a trajectory is empty")
         for name, value in (("reward", trajectory.reward), *trajectory.metrics.items()):
             if not is_number(value):
-                raise _error(name, f"= {value!r} of a trajectory is no finite number")
+                raise _error(name, f"= {value!r} of a trajectory is not a finite number")
     segments = list(group.segments())
     temperatures = {segment.temperature for segment in segments}
     for temperature in temperatures:
@@ -266,7 +266,7 @@ def _check_actions(columns: GroupColumns) -> list[int]:
         if first == 0:
             raise _error("action_mask_T", "[0] is True: the first token has no context")
         if first != stored:
-            raise _error("first_action", f"= {stored}; the first action is {first}")
+            raise _error("first_action", f"= {stored}, but the first action is at {first}")
     return [end - start for start, end in pairwise(before_S)]
 
 

@@ -457,6 +457,6 @@ def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:
     highest = int(np.max(tokens_T))
     if highest >= vocab_size or int(np.min(tokens_T)) < 0:
         raise DataError(
-            f"{what} holds token id {highest if highest >= vocab_size else int(np.min(tokens_T))}, "
+            f"{what} has token id {highest if highest >= vocab_size else int(np.min(tokens_T))}, "
             f"outside the engine's vocabulary of {vocab_size}; was it encoded by another tokenizer?"
         )

@@ -101,13 +101,13 @@ def own_schema(answer: str) -> Draft202012Validator:
         _check_references(resource, root.crawl().resolver_with_root(resource))
     except Unresolvable as error:
         raise DataError(
-            f"the answer {answer[:80]!r} is no JSON schema of its own: it refers to {error.ref!r}, "
-            "which is not in it, and nothing is fetched",
+            f"the answer {answer[:80]!r} is not a self-contained JSON schema: it refers to "
+            f"{error.ref!r}, which it does not contain, and references are not fetched",
             field="answer",
         ) from error
     except (ValueError, TypeError, SchemaError, RecursionError) as error:
         raise DataError(
-            f"the answer {answer[:80]!r} is no JSON schema: {error}", field="answer"
+            f"the answer {answer[:80]!r} is not a JSON schema: {error}", field="answer"
         ) from error
     return Draft202012Validator(schema, registry=REGISTRY)
 
@@ -118,6 +118,6 @@ def _check_references(schema: Resource, resolver: Any) -> None:
             if isinstance(target := schema.contents.get(name), str):
                 found = resolver.lookup(target).contents
                 if not isinstance(found, dict | bool):
-                    raise ValueError(f"{name} {target!r} is {str(found)[:80]!r}, no schema")
+                    raise ValueError(f"{name} {target!r} is {str(found)[:80]!r}, not a schema")
     for part in schema.subresources():
         _check_references(part, resolver.in_subresource(part))

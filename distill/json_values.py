@@ -89,7 +89,7 @@ def _finite(number: str) -> float:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no value of JSON")
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 _TOO_DEEP = f"arrays and objects are nested deeper than {_MOST_LEVELS} levels"

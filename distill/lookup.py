@@ -124,7 +124,7 @@ def require_arguments(
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{setting}={name!r} is called as ({', '.join(arguments)}), and takes {signature}: "
+            f"{setting}={name!r} is called with ({', '.join(arguments)}), but takes {signature}: "
             f"{error}",
             field=setting,
         ) from None

@@ -28,11 +28,13 @@ def trained_model(path: str) -> str:
         try:
             step = str(json.loads((checkpoints / "best.json").read_bytes())["step"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: {run} keeps no best checkpoint (keep_best=)") from error
+            raise CheckpointError(
+                f"{path}: {run} has no best checkpoint (set keep_best=)"
+            ) from error
     model = checkpoints / f"step-{step.zfill(6)}" / "model"
     if not model.is_dir():
         kept = ", ".join(sorted(each.name for each in checkpoints.glob("step-*")))
-        raise CheckpointError(f"{path}: {run} keeps no checkpoint of step {step}; it has {kept}")
+        raise CheckpointError(f"{path}: {run} has no checkpoint of step {step}; it has {kept}")
     return str(model)
 
 
@@ -49,7 +51,7 @@ def check_model_path(path: str) -> None:
     if directory.is_dir():
         if (directory / "checkpoints").is_dir() and (directory / "metrics.jsonl").exists():
             raise CheckpointError(
-                f"{path} is the directory of a run that has no final/ yet; wait for its end, or "
+                f"{path} is the directory of a run that has no final/ yet; wait until it ends, or "
                 f"give one of its checkpoints, {path}:STEP or {path}:best"
             )
         if not (directory / "config.json").is_file():
@@ -59,13 +61,13 @@ def check_model_path(path: str) -> None:
             )
     elif directory.is_symlink() and not directory.exists():
         raise CheckpointError(
-            f"cannot read a model config from {path!r}: the link leads to {directory.readlink()}, "
+            f"cannot read a model config from {path!r}: the link points to {directory.readlink()}, "
             "which does not exist"
         )
     elif directory.exists():
         raise CheckpointError(f"{path} is a file; give a checkpoint's directory")
     elif path.count("/") != 1 or path.startswith((".", "/", "~")):
-        owner = "" if "/" in path else ", and a name of the hub has an owner: OWNER/NAME"
+        owner = "" if "/" in path else ", and a hub name has an owner: OWNER/NAME"
         raise CheckpointError(
             f"cannot read a model config from {path!r}: there is no such directory{owner}"
             + path_meant(path, "*/")

@@ -47,7 +47,7 @@ def check_context(
         )
     if not 1 <= replaced <= first:
         raise DataError(
-            f"{what} = {replaced}: teacher_context_T stands for the first observation, at least "
+            f"{what} = {replaced}: teacher_context_T replaces the first observation, at least "
             f"one token and at most the {first} before the first action",
             field=what,
         )

@@ -256,10 +256,10 @@ class TrainedGroups:
         self._set_aside = dict(sorted((set_aside or {}).items()))
         self._above = frozenset(above)
         assert all(0 <= group_id < watermark for group_id in self._set_aside), (
-            f"set aside {list(self._set_aside)}, which are not all below {watermark}"
+            f"set-aside groups {list(self._set_aside)} are not all below watermark {watermark}"
         )
         assert all(group_id > watermark for group_id in self._above), (
-            f"trained {sorted(self._above)}, which are not all above {watermark}"
+            f"trained groups {sorted(self._above)} are not all above watermark {watermark}"
         )
 
     @property
@@ -306,7 +306,7 @@ class TrainedGroups:
         for group_id in group_ids:
             known = group_id in self or group_id < self._watermark or group_id in set_aside
             assert not known, f"group {group_id} would be trained twice, or was set aside"
-        assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} name one twice"
+        assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} contain a duplicate"
         trained = self._above.union(group_ids)
         end = at = self._watermark
         while at in trained or at in set_aside:

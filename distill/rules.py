@@ -215,7 +215,7 @@ def readable_as(what: str, read: Callable[[str], object], *, allows: str, refuse
     return Rule(
         what,
         lambda _, value: not complaint(value),
-        lambda _, value: f"is no {what}: {complaint(value)}",
+        lambda _, value: f"is not a valid {what}: {complaint(value)}",
         allows=(allows,),
         refuses=(refuses,),
     )

@@ -26,8 +26,9 @@ def check_temperature(temperature: float, field: str) -> None:
         )
     if temperature <= 0:
         raise ConfigError(
-            f"{field}={temperature} cannot be trained at: rollouts are sampled from softmax(z/T), "
-            "so T must be above 0. Greedy decoding (0) is for evaluation: eval.temperature=0",
+            f"{field}={temperature} cannot be used in training: rollouts are sampled from "
+            "softmax(z/T), so T must be above 0. Greedy decoding (0) is for "
+            "evaluation: eval.temperature=0",
             field=field,
         )
 

@@ -73,7 +73,9 @@ class HiddenStates:
         """
         stored = _STORED.get(dtype)
         if stored is None or not rows or not content or len(content) % (rows * stored.itemsize):
-            raise DataError(f"{len(content)} bytes are no hidden states of {rows} in {dtype!r}")
+            raise DataError(
+                f"{len(content)} bytes are not hidden states of {rows} positions in {dtype!r}"
+            )
         return cls(np.frombuffer(content, stored.newbyteorder("<")).reshape(rows, -1), dtype)
 
     @classmethod

@@ -71,8 +71,8 @@ class StopSettings:
 
     stop_tokens: str = chz.field(
         default="",
-        doc="tokens that end a response, as text or ids, separated by commas; default: those that "
-        "end a response of any of the run's models. final/ has them in generation_config.json",
+        doc="tokens that end a response, as text or ids, separated by commas; default: the end "
+        "tokens of all the run's models. Written to generation_config.json in final/",
     )
 
     def stops(
@@ -119,6 +119,6 @@ def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]
             )
     if text and not ids:
         raise ConfigError(
-            f"stop_tokens={text!r} names no token; leave it out", field="model.stop_tokens"
+            f"stop_tokens={text!r} contains no token; leave it out", field="model.stop_tokens"
         )
     return ids

@@ -30,7 +30,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers creates an empty tokenizer of the model's kind if the files are missing
-        raise CheckpointError(f"cannot load a tokenizer from {path!r}: it holds no vocabulary")
+        raise CheckpointError(f"cannot load a tokenizer from {path!r}: it has no vocabulary")
     return tokenizer
 
 

@@ -66,7 +66,7 @@ def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.nda
             raise DataError(f"{name} has dtype {array.dtype}; it must hold integers")
         given, array = array, array.astype(dtype)
         if not np.issubdtype(dtype, np.floating) and not np.array_equal(array, given):
-            raise DataError(f"{name} holds values that {np.dtype(dtype)} cannot hold")
+            raise DataError(f"{name} has values outside the range of {np.dtype(dtype)}")
     if array.flags.writeable:
         array = array.copy()
         array.flags.writeable = False
@@ -103,15 +103,17 @@ class TopLogprobs:
         if not len(self):
             return
         if self.ids_NK.shape[1] < 1:
-            raise DataError("TopLogprobs holds no token per position; K must be at least 1")
+            raise DataError("TopLogprobs has no tokens; K must be at least 1")
         ordered_NK = np.sort(self.ids_NK, axis=1)
         if ordered_NK[:, 0].min() < 0 or (np.diff(ordered_NK, axis=1) == 0).any():
-            raise DataError("TopLogprobs.ids_NK names a token twice at a position, or a negative")
+            raise DataError(
+                "TopLogprobs.ids_NK has a duplicate token at a position, or a negative id"
+            )
         if not np.isfinite(self.logprobs_NK).all():
             raise DataError("TopLogprobs.logprobs_NK is not finite")
         mass = float(np.exp(self.logprobs_NK.astype(np.float64)).sum(axis=1).max())
         if mass > 1 + LOGPROB_SLACK:
-            raise DataError(f"TopLogprobs.logprobs_NK: a row's probabilities add up to {mass:.4f}")
+            raise DataError(f"TopLogprobs.logprobs_NK: a row's probabilities sum to {mass:.4f}")
 
     def __len__(self) -> int:
         return len(self.ids_NK)

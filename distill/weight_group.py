@@ -82,6 +82,8 @@ def announce(member: GroupMember, number: int) -> None:
         store.wait([key], timedelta(seconds=member.timeout_s))
         word = store.get(key).decode()
     except RuntimeError as error:
-        raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
+        raise EngineError(
+            f"{NOT_RECEIVED}: the learner's store is unreachable ({error})"
+        ) from error
     if word != SENDS:
-        raise EngineError(f"{NOT_RECEIVED}: the learner gave the push up")
+        raise EngineError(f"{NOT_RECEIVED}: the learner cancelled the push")

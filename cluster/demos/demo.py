@@ -57,7 +57,7 @@ _LOOKED_AT_S = 0.5
 
 
 class _Failed(RunFailed):
-    remedy = "The same command starts again from nothing"
+    remedy = "Run the same command again to start from scratch"
 
 
 def demo(config: DemoConfig, out: Path, console: Console) -> None:
@@ -70,8 +70,8 @@ def demo(config: DemoConfig, out: Path, console: Console) -> None:
     data = write_data(out, FORGET_CARRY, config.seed)
     opd = distillation(config, out, data)
     console.print(
-        f"two-digit sums into {out}: a teacher learns to add, a student learns from a book that\n"
-        "forgets to carry, both at once; then the student learns from the teacher, on-policy at "
+        f"two-digit sums, in {out}: a teacher learns to add and, concurrently, a student learns\n"
+        "from a book that forgets to carry; then the student learns from the teacher, on-policy at "
         f"T = {config.temperature:g}",
         highlight=False,
     )
@@ -116,7 +116,7 @@ class _FineTuning:
             RunFailed: the process failed.
         """
         if self._process.exitcode:
-            raise _Failed(f"the {self.name} could not be trained; its output is in {self._log}")
+            raise _Failed(f"training the {self.name} failed; its output is in {self._log}")
         return self._process.exitcode == 0
 
     def lines(self) -> list[dict[str, float]]:
@@ -291,8 +291,8 @@ def _next_commands(opd: OpdConfig) -> str:
     if out.is_relative_to(here):
         out = out.relative_to(here)
     return (
-        "next: the same on Ray, every part in a process of its own; another learning rate beside "
-        "this one; the report, live\n"
+        "next: the same run on Ray, each component in a separate process; the run with another "
+        "learning rate; the live report\n"
         f"  {python} -m cluster.train config={out}/opd out={out}/on-ray local=False\n"
         f"  {python} -m cluster.train config={out}/opd out={out}/slower lr=1e-4\n"
         f"  {python} -m cluster.report out={out}/opd serve=8080"
@@ -301,10 +301,10 @@ def _next_commands(opd: OpdConfig) -> str:
 
 def _keep_promises(before: float, after: float, teacher: float) -> None:
     if teacher < TEACHER_AT_LEAST:
-        raise _Failed(f"the teacher reached {teacher:.1%}, promised are {TEACHER_AT_LEAST:.0%}")
+        raise _Failed(f"the teacher reached {teacher:.1%}, less than {TEACHER_AT_LEAST:.0%}")
     if before >= STUDENT_BEFORE_BELOW:
-        raise _Failed(f"the student started at {before:.1%}, too good to show anything")
+        raise _Failed(f"the student started at {before:.1%}, too high to show an improvement")
     if after < STUDENT_OF_TEACHER * teacher:
         raise _Failed(
-            f"the student ended at {after:.1%}, less than {STUDENT_OF_TEACHER:.0%} of the teacher"
+            f"the student ended at {after:.1%}, less than {STUDENT_OF_TEACHER:.0%} of the teacher's"
         )

@@ -29,8 +29,8 @@ def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding |
         step=history.step,
         text=f"in each of {2 * SPAN} steps some tokens were {most} versions old, "
         f"which is max_staleness, and the learner waits {waits:.0%} of the time",
-        remedy="it waits for the groups that are due. Raise max_staleness, lower max_new_tokens, "
-        "or lower groups_in_flight, so that each is done sooner",
+        remedy="the learner waits for the oldest groups. Raise max_staleness, lower "
+        "max_new_tokens, or lower groups_in_flight, so that each group is complete sooner",
         settings=("max_staleness", "max_new_tokens", "groups_in_flight"),
     )
 
@@ -45,8 +45,8 @@ def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
         name="learner_starves",
         step=history.step,
         text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
-        remedy="give it more policy.engines and rollout.workers (2..8: they are added as needed), "
-        "or let more groups be under way (groups_in_flight)",
+        remedy="raise policy.engines and rollout.workers (a range such as 2..8 adds them as "
+        "needed), or groups_in_flight",
         settings=("policy.engines", "rollout.workers", "groups_in_flight"),
     )
 
@@ -69,9 +69,9 @@ def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
     return Finding(
         name="teachers_idle",
         step=history.step,
-        text=f"{engines} engines of the teacher share work that keeps {work:.0%} of "
-        "one busy, at most",
-        remedy="teacher.engines=1 would do; use what is freed for policy.engines",
+        text=f"{engines} engines of the teacher share work that keeps one engine busy for at most "
+        f"{work:.0%} of the time",
+        remedy="set teacher.engines=1, and use the freed resources for policy.engines",
         settings=("teacher.engines", "policy.engines"),
     )
 
@@ -88,10 +88,10 @@ def turns_take_long(history: History, _config: RolloutConfig) -> Finding | None:
     return Finding(
         name="turns_take_long",
         step=history.step,
-        text=f"engines that share GPUs change turns {changes.now:.1f} times a step, which takes "
+        text=f"engines that share GPUs change turns {changes.now:.1f} times per step, which takes "
         f"{share:.0%} of the time (turns/seconds)",
-        remedy="longer turns cost no more: raise groups_in_flight or prompts_per_step; or give the "
-        "teachers GPUs of their own (teacher.gpus=own)",
+        remedy="longer turns need fewer changes: raise groups_in_flight or "
+        "prompts_per_step; or give the teachers separate GPUs (teacher.gpus=own)",
         settings=("groups_in_flight", "prompts_per_step", "teacher.gpus"),
     )
 
@@ -107,7 +107,7 @@ def groups_not_kept(reason: str, step: int) -> Finding:
         name="groups_not_kept",
         step=step,
         text=f"groups that have arrived are not kept on disk: {reason}",
-        remedy="the run goes on; after a death of the queue or a resume these groups are sampled "
+        remedy="the run continues; after a death of the queue or a resume these groups are sampled "
         "again",
         settings=(),
     )

@@ -25,9 +25,9 @@ def responses_are_cut(history: History, config: RolloutConfig) -> Finding | None
     return Finding(
         name="responses_are_cut",
         step=history.step,
-        text=f"{cut.values[-1]:.0%} of the episodes were cut off, by "
+        text=f"{cut.values[-1]:.0%} of the episodes were cut off by "
         f"max_new_tokens={config.sampling.max_new_tokens} or the context (rollout/stop/length)",
-        remedy="raise max_new_tokens, unless this is meant",
+        remedy="raise max_new_tokens, unless this is intended",
         settings=("max_new_tokens",),
     )
 
@@ -40,9 +40,9 @@ def members_are_equal(history: History, _config: RolloutConfig) -> Finding | Non
     return Finding(
         name="members_are_equal",
         step=history.step,
-        text=f"in {equal.values[-1]:.0%} of the groups all members are the same tokens, though "
+        text=f"in {equal.values[-1]:.0%} of the groups all members have the same tokens, although "
         "they were sampled at a temperature above 0 (rollout/equal_groups)",
-        remedy="the engine draws all members with one seed. Leave out the flag of "
+        remedy="the engine samples all members with one seed. Remove the flag from "
         "policy.server_flags= that makes SGLang deterministic, or use engine=embedded",
         settings=("policy.server_flags", "engine"),
     )
@@ -58,13 +58,13 @@ def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
     for_nothing = config.objective.reward_coef > 0 and reward is not None and not gained(reward)
     if not (cut_more or for_nothing):
         return None
-    why = "more and more of them are cut off" if cut_more else "the reward has not risen with it"
+    why = "more of them are cut off" if cut_more else "the reward has not risen"
     return Finding(
         name="responses_grow",
         step=history.step,
         text=f"responses have grown from {length.start:.3g} to {length.now:.3g} tokens, and {why}",
-        remedy="read the kept ones. If they ramble: a third of the lr, or "
-        "reference_kl_coef=0.05 with reference=; if they need the room, raise max_new_tokens",
+        remedy="read the kept responses. If they ramble, use a third of the lr, or "
+        "reference_kl_coef=0.05 with reference=; if they need the length, raise max_new_tokens",
         settings=("lr", "reference_kl_coef", "reference", "max_new_tokens"),
     )
 
@@ -77,11 +77,11 @@ def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None
     return Finding(
         name="responses_repeat",
         step=history.step,
-        text=f"{repeated.now:.0%} of the sampled tokens repeat what the response has said before "
+        text=f"{repeated.now:.0%} of the sampled tokens repeat earlier text of the response "
         f"({repeated.start:.0%} at the start)",
-        remedy="a teacher follows a loop that is there, and teaches nothing in it. Begin another "
-        "out= with a third of the lr or a lower max_new_tokens, or hold the policy with "
-        "reference_kl_coef=0.05 and reference=",
+        remedy="within a loop, a teacher also predicts the repetition, so its scores do not "
+        "correct it. Start another out= with a third of the lr or a lower max_new_tokens, or "
+        "constrain the policy with reference_kl_coef=0.05 and reference=",
         settings=("lr", "max_new_tokens", "reference_kl_coef", "reference"),
     )
 
@@ -94,10 +94,10 @@ def eos_vanishes(history: History, config: RolloutConfig) -> Finding | None:
     return Finding(
         name="eos_vanishes",
         step=history.step,
-        text=f"{ended.now:.0%} of the episodes end by themselves, {ended.start:.0%} did at the "
+        text=f"{ended.now:.0%} of the episodes end with a stop token, {ended.start:.0%} at the "
         "start",
-        remedy="student and teacher may end at different tokens (name them: stop_tokens=), or the "
-        f"teacher's answers do not fit (max_new_tokens={config.sampling.max_new_tokens})",
+        remedy="student and teacher may have different end tokens (set stop_tokens=), or the "
+        f"teacher's answers exceed max_new_tokens={config.sampling.max_new_tokens} (raise it)",
         settings=("stop_tokens", "max_new_tokens"),
     )
 

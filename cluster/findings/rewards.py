@@ -22,7 +22,8 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
         return None
     settings: tuple[str, ...] = ("prompts", "group_size")
     if not config.objective.reward_coef > 0:
-        why, remedy = "the terms of all sampled tokens are 0", "is teacher= the right checkpoint?"
+        why = "the terms of all sampled tokens are 0"
+        remedy = "check that teacher= is the right checkpoint"
         settings = ("teacher",)
     elif _masked(history, config):
         why = "the rewards of episodes that are cut off do not count (mask_truncated=True)"
@@ -30,7 +31,7 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
     else:
         why = "all members of each group have the same reward"
         remedy = (
-            "try the reward on the kept responses; take problems that are solved now and then, or "
+            "test the reward on the kept responses; use problems that are solved sometimes, or "
             "a larger group_size"
         )
     return Finding(
@@ -53,9 +54,9 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | N
         name="rewards_are_constant",
         step=history.step,
         text=f"in {constant.now:.0%} of the groups all members have the same reward "
-        f"({reward.now:.3g} in the mean): they have no advantage over each other",
-        remedy="try the reward on the kept responses; take other prompts, a larger group_size, or "
-        "constant_groups=replace (rl) where a few groups differ",
+        f"(mean {reward.now:.3g}), so the reward gives them no advantage",
+        remedy="test the reward on the kept responses; use other prompts, a larger group_size, or, "
+        "if a few groups differ, constant_groups=replace (rl)",
         settings=("prompts", "group_size", "constant_groups"),
     )
 
@@ -80,8 +81,8 @@ def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | Non
         text=f"the share of responses in the format (env/format) has grown from "
         f"{format_.start:.0%} to {format_.now:.0%}, and the task's reward has fallen from "
         f"{best:.3g} to {reward.now:.3g}",
-        remedy="the format pays without the answer: lower env.format_reward, or "
-        "have the reward itself ask for the format",
+        remedy="the format is rewarded without a right answer: lower env.format_reward, or make "
+        "the reward itself require the format",
         settings=("env.format_reward",),
     )
 
@@ -96,7 +97,7 @@ def groups_fail(group_id: int, reason: str, step: int) -> Finding:
         name="groups_fail",
         step=step,
         text=f"group {group_id} is set aside and will not be trained on: {reason}",
-        remedy="correct the environment, the reward or the row, and begin another out=: a policy "
-        "that never meets the problems that fail is trained on a selection",
+        remedy="correct the environment, the reward or the row, and start another out=: without "
+        "the failing problems, the training data is a biased selection",
         settings=(),
     )

@@ -44,7 +44,7 @@ def kl_rises(history: History, config: RolloutConfig) -> Finding | None:
         text=f"the reverse KL has risen to {kl.now:.3g}, from {first:.3g} at the start and "
         f"{least:.3g} at step {then} (means of {SPAN} steps; since then gradient norm x "
         f"{grown:.1f}, entropy {moved:+.2f} nats)",
-        remedy="the updates are too large. Begin another out= with a third of the lr, or with "
+        remedy="the updates are too large. Start another out= with a third of the lr, or with "
         f"larger steps (prompts_per_step){_less_noise(config)}",
         settings=("lr", "prompts_per_step", *_estimator(config)),
     )
@@ -73,11 +73,11 @@ def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
     return Finding(
         name="kl_on_few_tokens",
         step=history.step,
-        text=f"a hundredth of the tokens is {share.now:.0%} of the distance from the teacher "
+        text=f"1% of the tokens account for {share.now:.0%} of the KL to the teacher "
         f"({share.start:.0%} at the start), and the reverse KL has risen from {least:.3g} to "
         f"{kl.now:.3g}",
-        remedy="a few tokens decide the updates. Look at them (cluster.report, furthest apart); "
-        "bound what one of them counts with kl_clip=5, or the updates with a lower max_grad_norm"
+        remedy="a few tokens dominate the updates. Read them (cluster.report, furthest apart); "
+        "bound the KL of each token with kl_clip=5, or the updates with a lower max_grad_norm"
         f"{_less_noise(config)}",
         settings=("kl_clip", "max_grad_norm", *_estimator(config)),
     )
@@ -97,10 +97,10 @@ def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None
     return Finding(
         name="entropy_collapses",
         step=history.step,
-        text=f"the entropy has fallen from {entropy.start:.3g} to {entropy.now:.3g} nats a token, "
-        "and neither the KL nor the reward is the better for it",
-        remedy="samples are alike, and there is little left to learn from. Begin another out= with "
-        "a third of the lr, entropy_coef=0.001, or a higher temperature",
+        text=f"the entropy has fallen from {entropy.start:.3g} to {entropy.now:.3g} nats per "
+        "token, but neither the KL nor the reward has improved",
+        remedy="samples are nearly equal, so there is little left to learn from. Start another "
+        "out= with a third of the lr, entropy_coef=0.001, or a higher temperature",
         settings=("lr", "entropy_coef", "temperature"),
     )
 
@@ -112,13 +112,13 @@ def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
         return None
     bound, bounds = "Lower", ()
     if config.objective.has_advantages:  # losses over ratios have something to weigh
-        bound, bounds = "Bound what that does with correction=truncate, lower", ("correction",)
+        bound, bounds = "Bound the ratios with correction=truncate, lower", ("correction",)
     return Finding(
         name="engine_gap_grows",
         step=history.step,
-        text=f"engines and learner differ by {gap.now:.3g} nats a token in the mean "
+        text=f"engines and learner differ by a mean of {gap.now:.3g} nats per token "
         f"(train/logprob_gap), {_settled(gap):.3g} at first",
-        remedy=f"samples are further and further from the policy that is trained. {bound} "
+        remedy=f"samples deviate more and more from the trained policy. {bound} "
         "max_staleness, or give the engines dtype=float32",
         settings=(*bounds, "max_staleness", "dtype"),
     )

@@ -79,21 +79,21 @@ class Audit:
     def lines(self) -> list[str]:
         """Text of the audit for the console, by line."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.re_leases.items())
-        ended = "ended as it should" if self.ended else "has not ended yet, or was killed"
+        ended = "ended normally" if self.ended else "has not ended yet, or was killed"
         ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
         saved = f"; those below {self.committed} are in a checkpoint" if self.committed else ""
         failed = {i: why for i, why in self.set_aside.items() if why != CONSTANT_REWARD}
         replaced = len(self.set_aside) - len(failed)
         facts = [
             f"{self.trained} groups trained in {self.steps} steps, {ids}{saved}",
-            *([f"{replaced} passed over: {CONSTANT_REWARD}"] if replaced else []),
+            *([f"{replaced} skipped: {CONSTANT_REWARD}"] if replaced else []),
             f"{len(failed)} set aside",
             *(f"  group {i}: {reason}" for i, reason in failed.items()),
             f"{sum(self.re_leases.values())} leased again" + (f": {causes}" if causes else ""),
-            *([f"{self.adopted} of earlier jobs taken back from disk"] if self.adopted else []),
-            f"{self.duplicates} dropped, since they arrived again or too late",
+            *([f"{self.adopted} of earlier jobs reloaded from disk"] if self.adopted else []),
+            f"{self.duplicates} dropped, because they arrived twice or too late",
             f"{self.jobs} jobs, {self.rewinds} returns to a checkpoint, {self.recoveries} deaths "
-            f"of the queue; {self.again} groups trained again after a lost learner",
+            f"of the queue; {self.again} groups trained again after the learner died",
             f"the last job {ended}",
             *([f"scores: {self.scoring.verdict()}"] if self.scoring else []),
         ]
@@ -129,11 +129,11 @@ class _Published:
 _CAUSES = {
     "fail": "after a failure",
     "forfeit": "when a worker died",
-    "expire": "under way for too long",
+    "expire": "because they took too long",
     "lost": "when their node died",
     "recover": "when the queue died",
     "again": "to be scored again",
-    "begin_again": "begun again, since they were overdue",
+    "begin_again": "restarted, because they were overdue",
 }
 
 
@@ -197,8 +197,8 @@ class _Lineage:
             self.first = TrainedGroups.from_json(event)
         elif self.run_id and run_id != self.run_id and event["watermark"]:
             self._complain(
-                f"a job of run {run_id or 'unknown'} starts from {event['watermark']}, and what "
-                f"was trained before it is of run {self.run_id}"
+                f"a job of run {run_id or 'unknown'} starts from group {event['watermark']}, but "
+                f"the groups before it were trained by run {self.run_id}"
             )
         self.run_id = run_id
         self._go_back("a new job", event)
@@ -209,9 +209,11 @@ class _Lineage:
         """Check the groups of earlier jobs that a new job takes back; they keep their ages."""
         for group_id, kept in adopted.items():
             if group_id not in self._kept:
-                self._complain(f"group {group_id} was taken back, and was not on disk")
+                self._complain(f"group {group_id} was reloaded, but was not on disk")
             if group_id in self.trained or group_id < self.trained.watermark:
-                self._complain(f"group {group_id} was taken back, and the weights account for it")
+                self._complain(
+                    f"group {group_id} was reloaded, but the weights already account for it"
+                )
             self._started[group_id] = kept.started - len(self.trained) // (self.per_step or 1)
         self.adopted += len(adopted)
         self._kept = set(adopted)
@@ -227,21 +229,21 @@ class _Lineage:
             self._complain(f"epoch {epoch} follows epoch {self.epoch}")
         if unseen := target.since(self.trained):
             self._complain(
-                f"{who} starts from {target.watermark}, and only groups below "
-                f"{self.trained.watermark} were seen to be trained: {len(unseen)} are not "
-                "accounted for"
+                f"{who} starts from group {target.watermark}, but the journal records training "
+                f"only for groups below {self.trained.watermark}: {len(unseen)} groups are missing"
             )
             self._assume(target)
         while self.steps and len(self.trained) > len(target):
             self.undone |= set(self.steps.pop().ids)
         ours = self.trained
         if (target.watermark, target.above) != (ours.watermark, ours.above):
-            self._complain(f"{who} starts from {target.watermark}, which is within a step")
+            self._complain(f"{who} starts from group {target.watermark}, which is inside a step")
             self._assume(target)
         if target.set_aside != ours.set_aside and target.watermark == ours.watermark:
             self._complain(
-                f"{who} starts from {target.watermark} with groups {sorted(target.set_aside)} set "
-                f"aside, and the steps before it skipped {sorted(ours.set_aside)}"
+                f"{who} starts from group {target.watermark} with groups "
+                f"{sorted(target.set_aside)} set aside, but the steps before it skipped groups "
+                f"{sorted(ours.set_aside)}"
             )
         self.epoch = epoch
         self._forget()
@@ -254,14 +256,16 @@ class _Lineage:
     def _read_recover(self, event: Mapping[str, Any]) -> None:
         self._set_aside |= by_id(event["set_aside"])
         for group_id in set(event.get("kept", ())) - self._kept:
-            self._complain(f"group {group_id} outlived the queue, and was not on disk")
+            self._complain(
+                f"group {group_id} was recovered after the queue died, but was not on disk"
+            )
 
     # groups
 
     def _read_lease(self, event: Mapping[str, Any]) -> None:
         for group_id in event["ids"]:
             if group_id in self.trained:
-                self._complain(f"group {group_id} was leased though the weights contain it")
+                self._complain(f"group {group_id} was leased, but the weights already contain it")
             self._leased.add(group_id)
             self._started.setdefault(group_id, self._published)
 
@@ -279,7 +283,7 @@ class _Lineage:
     def _read_keep(self, event: Mapping[str, Any]) -> None:
         for group_id in event["ids"]:
             if group_id not in self._arrived:
-                self._complain(f"group {group_id} was kept, and never arrived in this epoch")
+                self._complain(f"group {group_id} was kept, but never arrived in this epoch")
         self._kept |= set(event["ids"])
 
     def _read_set_aside(self, event: Mapping[str, Any]) -> None:
@@ -318,10 +322,10 @@ class _Lineage:
         ids, skipped = step_of(event)
         for group_id, reason in skipped.items():
             if self._set_aside.get(group_id) != reason:
-                self._complain(f"group {group_id} was skipped, and not set aside for {reason!r}")
+                self._complain(f"group {group_id} was skipped, but not set aside for {reason!r}")
         for group_id in ids:
             if group_id not in self._arrived:
-                self._complain(f"group {group_id} was trained, and never arrived in this epoch")
+                self._complain(f"group {group_id} was trained, but never arrived in this epoch")
         if self.per_step is not None and len(ids) != self.per_step:
             self._complain(f"version {version} trains {len(ids)} groups, not {self.per_step}")
         if self.steps and version <= self.steps[-1].version:
@@ -350,8 +354,8 @@ class _Lineage:
             after = before.after(sorted({*new, *lost}), skipped)
         if after.watermark != watermark:
             self._complain(
-                f"version {version} accounts for groups below {watermark}, and its steps for those "
-                f"below {after.watermark}"
+                f"version {version} accounts for groups below {watermark}, but its steps account "
+                f"for groups below {after.watermark}"
             )
         return after
 
@@ -364,7 +368,7 @@ class _Lineage:
         for group_id, age in ages.items():
             if self._most_stale is not None and age > self._most_stale:
                 self._complain(
-                    f"group {group_id} was trained {age} versions after it was leased, and "
+                    f"group {group_id} was trained {age} versions after it was leased, but "
                     f"max_staleness={self._most_stale}"
                 )
         return max(ages.values(), default=0) if len(ages) == len(ids) else None
@@ -373,7 +377,7 @@ class _Lineage:
         if event["watermark"] > self.trained.watermark:
             self._complain(
                 f"the checkpoint of step {event['step']} accounts for groups below "
-                f"{event['watermark']}, and only those below {self.trained.watermark} were trained"
+                f"{event['watermark']}, but only those below {self.trained.watermark} were trained"
             )
         self.committed = event["watermark"]
 
@@ -399,9 +403,11 @@ def audit(
             lineage.read(event)
             record.read(event, played)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{path}: an event without its fields, {event}: {error!r}") from error
+            raise DataError(
+                f"{path}: event {event} has missing or invalid fields: {error!r}"
+            ) from error
     if not lineage.counts:
-        raise DataError(f"{path} is empty: no job of this run got as far as its queue")
+        raise DataError(f"{path} is empty: no job of this run has started its queue")
     scoring = record.result(played.contradictions)
     lineage.problems += scoring.problems if scoring else played.contradictions
     trained = sum(len(step.ids) for step in lineage.steps)
@@ -411,11 +417,11 @@ def audit(
     per_step = groups_per_step or lineage.per_step or 0
     if steps is not None and trained != steps * per_step:
         lineage.problems.append(
-            f"{trained} groups were trained; {steps} steps of {per_step} are {steps * per_step}"
+            f"{trained} groups were trained, but {steps} steps of {per_step} are {steps * per_step}"
         )
     elif steps is not None and lineage.trained.above:
         lineage.problems.append(
-            f"all {steps} steps were trained, and group {lineage.trained.watermark} was passed over"
+            f"all {steps} steps were trained, but group {lineage.trained.watermark} was skipped"
         )
     return Audit(
         problems=[*_begins_late(lineage), *lineage.problems],
@@ -440,10 +446,10 @@ def audit(
 def _begins_late(lineage: _Lineage) -> list[str]:
     if not (first := lineage.first.watermark):
         return []
-    rest = "" if lineage.problems else f"; each from {first} on was trained exactly once"
+    rest = "" if lineage.problems else f"; each group from {first} on was trained exactly once"
     return [
-        f"the journal begins with group {first}, and how those below it were trained is "
-        f"written nowhere: of groups 0 to {first - 1} nothing is proved{rest}"
+        f"the journal begins with group {first}: nothing is proved about groups 0 to "
+        f"{first - 1}, because no record of their training exists{rest}"
     ]
 
 
@@ -452,14 +458,12 @@ class AuditConfig:
     """Was each prompt group of a run trained exactly once?"""
 
     out: str = chz.field(doc="the run's directory, which holds ledger.jsonl")
-    steps: int | None = setting(
-        at_least(1), default=None, doc="number of steps that the run should have trained"
-    )
+    steps: int | None = setting(at_least(1), default=None, doc="expected number of trained steps")
     groups_per_step: int | None = setting(
         at_least(1),
-        needs("steps", remedy="give it, too"),
+        needs("steps", remedy="set it, too"),
         default=None,
-        doc="groups per step; default: the number with which the ledger was started",
+        doc="groups per step; default: the number that the ledger records",
     )
 
 
@@ -474,9 +478,9 @@ def print_audit(config: AuditConfig, console: Console) -> None:
         raise IsothermError(f"{path} does not prove that each group was trained exactly once")
     if found.scoring and found.scoring.bad:
         raise IsothermError(
-            f"the weights contain what {', '.join(found.scoring.bad)} scored after its last good "
-            "canary, and it had moved at the next: go back to a checkpoint of an earlier step "
-            "(fork_from=)"
+            f"the weights were trained on scores that {', '.join(found.scoring.bad)} returned "
+            "between the last good canary and a failed one: return to a checkpoint of an earlier "
+            "step (fork_from=)"
         )
 
 
@@ -487,14 +491,14 @@ def _check_queued(out: str) -> None:
         return
     if record.supervised:
         raise ConfigError(
-            f"out={out} holds a run of recipe={record.recipe}; the prompt groups of opd and rl are "
-            "audited",
+            f"out={out} holds a run of recipe={record.recipe}; only runs of opd and rl have prompt "
+            "groups to audit",
             field="out",
         )
     if (kept_by := record.settings.get("train_from")) is not None:
         raise ConfigError(
-            f"out={out} holds a run on the groups that train_from={kept_by} has kept, which had no "
-            "queue; audit the run that sampled them",
+            f"out={out} holds a run on kept groups (train_from={kept_by}), which has no queue; "
+            "audit the run that sampled them",
             field="out",
         )
 

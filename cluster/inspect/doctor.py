@@ -79,7 +79,7 @@ class DoctorConfig:
     """Does this machine have what a run needs? Exit code 1 if one could not start here."""
 
     sglang: bool = chz.field(
-        default=True, doc="also check the installed SGLang with the plugin: 10 s"
+        default=True, doc="also check the installed SGLang with the plugin; takes 10 s"
     )
     env_python: str | None = chz.field(
         default=None, doc="also check the interpreter of env=Verifiers: its env.python"
@@ -147,14 +147,14 @@ def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[C
         yield CheckResult("GPU", name)
     if not found and tools.driver_problem() is None:
         remedy = (
-            "the driver answers and torch sees no GPU: start a container with --gpus all, and look "
-            "at CUDA_VISIBLE_DEVICES"
+            "the driver works, but torch finds no GPU: start a container with --gpus all, and "
+            "check CUDA_VISIBLE_DEVICES"
         )
-        yield CheckResult("GPU", "not seen by torch", CheckState.PROBLEM, remedy)
+        yield CheckResult("GPU", "not found by torch", CheckState.PROBLEM, remedy)
     if nccl is not None:
         yield CheckResult("NCCL", nccl)
     elif found:
-        remedy = "learner.workers=, --tp-size and weights=group need it: take torch from PyPI"
+        remedy = "learner.workers=, --tp-size and weights=group need NCCL: install torch from PyPI"
         yield CheckResult("NCCL", "not in this torch", CheckState.NOTE, remedy)
 
 
@@ -162,7 +162,7 @@ def linear_attention(version: str | None) -> CheckResult:
     """Check the kernels for models such as Qwen3-Next. `version` is None if not installed."""
     if version is not None:
         return CheckResult("linear attention", f"flash-linear-attention {version}")
-    remedy = f"for a learner of Qwen3-Next or Qwen3.5: {LINEAR_ATTENTION_INSTALL}"
+    remedy = f"for training Qwen3-Next or Qwen3.5: {LINEAR_ATTENTION_INSTALL}"
     return CheckResult("linear attention", "reference code only", CheckState.NOTE, remedy)
 
 
@@ -227,14 +227,14 @@ def sglang_checks(version: str | None, tools: CudaTools, plugin: Any) -> Iterato
     yield CheckResult("SGLang", version)
     entries = importlib.metadata.entry_points(group="sglang.srt.plugins", name="isotherm")
     if not entries:
-        remedy = "SGLang would not load it: install isotherm itself (pip install .)"
+        remedy = "SGLang would not load the plugin: install isotherm itself (pip install .)"
         yield CheckResult("SGLang plugin", "not registered", CheckState.PROBLEM, remedy)
     elif plugin is not None:
         problem = plugin()
         if problem is None:
-            yield CheckResult("SGLang plugin", "knows this version")
+            yield CheckResult("SGLang plugin", "supports this version")
         else:
-            yield CheckResult("SGLang plugin", "does not fit", CheckState.PROBLEM, problem)
+            yield CheckResult("SGLang plugin", "incompatible", CheckState.PROBLEM, problem)
     if tools.driver is None:
         return
     if tools.nvcc is not None:
@@ -269,7 +269,7 @@ def _plugin() -> str | None:
 
 def cpp(compiler: str | None) -> CheckResult:
     if compiler is None:
-        remedy = "compile=True and kernels that are built at run time need it: apt-get install g++"
+        remedy = "compile=True and kernels built at run time need a compiler: apt-get install g++"
         return CheckResult("C++ compiler", "none", CheckState.NOTE, remedy)
     return CheckResult("C++ compiler", compiler)
 
@@ -284,8 +284,8 @@ def shared_memory(free: int, memory: int) -> CheckResult:
     if free >= wanted:
         return CheckResult("/dev/shm", f"{readable(free)} free")
     remedy = (
-        "Ray keeps its objects on a disk instead, and weights=shared_memory needs the model's "
-        f"bytes: docker run --shm-size={wanted // GIB + 1}g, or an emptyDir of medium Memory"
+        "Ray stores objects on disk instead, and weights=shared_memory needs the model's size in "
+        f"/dev/shm: docker run --shm-size={wanted // GIB + 1}g, or an emptyDir of medium Memory"
     )
     return CheckResult("/dev/shm", f"{readable(free)} free", CheckState.NOTE, remedy)
 
@@ -308,9 +308,7 @@ def threads(soft: int, hard: int) -> CheckResult:
     shown = f"{_limit(soft)}, at most {_limit(hard)}"
     if _at_least(soft, _THREADS_ADVISED):
         return CheckResult("processes", shown)
-    remedy = (
-        f"Ray's threads count: ulimit -u {_THREADS_ADVISED} (in a container, --pids-limit as well)"
-    )
+    remedy = f"Ray's threads count, too: ulimit -u {_THREADS_ADVISED} (container: --pids-limit)"
     enough = _at_least(soft, _THREADS_NEEDED)
     return CheckResult(
         "processes", shown, CheckState.NOTE if enough else CheckState.PROBLEM, remedy
@@ -328,7 +326,9 @@ def locked_memory(soft: int, adapters: Sequence[str]) -> CheckResult:
         return CheckResult("locked memory", f"{shown}; no InfiniBand here")
     if soft == resource.RLIM_INFINITY:
         return CheckResult("locked memory", f"{shown}, for {', '.join(sorted(adapters))}")
-    remedy = "NCCL over InfiniBand fails with it: ulimit -l unlimited (docker --ulimit memlock=-1)"
+    remedy = (
+        "NCCL over InfiniBand fails with a limit: ulimit -l unlimited (docker --ulimit memlock=-1)"
+    )
     return CheckResult("locked memory", shown, CheckState.NOTE, remedy)
 
 
@@ -350,7 +350,9 @@ def disk(directory: str, used: float, free: int) -> CheckResult:
     shown = f"{readable(free)} free at {directory}, {used:.0%} used"
     if used < _FULL:
         return CheckResult("disk", shown)
-    remedy = f"Ray writes no objects to a disk that is {_FULL:.0%} full: RAY_TMPDIR=DIR on another"
+    remedy = (
+        f"Ray writes no objects to a disk that is {_FULL:.0%} full: set RAY_TMPDIR to another disk"
+    )
     return CheckResult("disk", shown, CheckState.PROBLEM, remedy)
 
 
@@ -358,8 +360,8 @@ def sandbox() -> CheckResult:
     try:
         require_sandbox()
     except ConfigError as error:
-        return CheckResult("sandbox", "cannot be made", CheckState.NOTE, str(error))
-    return CheckResult("sandbox", "env.tools=python and reward=unit_tests run")
+        return CheckResult("sandbox", "cannot be created", CheckState.NOTE, str(error))
+    return CheckResult("sandbox", "env.tools=python and reward=unit_tests can run")
 
 
 def verifiers(python: str) -> CheckResult:

@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 @chz.chz
 class RolloutsToSftConfig:
-    """Turns a run's kept rollouts into rows for recipe=sft."""
+    """Convert a run's kept rollouts to rows for recipe=sft."""
 
     out: str = chz.field(doc="directory of the run")
     data: str = setting(
         ends_in(".jsonl", "one JSON object per line"),
-        doc="file to write, .jsonl; an existing one is replaced",
+        doc="JSONL file to write; an existing file is replaced",
         metadata=WRITTEN,
     )
     min_reward: float = chz.field(
         default=1.0,
-        doc="smallest reward of a trajectory that is written; kept rewards have four digits",
+        doc="minimum reward of trajectories to write; kept rewards have four digits",
     )
     only: Literal["all", "condensed"] = chz.field(
         default="all",
-        doc="trajectories that are written: all; condensed: those of more than one segment",
+        doc="trajectories to write. all: every trajectory; condensed: those with several segments",
     )
 
 
@@ -76,7 +76,7 @@ def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
     run, data = read_run(Path(config.out)), Path(config.data)
     if data.resolve() == (run.out / "rollouts.jsonl").resolve():
         raise ConfigError(
-            f"data={data} holds the rollouts themselves; name another file", field="data"
+            f"data={data} is the file of kept rollouts itself; name another file", field="data"
         )
     taken = _qualifying(run, config)
     rows = list(_rows(taken, _tokenizer(run)))
@@ -104,7 +104,7 @@ def _qualifying(run: RunFiles, config: RolloutsToSftConfig) -> list[_Taken]:
         best = max(each.member.reward for each in long)
         raise DataError(
             f"out={run.out}: none of {len(long)} kept trajectories has a reward of at least "
-            f"min_reward={config.min_reward:g}, and the highest is {best:g}; lower min_reward"
+            f"min_reward={config.min_reward:g}; the highest is {best:g}; lower min_reward"
         )
     return taken
 
@@ -118,8 +118,8 @@ def _tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
         return run_tokenizer(run)
     except CheckpointError as error:
         raise CheckpointError(
-            f"out={run.out}: whose token ids these are cannot be told: {error}; put the tokenizer "
-            "that the run used where it was"
+            f"out={run.out}: cannot load the tokenizer of the kept token ids: {error}; restore the "
+            "run's tokenizer at its original path"
         ) from error
 
 
@@ -155,8 +155,8 @@ def _summary(
     duplicates = sum(len(each.member.segments) for each in taken) - len(rows)
     left_out = f" ({duplicates} duplicates left out)" if duplicates else ""
     return (
-        f"{len(taken)} of {_number_kept(run)} kept trajectories are in {data}: {len(rows)} rows"
-        f"{left_out}, {tokens:,} tokens, {trained:,} of them trained"
+        f"wrote {len(taken)} of {_number_kept(run)} kept trajectories to {data}: {len(rows)} rows"
+        f"{left_out}, {tokens:,} tokens, {trained:,} with loss"
     )
 
 

@@ -54,7 +54,9 @@ class Witnesses:
                 for name in ("groups/watermark", "staleness/start_max")
             )
         except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{path} has a line with no number ({error}); remove it") from error
+            raise DataError(
+                f"{path} has a line with a value that is not a number ({error}); remove it"
+            ) from error
         checkpoints = [
             each for name in SAVED_IN for each in CheckpointStore(out / name, keep=1).complete()
         ]
@@ -83,7 +85,7 @@ class Witnesses:
             scoring: record of the scores in the ledger; None if it has no scorer.
         """
         if run_id and self.run_id and run_id != self.run_id:
-            yield f"the ledger is of run {run_id}, and config.json of run {self.run_id}"
+            yield f"the ledger belongs to run {run_id}, but config.json to run {self.run_id}"
         ends = {step: account.watermark for step, account in accounts.items()}
         for step, end in self.ends.items():
             if ends.get(step) != end:
@@ -92,7 +94,7 @@ class Witnesses:
             if (known := starts.get(step)) not in (None, age):
                 yield (
                     f"metrics.jsonl: step {step} trains a group {age} versions after its first "
-                    f"lease, and by the ledger the oldest was leased {known} before"
+                    f"lease, but by the ledger the oldest was leased {known} versions before"
                 )
         for step, trained in self.saved.items():
             end = ends.get(step)
@@ -101,16 +103,16 @@ class Witnesses:
                     f"the checkpoint of step {step} accounts for groups", trained.watermark, end
                 )
             elif trained != accounts[step]:
-                yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
+                yield f"the checkpoint of step {step} skips other groups than the ledger's steps"
         if scoring is not None and isinstance(counts := self.certified.get("groups"), dict):
             known = counted(scoring)
             ledgers = {"proven": scoring.holds, "groups": known}
             groups = {name: counts.get(name) for name in known}
             certified = {"proven": self.certified.get("proven"), "groups": groups}
             if certified != ledgers:
-                yield f"certificate.json says {certified}, and the ledger {ledgers}"
+                yield f"certificate.json records {certified}, but the ledger {ledgers}"
 
 
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:
-    knows = "knows no such step" if ledgers is None else f"says below {ledgers}"
-    return f"{what} below {end}, and the ledger {knows}"
+    other = "does not contain that step" if ledgers is None else f"records below {ledgers}"
+    return f"{what} below {end}, but the ledger {other}"

@@ -48,11 +48,11 @@ def ask_once(
         request = _score_canary(url, temperature, given, top_k, states)
         info, rows, answer = asyncio.run(asyncio.wait_for(request, deadline_s))
         fault = first_fault(answer, rows)
-        works, text = not fault, f"{url} answers, and {fault}"
+        works, text = not fault, f"{url} answers, but {fault}"
         if works:
             text = (
                 f"{url} scores {len(answer.at_T_N)} tokens at T={temperature:g}, log q "
-                f"{float(answer.at_T_N.mean()):.3g} in the mean; {info.temperature_scaling}, "
+                f"{float(answer.at_T_N.mean()):.3g} on average; {info.temperature_scaling}, "
                 f"{info.dtype}, vocabulary {info.vocab_size}, context {info.context_length}"
             )
     except TimeoutError:
@@ -61,7 +61,7 @@ def ask_once(
             "would wait for it"
         )
     except (EngineError, IsothermError) as error:
-        text = f"{url} does not score: {error}"
+        text = f"{url} cannot score: {error}"
     return Elsewhere(works=works, told=text, seconds=time.monotonic() - began)
 
 

@@ -49,8 +49,8 @@ def full_size(
     if lengths:
         middle, high = np.quantile(lengths, [0.5, 0.99]).astype(int)
         lines.append(
-            f"prompts   of {len(lengths)} looked at, {middle} tokens in the middle, {high} at the "
-            f"99th percentile, {max(lengths)} at most; context {context:,}"
+            f"prompts   {len(lengths)} measured: median {middle} tokens, 99th percentile {high}, "
+            f"maximum {max(lengths)}; context {context:,}"
         )
         shown = _prompt_lengths(config, inputs, partial(_shown_to_teacher, config)) or lengths
         lines += _teacher_lines(config, float(np.mean(shown)))
@@ -107,9 +107,9 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     live = config.teacher_moves and config.teacher_rule is None
     samples = config.data.batch_size * config.sampling.group_size
     tokens = samples * (mean_prompt + config.sampling.max_new_tokens)
-    line = f"teacher   at most {tokens:,.0f} tokens a step ({samples} samples of up to "
+    line = f"teacher   at most {tokens:,.0f} tokens per step ({samples} samples of up to "
     line += f"{mean_prompt:.0f} + {config.sampling.max_new_tokens})"
-    line += ", by the policy's own engines" if live else ""
+    line += ", scored by the policy's engines" if live else ""
     if config.teaches_itself:
-        line += "; and as many once more, by the learner (estimator=full)"
+        line += "; and the same number again, by the learner (estimator=full)"
     return [line]

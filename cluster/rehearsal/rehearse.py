@@ -112,21 +112,19 @@ class _Rehearsal:
 
     def run(self) -> None:
         """Run all checks; stop if a check fails on which the others depend."""
-        self._print(f"a rehearsal in {self._place}, with random twins; the run itself is not begun")
+        self._print(f"rehearsal in {self._place}, with random twins; the run itself is not started")
         for name, twin in self._small.twins.items():
-            note = (
-                " (stands in for one that runs elsewhere)" if name in self._small.stand_ins else ""
-            )
+            note = " (replaces an external model)" if name in self._small.stand_ins else ""
             self._record(f"twin of {name}", True, f"{twin.told}{note}")
         self._check_external_teachers()
         before = len(self._outcomes)
-        with self._recording_errors("the run, and its deaths"):
+        with self._recording_errors("the run, with deaths"):
             strikes = self._run_with_deaths()
             for each in strikes.recoveries:
-                told = "serves again" if each.seconds is not None else "does not serve again"
+                told = "recovered" if each.seconds is not None else "did not recover"
                 self._record(f"death: {each.who}", each.seconds is not None, told, each.seconds)
             self._record_measurements()
-            with self._recording_errors("resume, and the run's end"):
+            with self._recording_errors("resume and finish"):
                 self._resume()
         if all(each.works for each in self._outcomes[before:]):
             self._check_results()
@@ -143,7 +141,7 @@ class _Rehearsal:
                 top_k=objective.asked_of_teacher,
                 states=name in headed,
             )
-            self._record(f"{name}, elsewhere", result.works, result.told, result.seconds)
+            self._record(f"{name}, external", result.works, result.told, result.seconds)
 
     def _run_with_deaths(self) -> Strikes:
         """Run until one actor of each kind has died and recovered."""
@@ -189,29 +187,29 @@ class _Rehearsal:
         last = steps[-1]
         text = f"{last['push/bytes'] / 1e6:.1f} MB in {last['push/seconds']:.2f} s"
         if (proven := last.get("push/proven")) is not None:
-            text += f", {proven:.0%} of the parameters proved by checksum"
+            text += f", {proven:.0%} of the parameters verified by checksum"
         handed = [step for step in steps if "push/teacher_seconds" in step]
         if handed:
-            text += f"; the teacher that follows in {handed[-1]['push/teacher_seconds']:.2f} s, "
+            text += f"; the moving teacher in {handed[-1]['push/teacher_seconds']:.2f} s, "
             text += f"{len(handed)} times in {len(steps)} steps"
         self._record("push", True, text)
         rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
         if self._inputs.judged and rewards:  # without rewards, the teacher sampled everything
             spread = f"{min(rewards):.3g} to {max(rewards):.3g} (of random models)"
-            self._record("rewards", True, f"mean of a step {spread}")
+            self._record("rewards", True, f"mean per step {spread}")
 
     def _resume(self) -> None:
         began, done = time.monotonic(), len(self._directory.read_steps())
         config = changed(self._small.config, steps=done + 1)
         cluster.run.run(config, self._console)
-        self._record("resume", True, f"from step {done}, to the end", time.monotonic() - began)
+        self._record("resume", True, f"from step {done} to the end", time.monotonic() - began)
 
     def _check_results(self) -> None:
         """Check the evaluations, the exported model and the ledger."""
         summary = self._directory.read_summary()
         evaluated = [name for name in summary if name.startswith("eval ")]
         if len(self._inputs.held_out):
-            self._record("evaluation", bool(evaluated), ", ".join(evaluated) or "none was made")
+            self._record("evaluation", bool(evaluated), ", ".join(evaluated) or "none")
         final = self._directory.final
         model = load_causal_lm(str(final), dtype=torch.float32, device="cpu")
         self._record("final", True, f"{final.name}/ loads as {type(model).__name__}")
@@ -262,7 +260,7 @@ class _Rehearsal:
             "not_rehearsed": list(self._small.left_out),
         }
         (self._place / _REPORT).write_text(json.dumps(report, indent=1) + "\n")
-        self._print(f"took {seconds:.0f} s; all of it is in {self._place}")
+        self._print(f"took {seconds:.0f} s; all results are in {self._place}")
         if failed:
             raise RunFailed(f"the rehearsal failed: {', '.join(failed)}; see {self._place}")
 

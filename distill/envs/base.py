@@ -239,7 +239,7 @@ class EnvContext(PromptContext):
 
     def reward_function(self) -> RewardFunction:
         """`reward`, for an environment that accepts only functions."""
-        assert not isinstance(self.reward, ModelReward), "takes_reward_model says that it does not"
+        assert not isinstance(self.reward, ModelReward), "takes_reward_model is False"
         return self.reward
 
     def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
@@ -333,7 +333,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
         raise
     except Exception as error:  # a custom class may raise anything
         raise ConfigError(
-            f"env={type(env).__name__} cannot make its problems: {described(error)}", field="env"
+            f"env={type(env).__name__} cannot create its problems: {described(error)}", field="env"
         ) from error
 
 
@@ -442,8 +442,8 @@ def only_teacher(setting: EnvContext) -> str:
     """
     if len(setting.teachers) > 1:
         raise ConfigError(
-            f"there are teachers {', '.join(sorted(setting.teachers))}, and this environment's "
-            "problems name none; give one teacher",
+            f"there are teachers {', '.join(sorted(setting.teachers))}, but this environment's "
+            "problems name no teacher; give one teacher",
             field="teachers",
         )
     return next(iter(setting.teachers), "")

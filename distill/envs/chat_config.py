@@ -180,7 +180,7 @@ class ChatDataset(EnvDataset):
 
 # With `env.condenser` set to this name, the policy itself condenses.
 BY_POLICY = "model"
-_CONDENSED = needs("condenser", remedy="give one, keywords for example")
+_CONDENSED = needs("condenser", remedy="give a condenser, such as keywords")
 _BY_POLICY = needs("condenser", BY_POLICY)
 _TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
 
@@ -189,24 +189,28 @@ _TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
 class ChatConfig(EnvConfig):
     """Settings of all environments whose episodes are exchanges of messages."""
 
-    max_turns: int = setting(at_least(1), default=8, doc="most turns of the model in an episode")
+    max_turns: int = setting(
+        at_least(1), default=8, doc="maximum number of turns of the model in an episode"
+    )
     max_tokens: int | None = chz.field(
         default=None,
-        doc="most tokens that the model sees before a turn; default: the models' context",
+        doc="maximum number of tokens before a turn of the model; default: the models' context",
     )
     time_s: float = setting(
-        above(0), default=600.0, doc="longest episode, in seconds, checked between two turns"
+        above(0),
+        default=600.0,
+        doc="maximum duration of an episode in seconds, checked between turns",
     )
     tool_timeout_s: float = setting(
-        above(0), default=_TOOL_TIMEOUT_S, doc="seconds that a call of a tool may take"
+        above(0), default=_TOOL_TIMEOUT_S, doc="time limit of a tool call in seconds"
     )
     tool_max_tokens: int = setting(
         at_least(1),
         default=_TOOL_MAX_TOKENS,
-        doc="tokens of a tool's answer that the model sees; the rest is cut, with a note",
+        doc="maximum length of a tool's answer in tokens; the rest is cut, with a note",
     )
     malformed_penalty: float = setting(
-        at_least(0, "it is taken from the reward"),
+        at_least(0, "it is subtracted from the reward"),
         default=0.0,
         doc="penalty on the tokens of a turn for each tool call that cannot be parsed",
     )
@@ -220,23 +224,23 @@ class ChatConfig(EnvConfig):
         at_least(1),
         _CONDENSED,
         default=None,
-        doc="tokens of a condensed history; default: half of max_tokens",
+        doc="maximum length of a condensed history in tokens; default: half of max_tokens",
     )
     keep_last: int = setting(
-        at_least(1), _CONDENSED, default=2, doc="last messages that are never condensed"
+        at_least(1), _CONDENSED, default=2, doc="number of last messages that are never condensed"
     )
     recall: bool = setting(
         _CONDENSED,
         default=False,
-        doc="list what was condensed as <block_N>, message by message, and give the model a tool, "
-        "read_block, that shows one in full",
+        doc="list each condensed message as <block_N>, and give the model a tool, read_block, that "
+        "returns a message in full",
     )
     condenser_tokens: int | None = setting(
         at_least(1),
         _BY_POLICY,
         default=None,
-        doc="condenser=model: longest answer in tokens, with its reasoning; default: "
-        "max_new_tokens",
+        doc="condenser=model: maximum length of its answers in tokens, including reasoning; "
+        "default: max_new_tokens",
     )
     condenser_temperature: float = setting(
         at_least(0),
@@ -247,7 +251,7 @@ class ChatConfig(EnvConfig):
     condenser_prompt: str | None = setting(
         _BY_POLICY,
         default=None,
-        doc="condenser=model: the instruction, which the latest message and the text follow; "
+        doc="condenser=model: instruction, to which the latest message and the text are appended; "
         "default: to summarise",
     )
 
@@ -348,8 +352,8 @@ class ChatConfig(EnvConfig):
         room = setting.context_length - sampling.max_new_tokens
         if room < 2:
             raise ConfigError(
-                f"env.condenser_tokens={sampling.max_new_tokens} leaves nothing of the models' "
-                f"context of {setting.context_length} for the text; lower it",
+                f"env.condenser_tokens={sampling.max_new_tokens} leaves no room for the "
+                f"text in the models' context of {setting.context_length}; lower it",
                 field="env.condenser_tokens",
             )
         return partial(
@@ -433,8 +437,8 @@ class ChatEnvConfig(ChatConfig):
             return problem
         if problem.teacher_tokens_T is not None:
             raise ConfigError(
-                f"problems of env={type(self).__name__} say what the teacher sees, and so does "
-                "teacher.feedback; leave out one of them",
+                f"problems of env={type(self).__name__} set the teacher's context, and so does "
+                "teacher.feedback; leave one of them out",
                 field="teacher.feedback",
             )
         env = problem.make()
@@ -488,7 +492,7 @@ def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:
     """Raise ConfigError if a teacher has no room for a first turn after its `length` tokens."""
     if length > chat.limits.teacher_tokens:
         raise ConfigError(
-            f"{what}: the teacher sees {length} tokens in place of the prompt, and has room for "
+            f"{what}: the teacher sees {length} tokens in place of the prompt, but has room for "
             f"{chat.limits.teacher_tokens} before a turn; shorten them, or lower max_new_tokens",
             field="sampling.max_new_tokens",
         )

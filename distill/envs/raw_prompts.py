@@ -53,7 +53,7 @@ class RawPrompts:
             tokens_T = np.asarray(prompt, np.int32)
             text = decode(self._tokenizer, tokens_T)
         if not len(tokens_T):
-            raise DataError("`prompt` is empty: a sample needs a token before it", field="prompt")
+            raise DataError("`prompt` is empty: sampling needs at least one token", field="prompt")
         return PendingText(self, self._tokenizer, text, tokens_T)
 
     def keep(self, text: str, tokens_T: TokenArray) -> None:

@@ -194,7 +194,7 @@ def _boundary(pattern: str) -> None:
     """Raise ValueError if a pattern matches the empty text, and so cannot mark a boundary."""
     if re.compile(pattern).fullmatch("") is not None:
         raise ValueError(
-            "it matches the empty text, which is everywhere; give what a passage begins with"
+            "it matches the empty text at every position; give the beginning of a passage"
         )
 
 
@@ -213,14 +213,14 @@ class Reading(ChatEnvConfig):
     part_tokens: int | None = setting(
         at_least(1),
         default=None,
-        doc="tokens of a part, or of what a condenser leaves; default: as many as fit",
+        doc="maximum length of a part, or of the condensed document, in tokens; default: as fits",
     )
     passage_boundary: str | None = setting(
         readable_as("regular expression of a beginning", _boundary, allows="^#", refuses="#*"),
         _BY_MODEL,
         default=None,
         doc="regular expression of the beginning of a passage, such as '(?m)^## '; no part has "
-        "text of two passages; default: parts end where a reader would pause",
+        "text of two passages; default: parts end at natural breaks of the text",
     )
     fact_bonus: float = setting(
         at_least(0),
@@ -229,13 +229,13 @@ class Reading(ChatEnvConfig):
         doc="bonus on the tokens of the notes that first write one of the row's `facts`",
     )
     terse: bool = chz.field(
-        default=False, doc="give no instructions: for models that were taught the task itself"
+        default=False, doc="omit the instructions, for models that were trained on the task itself"
     )
     max_turns: int = setting(
         at_least(1),
         _BY_MODEL,
         default=64,
-        doc="most turns: one for each part, and one for the answer",
+        doc="maximum number of turns: one for each part, and one for the answer",
     )
 
     @property
@@ -286,8 +286,8 @@ class Reading(ChatEnvConfig):
             )
             if len(parts) >= self.max_turns:
                 raise DataError(
-                    f"`document` has {len(parts)} parts of {room} tokens and needs a turn "
-                    f"more than env.max_turns={self.max_turns} allows; raise it",
+                    f"`document` has {len(parts)} parts of {room} tokens and needs "
+                    f"{len(parts) + 1} turns, more than env.max_turns={self.max_turns}; raise it",
                     field="document",
                 )
             reward = setting.reward_function()
@@ -347,7 +347,9 @@ def _passages(text: str, boundary: str | None) -> list[str]:
 def _answer(row: Mapping[str, Any]) -> str:
     answer = answer_text(row.get("answer"))
     if answer is None:
-        raise DataError("`answer` must be given: what a right response says", field="answer")
+        raise DataError(
+            "`answer` must be given: the expected content of a right response", field="answer"
+        )
     return answer
 
 

@@ -68,7 +68,7 @@ class ToolUse(ChatEnvConfig):
         doc="tools, separated by commas: calculator, python (a sandbox), retrieval:DIR (a search "
         "in text files), or package.module:function",
     )
-    system: str | None = chz.field(default=None, doc="system message before every prompt")
+    system: str | None = chz.field(default=None, doc="system message, placed before every prompt")
     format: str | None = format_field()
     format_reward: float = format_reward_field()
 

@@ -49,7 +49,7 @@ def _in_child(prepare: Any, check: Any, response: str, answer: str) -> float:
     try:
         return in_child(prepare, check, response, answer, timeout_s=CHILD_TIMEOUT_S)
     except OverLimit as error:
-        logger.warning(f"a response could not be held to {answer[:80]!r}: {error}")
+        logger.warning(f"a response could not be matched against {answer[:80]!r}: {error}")
         return 0.0
 
 
@@ -66,7 +66,7 @@ def _matches(response: str, answer: str) -> float:
         pattern = compiled(answer)
     except ValueError as error:
         raise DataError(
-            f"the answer {answer[:80]!r} is no regular expression: {error}", field="answer"
+            f"the answer {answer[:80]!r} is not a regular expression: {error}", field="answer"
         ) from error
     try:
         return float(pattern.fullmatch(response, timeout=_TIMEOUT_S) is not None)

@@ -69,7 +69,7 @@ def first_mentions(
 def _folded(fact: str) -> str:
     folded = " ".join(fact.casefold().split())
     if not folded:
-        raise DataError(f"a key fact is {fact!r}; give text, or leave it out")
+        raise DataError(f"a key fact is {fact!r}; give text, or leave the fact out")
     return folded
 
 

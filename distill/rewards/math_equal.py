@@ -82,7 +82,7 @@ def _compare(response: str, answer: str) -> float:
         if expected := _parse(text):
             same = verify(expected, given, allow_set_relation_comp=True, timeout_seconds=None)
             return float(same)
-    raise DataError(f"the answer {answer[:80]!r} is no mathematical expression", field="answer")
+    raise DataError(f"the answer {answer[:80]!r} is not a mathematical expression", field="answer")
 
 
 def _standard_form(response: str) -> str | None:

@@ -72,7 +72,7 @@ def read_tests(answer: str) -> ProgramTests:
         raise DataError(f"the answer {answer[:80]!r} {error}", field="answer") from error
     except (SyntaxError, ValueError) as error:
         raise DataError(
-            f"the answer {answer[:80]!r} is no Python: {error}", field="answer"
+            f"the answer {answer[:80]!r} is not valid Python: {error}", field="answer"
         ) from error
     except (RecursionError, MemoryError) as error:  # nested brackets, in Python's parser
         raise DataError(
@@ -229,7 +229,7 @@ def _from_python(source: str, entry: str | None) -> ProgramTests:
         )
     if not checks and not _uses_program(source):
         raise DataError(
-            "has no tests; any program would pass them: they use no name that they do not define "
+            "has no tests; any program would pass them: they use only names that they define "
             "themselves"
         )
     return ProgramTests(

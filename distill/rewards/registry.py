@@ -235,7 +235,7 @@ _thread = _RewardThread()
 def _require_number(answer: str) -> None:
     if _last_number(answer) is None:
         raise DataError(
-            f"the answer {answer[:80]!r} has no number, so no response could be right",
+            f"the answer {answer[:80]!r} has no number, so no response can be right",
             field="answer",
         )
 
@@ -290,9 +290,9 @@ def check_answers(reward: Reward, answers: Iterable[tuple[str, str | None]]) -> 
             bad += [(row, error) for row in rows]
     if bad:
         row, error = bad[0]
-        more = f" (and so it is in {len(bad) - 1} more rows)" if len(bad) > 1 else ""
+        more = f" ({len(bad) - 1} more rows have such answers)" if len(bad) > 1 else ""
         raise DataError(
-            f"{row}: {error}; correct it, or leave the row out{more}", field=error.field
+            f"{row}: {error}; correct it, or remove the row{more}", field=error.field
         ) from error
 
 
@@ -346,8 +346,8 @@ class CheckedReward:
             returned = in_thread(self.function, response, answer, timeout_s=self.timeout_s)
         except OverLimit as error:
             raise self._error(
-                f"is late ({error}), and goes on; give it a limit of its own, or more time: "
-                f"reward.timeout_s={self.timeout_s:g}",
+                f"exceeded its limit ({error}) and still runs; limit its time in the "
+                f"function, or raise reward.timeout_s={self.timeout_s:g}",
                 answer,
             ) from None
         except BdbQuit:
@@ -376,7 +376,7 @@ class CheckedReward:
         try:
             in_thread(check, answer, timeout_s=self.timeout_s)
         except BaseException as error:  # the user's may raise anything, an exit too
-            raise self._error(f"refuses it: {described(error)}", answer) from error
+            raise self._error(f"refuses the answer: {described(error)}", answer) from error
 
     def _error(self, what: str, answer: str) -> DataError:
         message = f"reward {self.name} {what} (for the answer {answer[:40]!r})"

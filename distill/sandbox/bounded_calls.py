@@ -209,7 +209,9 @@ class _Caller:
         with self._lock:
             self._abandoned = [worker for worker in self._abandoned if worker.thread.is_alive()]
             if len(self._abandoned) >= _MAX_ABANDONED:
-                raise OverLimit(f"{_MAX_ABANDONED} earlier calls that were too late still run")
+                raise OverLimit(
+                    f"{_MAX_ABANDONED} earlier calls that exceeded their limit still run"
+                )
             worker = self._worker = self._worker or _CallThread()
             worker.requests.put((function, arguments))
             try:

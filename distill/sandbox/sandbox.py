@@ -86,8 +86,7 @@ class SandboxLimits:
                 raise ConfigError(f"sandbox {name} must be positive, got {value}", field=name)
         if self.memory_mb < 64:
             raise ConfigError(
-                f"sandbox memory_mb must be at least 64, which Python itself needs, got "
-                f"{self.memory_mb}",
+                f"sandbox memory_mb must be at least 64, which Python needs, got {self.memory_mb}",
                 field="memory_mb",
             )
         if self.isolation not in _ISOLATIONS:
@@ -243,7 +242,7 @@ def _read_report(report: int) -> dict[str, Any]:
 
 def _cannot_be_made(why: str) -> str:
     return (
-        f"the sandbox cannot be made on this machine: {why}. It needs Linux 5.14 and user "
+        f"the sandbox cannot be created on this machine: {why}. It needs Linux 5.14 and user "
         "namespaces: `sysctl user.max_user_namespaces` above 0, on Ubuntu "
         "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that "
         'allows unshare and mount. Or accept with isolation="process" (tool `python:process`) '

@@ -31,8 +31,8 @@ def function_tool(function: Callable[..., Any]) -> Tool:
     name = f"{function.__module__}:{function.__qualname__}"
     if "<" in function.__qualname__:
         raise ConfigError(
-            f"tool {name} cannot be sent to other processes, which find it by its name; define it "
-            "at the top of a module",
+            f"tool {name} cannot be sent to other processes, which import it by name; define it "
+            "at the top level of a module",
             field="env.tools",
         )
     for parameter in inspect.signature(function).parameters.values():
@@ -58,7 +58,7 @@ class _FunctionTool(Tool):
             self._about: dict[str, Any] = get_json_schema(function)["function"]
         except Exception as error:  # of several types, not all of them public
             raise ConfigError(
-                f"tool {place} does not say how to call it: {error}. It needs a docstring with an "
+                f"tool {place} does not document its call: {error}. It needs a docstring with an "
                 "entry under `Args:` for each argument, and a type for each",
                 field="env.tools",
             ) from error

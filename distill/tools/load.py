@@ -88,8 +88,8 @@ def _custom(name: str) -> Tool:
             found = found()
         except Exception as error:  # the class is the user's: it may raise anything
             raise ConfigError(
-                f"tools={name!r} cannot be made: {type(error).__name__}: {error}. A class of tools "
-                "takes no arguments",
+                f"tools={name!r} cannot be created: {type(error).__name__}: {error}. A tool class "
+                "must take no arguments",
                 field="env.tools",
             ) from error
     if isinstance(found, Tool):

@@ -47,7 +47,7 @@ class Retrieval(Tool):
         if not Path(directory).is_dir():
             why = "there is no such directory"
         elif not any(path.stat().st_size for path in _files(Path(directory))):
-            why = "it has no text; put *.txt, *.md or *.jsonl (with `text`) files there"
+            why = "it has no texts; put *.txt, *.md or *.jsonl (with `text`) files there"
         if why:
             raise ConfigError(f"env.tools=retrieval:{directory}: {why}", field="env.tools")
 
@@ -119,9 +119,7 @@ def _index(directory: str) -> _Index:
     # bm25s refuses word lists that are all empty, so a text without words has its place as a word.
     tokens = [words(passage.text) or [passage.place] for passage in passages]
     if not tokens:
-        raise DataError(
-            f"retrieval:{directory}: its files have no text but white space", field="tools"
-        )
+        raise DataError(f"retrieval:{directory}: its files contain only white space", field="tools")
     import bm25s
 
     scorer = bm25s.BM25(backend="numpy")

@@ -291,47 +291,47 @@ def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
-        (resumed(adopted={"7": [1, 1, 2]}), "group 7 was taken back, and was not on disk"),
+        (resumed(adopted={"7": [1, 1, 2]}), "group 7 was reloaded, but was not on disk"),
         (
             resumed(adopted={"3": [1, 1, 0]}),
-            "group 3 was taken back, and the weights account for it",
+            "group 3 was reloaded, but the weights already account for it",
         ),
         (
             appended("recover", epoch=1, ids=[], set_aside={}, kept=[8]),
-            "group 8 outlived the queue, and was not on disk",
+            "group 8 was recovered after the queue died, but was not on disk",
         ),
         (
             appended("keep", epoch=1, ids=[99], attempts=[1]),
-            "group 99 was kept, and never arrived in this epoch",
+            "group 99 was kept, but never arrived in this epoch",
         ),
-        (lost("put", id=3), "group 3 was trained, and never arrived in this epoch"),
+        (lost("put", id=3), "group 3 was trained, but never arrived in this epoch"),
         (without_lease, "group 4 arrived without a lease"),
         (lost("train", 1), "groups [3, 4] were lost: never trained"),
         (train_twice, "group 4 was trained twice"),
         (swapped("ids", "watermark"), "groups [3, 4] were lost: never trained"),
         (swapped("version"), "version 2 was published after version 3: out of order"),
         (repeated("put", id=3), "contradicts the lines before it"),
-        (skip_a_good_one, "group 3 was skipped, and not set aside for 'nobody knows'"),
+        (skip_a_good_one, "group 3 was skipped, but not set aside for 'nobody knows'"),
         (skip_a_good_one, "version 2 trains 1 groups, not 2"),
-        (lost("set_aside"), "group 0 was skipped, and not set aside for 'failed 1 times: KeyErr"),
+        (lost("set_aside"), "group 0 was skipped, but not set aside for 'failed 1 times: KeyErr"),
         (
             changed("commit", {"watermark": 7}),
-            "the checkpoint of step 2 accounts for groups below 7, and only",
+            "the checkpoint of step 2 accounts for groups below 7, but only",
         ),
         (
             resumed(watermark=11, set_aside={"0": "failed"}),
-            "a new job starts from 11, and only groups below 9 were seen to be trained",
+            "a new job starts from group 11, but the journal records training only",
         ),
-        (resumed(watermark=4), "a new job starts from 4, which is within a step"),
+        (resumed(watermark=4), "a new job starts from group 4, which is inside a step"),
         (
             resumed(set_aside={"1": "x"}),
-            "a new job starts from 5 with groups [1] set aside, and the",
+            "a new job starts from group 5 with groups [1] set aside, but the",
         ),
         (resumed(epoch=3), "epoch 3 follows epoch 1"),
         (changed("put", {"epoch": 7}, id=3), "contradicts the lines before it"),
         (
             appended("lease", ids=[2], attempts=[5], worker="a", epoch=1, request=""),
-            "group 2 was leased though the weights contain it",
+            "group 2 was leased, but the weights already contain it",
         ),
         (repeated("lease"), "contradicts the lines before it"),
         (changed("put", {"event": "dup"}, id=3), "contradicts the lines before it"),
@@ -339,9 +339,9 @@ def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
         (lost("start"), "the journal does not begin with a start"),
         (
             resumed(run_id="another"),
-            "a job of run another starts from 5, and what was trained before it is of",
+            "a job of run another starts from group 5, but the groups before it were trained by",
         ),
-        (begin_later, "of groups 0 to 4 nothing is proved"),
+        (begin_later, "nothing is proved about groups 0 to 4"),
         (appended("magic"), "contradicts the lines before it"),
     ],
 )
@@ -366,10 +366,8 @@ def test_a_lost_ledger_proves_nothing_of_the_groups_before(path: Path) -> None:
     found = audit(path)
     assert (found.first, found.trained, found.steps) == (2, 4, 2)
     assert found.lines()[0] == "4 groups trained in 2 steps, ids 2 and above, below 6"
-    assert found.problems == [
-        "the journal begins with group 2, and how those below it were trained is written nowhere: "
-        "of groups 0 to 1 nothing is proved; each from 2 on was trained exactly once"
-    ]
+    [problem] = found.problems
+    assert "nothing is proved about groups 0 to 1" in problem
     assert "6 steps of 2 are 12" in " ".join(audit(path, steps=6).problems)
     assert main([f"out={path.parent}"]) == 1
 
@@ -435,22 +433,22 @@ def checkpoint(out: Path, step: int, watermark: int, aside: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("config.json", '{"run_id": "another"}', "the ledger is of run isotherm, and config.json"),
+        ("config.json", '{"run_id": "another"}', "the ledger belongs to run isotherm, but"),
         (
             "metrics.jsonl",
             '{"step": 4, "groups/watermark": 9}\n{"step": 5, "groups/watermark": 11}\n',
-            "metrics.jsonl: step 5 ends below 11, and the ledger knows no such step",
+            "metrics.jsonl: step 5 ends below 11, but the ledger does not contain",
         ),
         (
             "metrics.jsonl",
             '{"step": 4, "groups/watermark": 10}\n',
-            "metrics.jsonl: step 4 ends below 10, and the ledger says below 9",
+            "metrics.jsonl: step 4 ends below 10, but the ledger records below 9",
         ),
         (
             "metrics.jsonl",
             '{"step": 3, "staleness/start_max": 1}\n{"step": 4, "staleness/start_max": 2}\n',
-            "metrics.jsonl: step 4 trains a group 2 versions after its first lease, and by the "
-            "ledger the oldest was leased 1 before",
+            "metrics.jsonl: step 4 trains a group 2 versions after its first lease, but by the "
+            "ledger the oldest was leased 1 versions before",
         ),
         ("metrics.jsonl", '{"step": "x", "groups/watermark": 9}\n', "metrics.jsonl: step x ends"),
     ],
@@ -480,8 +478,9 @@ def test_checkpoints_contradict(path: Path) -> None:
     checkpoint(path.parent, 3, 7, {"1": "another"})
     checkpoint(path.parent, 5, 11, poison)
     assert audit(path).problems == [
-        "the checkpoint of step 3 lacks other groups than the ledger's steps do",
-        "the checkpoint of step 5 accounts for groups below 11, and the ledger knows no such step",
+        "the checkpoint of step 3 skips other groups than the ledger's steps",
+        "the checkpoint of step 5 accounts for groups below 11, but the ledger does not contain "
+        "that step",
     ]
 
 
@@ -512,5 +511,5 @@ def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([out, "groups_per_step=2"]) == 2
     assert main([out, "steps=0"]) == 2
     path.write_text('{"t": 1.0, "event": "start"}\n')
-    with pytest.raises(DataError, match="an event without its fields"):
+    with pytest.raises(DataError, match="missing or invalid fields"):
         audit(path)

@@ -73,7 +73,10 @@ def test_the_serving_decoder_changes_no_log_probability(
         (["prompts=x.jsonl,x.jsonl"], "has x.jsonl twice"),
         (["prompts=,"], "data.source=,: a source is missing"),
         (["prompts=x.jsonl:2,y.jsonl"], "data.source=x.jsonl:2,y.jsonl: weights change nothing"),
-        (["prompts=x.jsonl", "answer_pattern=("], "data.answer_pattern=( is no regular expression"),
+        (
+            ["prompts=x.jsonl", "answer_pattern=("],
+            "data.answer_pattern=( is not a valid regular expression",
+        ),
         (["prompts=no-such-file.jsonl"], "no-such-file.jsonl"),
         (["columns.anser=a"], "columns.anser=a: no such field is read"),
         (["prompts=x.jsonl", "teacher=policy", "temperature=1"], "nothing is trained here"),

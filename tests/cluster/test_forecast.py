@@ -128,7 +128,7 @@ def test_a_gradient_with_little_noise_needs_small_steps() -> None:
         ({"kl_late": 1.5}, {}, "Begin with a lower max_new_tokens"),
         ({"reward_gain": None, "reward_gain_error": None}, {}, "no prompt has an `answer`"),
         ({"teacher": replace(MEASURED.teacher, cut_share=0.7)}, {}, "raise max_new_tokens"),
-        ({"noise": replace(MEASURED.noise, signal=-0.1)}, {}, "hidden in its noise"),
+        ({"noise": replace(MEASURED.noise, signal=-0.1)}, {}, "smaller than its noise"),
         ({"noise": replace(MEASURED.noise, between=0.1)}, {}, "group_size=16 is uncertain"),
         ({}, {"same_ends": False}, "stop_tokens="),
         ({}, {"same_template": False}, "chat_template="),

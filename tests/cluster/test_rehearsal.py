@@ -121,7 +121,7 @@ def test_a_teacher_elsewhere_is_asked_one_canary() -> None:
             "not divided by T.*install isotherm where the server runs",
         ),
         (partial(all_alike, -math.log(50)), API_KEY, "weights are empty"),
-        (lambda answer: "nonsense", API_KEY, "does not score"),
+        (lambda answer: "nonsense", API_KEY, "cannot score"),
     ],
 )
 def test_what_is_wrong_with_it_is_said_with_the_remedy(
@@ -217,8 +217,8 @@ def test_who_does_not_return_in_time_and_who_never_was_are_told(
 @pytest.mark.parametrize(
     ("settings", "shown", "said"),
     [
-        ({}, 6, ", by the policy's own engines"),
-        ({"teacher_lag": 2, "estimator": "full"}, 6, "and as many once more, by the learner"),
+        ({}, 6, ", scored by the policy's engines"),
+        ({"teacher_lag": 2, "estimator": "full"}, 6, "and the same number again, by the learner"),
         ({"teacher_feedback": "{prompt}{prompt}!{response}"}, 2 * 3 + 1 + 8, ""),
         ({"teacher_feedback": "{prompt}!", "teacher_ema": 0.9}, 3 + 1, ""),
     ],
@@ -240,7 +240,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
         if line.startswith("teacher")
     ]  # fmt: skip
     tokens = 10 * (shown + 8)
-    assert f"at most {tokens:,} tokens a step (10 samples of up to {shown} + 8)" in line
+    assert f"at most {tokens:,} tokens per step (10 samples of up to {shown} + 8)" in line
     assert said in line
     small = small_run(config, tmp_path / "small").config
     assert small.teacher_moves and small.teacher_rule == config.teacher_rule
@@ -260,7 +260,7 @@ def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
     )  # fmt: skip
     inputs = check_rollout(config)
     said = "\n".join(full_size(config, inputs, []).lines)
-    assert f"of {len(inputs.train)} looked at" in said and "context 128" in said
+    assert f"{len(inputs.train)} measured" in said and "context 128" in said
     assert "10 samples of up to" in said
     assert "push" in said and "policy" in said
     with refuses(ConfigError, "train_from"):

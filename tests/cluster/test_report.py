@@ -388,7 +388,7 @@ def test_a_live_report_waits_for_a_run_and_answers_to_its_own_name_only(tmp_path
         return page, (await session.get(url, headers={"Host": "elsewhere.example"})).status
 
     page, status = served(tmp_path / "run", ask)
-    assert "holds neither events.jsonl nor metrics.jsonl" in page and 'content="2"' in page
+    assert "events.jsonl and metrics.jsonl are missing" in page and 'content="2"' in page
     assert status == 403
 
 
@@ -399,7 +399,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys) -> None:
     assert main([f"out={out}", "serve=99999"]) == 2
     assert main([f"out={out}", "serve=0", "html=page.html"]) == 2
     said = capsys.readouterr().err
-    assert "cannot be had: " in said and "give another port, or 0" in said
+    assert "cannot serve at serve=" in said and "give another port, or 0" in said
     assert "serve=99999 must be" in said and "html=page.html with serve=0" in said
 
 
@@ -470,13 +470,13 @@ def test_texts_of_tokens_are_the_text() -> None:
     ("made", "said"),
     [
         (lambda out: None, "is not a directory"),
-        (lambda out: out.mkdir(), "holds neither events.jsonl nor metrics.jsonl"),
+        (lambda out: out.mkdir(), "events.jsonl and metrics.jsonl are missing"),
         (lambda out: write(out, metrics=[{"loss": 1}]), "metrics.jsonl:1 is no object with step"),
-        (lambda out: write(out, metrics=[{"step": float("nan")}]), "metrics.jsonl:1 has step=nan"),
-        (lambda out: write(out, metrics=[{"step": 1e300}]), "metrics.jsonl:1 has step=1e+300"),
-        (lambda out: write(out, metrics=[{"step": 1, "x": "y"}]), "metrics.jsonl:1 has x='y'"),
+        (lambda out: write(out, metrics=[{"step": float("nan")}]), "step=nan"),
+        (lambda out: write(out, metrics=[{"step": 1e300}]), "step=1e+300"),
+        (lambda out: write(out, metrics=[{"step": 1, "x": "y"}]), "x='y'"),
         (lambda out: odd(out, "events", '{"t": 1, "event": "size"}'), "without pool and ready"),
-        (lambda out: odd(out, "events", '{"t": NaN, "event": "begin"}'), "has t=nan"),
+        (lambda out: odd(out, "events", '{"t": NaN, "event": "begin"}'), "t=nan"),
         (
             lambda out: odd(out, "events", '{"t": 1, "event": "push", "seconds": "a"}'),
             "seconds='a'",

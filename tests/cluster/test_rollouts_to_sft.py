@@ -145,11 +145,11 @@ def test_a_model_of_another_tokenizer_is_refused(
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("min_reward=2", "none of 6 kept trajectories has a reward of at least min_reward=2, and "
+        ("min_reward=2", "none of 6 kept trajectories has a reward of at least min_reward=2; "
          "the highest is 1.5; lower min_reward"),
         ("only=condensed min_reward=2", "none of 3 kept trajectories has"),
         ("data=data.parquet", "data=data.parquet must end in .jsonl"),
-        ("data={run}/rollouts.jsonl", "holds the rollouts themselves; name another file"),
+        ("data={run}/rollouts.jsonl", "is the file of kept rollouts itself; name another file"),
         ("data={run}/no/data.jsonl", "cannot be written"),
         ("data={run}/metrics.jsonl/data.jsonl", "cannot be written"),
         ("out={run}/no", "is not a directory"),
@@ -177,7 +177,7 @@ def test_no_condensed_trajectories_no_rollouts_no_tokenizer(
     assert "none of 1 kept trajectories has more than one segment" in capsys.readouterr().err
     shutil.rmtree(student)
     assert main(given) == 2
-    assert "whose token ids these are cannot be told: cannot load" in capsys.readouterr().err
+    assert "cannot load the tokenizer of the kept token ids: cannot load" in capsys.readouterr().err
     (run / "rollouts.jsonl").unlink()
     assert main(given) == 2
     assert "This run kept no rollouts" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_the_audit_finds_a_group_that_was_passed_over_without_cause(tmp_path: Pa
     found = audit(path, steps=1)
     [problem] = found.problems
     assert "contradicts the lines before it" in problem
-    assert "2 passed over: all members have the same reward" in found.lines()
+    assert "2 skipped: all members have the same reward" in found.lines()
 
 
 def test_a_synchronous_run_goes_in_order() -> None:
@@ -259,7 +259,7 @@ def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
     assert begun_at == [1, 2]
     found = audit(path)
     assert found.problems == [] and found.duplicates == 2
-    assert found.re_leases == {"begun again, since they were overdue": 2}
+    assert found.re_leases == {"restarted, because they were overdue": 2}
 
 
 def test_steps_of_many_groups_know_what_is_usual() -> None:
@@ -344,8 +344,8 @@ def test_the_audit_finds_what_is_too_old(tmp_path: Path) -> None:
         journal.record("take", ids=[group_id], skipped={})
         journal.record("train", version=version, ids=[group_id], watermark=watermark, skipped={})
     assert {
-        "group 0 was trained 2 versions after it was leased, and max_staleness=1",
-        "group 3 was trained 3 versions after it was leased, and max_staleness=1",
+        "group 0 was trained 2 versions after it was leased, but max_staleness=1",
+        "group 3 was trained 3 versions after it was leased, but max_staleness=1",
     } <= set(audit(path, steps=4).problems)
 
 

@@ -633,7 +633,7 @@ class Waits:
 
     def load_weights(self, weights: WeightSource, version: int) -> float:
         assert self.told.wait(TIMEOUT_S)
-        raise EngineError("the learner gave the push up; the engine goes on")
+        raise EngineError("the learner cancelled the push; the engine continues")
 
 
 def test_who_comes_out_of_a_collective_is_not_lost() -> None:

@@ -365,5 +365,5 @@ for call in (require_sandbox, lambda: asyncio.run(run_python("print('ran')"))):
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and "ran" not in lines
     for line in lines:
-        assert line.startswith("ConfigError the sandbox cannot be made on this machine: [Errno")
+        assert line.startswith("ConfigError the sandbox cannot be created on this machine: [Errno")
         assert 'isolation="process"' in line

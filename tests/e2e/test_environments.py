@@ -126,7 +126,7 @@ def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
     for arguments, message in [
         ([*plain, "env=nowhere:Words"], "nowhere"),
         ([*plain, named], "env.file"),
-        ([*plain, named, "env.file=nowhere"], "cannot make its problems: FileNotFoundError"),
+        ([*plain, named, "env.file=nowhere"], "cannot create its problems: FileNotFoundError"),
         ([*plain, named, f"env.file={backwards}", "env.fil=x"], "env.file"),
         ([*common, named, f"env.file={backwards}"], "reads no file"),
         ([*plain, named, f"env.file={backwards}", "reward=contains"], "rewards of its own"),

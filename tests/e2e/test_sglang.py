@@ -433,6 +433,6 @@ def test_a_rehearsal_asks_a_teacher_elsewhere_one_canary(
     run("cluster.train", "recipe=opd", *arguments)
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
     found = {each["what"]: each for each in report["outcomes"]}
-    assert found["teacher, elsewhere"]["works"]
-    assert "isotherm's plugin in the server" in found["teacher, elsewhere"]["told"]
+    assert found["teacher, external"]["works"]
+    assert "isotherm's plugin in the server" in found["teacher, external"]["told"]
     assert "stands in" in found["twin of teacher"]["told"]

@@ -135,7 +135,7 @@ def test_help_version_and_doctor(installed: Installation) -> None:
     assert {"train", "demo", "doctor"} <= set(installed.run("isotherm", "--help").split())
     assert installed.run("isotherm", "--version") == f"isotherm {PROJECT['version']}\n"
     checked = installed.run("isotherm", "doctor")
-    assert "knows this version" in checked or not sglang_installed(), checked
+    assert "supports this version" in checked or not sglang_installed(), checked
 
 
 @pytest.mark.slow

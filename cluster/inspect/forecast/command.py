@@ -60,7 +60,7 @@ class ForecastSamplingSettings(SamplingSettings):
         at_least(2, "the noise within prompts is measured"),
         IN_MEMORY,
         default=2,
-        doc="answers of each model to each prompt",
+        doc="number of answers of each model to each prompt",
     )
 
 
@@ -74,7 +74,7 @@ class ForecastPromptSettings:
     size: int = setting(
         at_least(2, "the noise between prompts is measured"),
         default=64,
-        doc="prompts that are answered, chosen by the seed",
+        doc="number of prompts to answer, chosen by the seed",
     )
 
 
@@ -92,9 +92,9 @@ class ForecastConfig(
     data: PromptSettings = section_field(PromptSettings)
     sampling: ForecastSamplingSettings = section_field(ForecastSamplingSettings)
     eval: ForecastPromptSettings = section_field(ForecastPromptSettings)
-    seed: int = chz.field(default=0, doc="seed of the choice of prompts")
+    seed: int = chz.field(default=0, doc="seed for choosing the prompts")
     out: str | None = chz.field(
-        default=None, doc="write all numbers here, as JSON", metadata=ESSENTIAL | WRITTEN
+        default=None, doc="JSON file to write all numbers to", metadata=ESSENTIAL | WRITTEN
     )
 
     @chz.validate
@@ -152,23 +152,23 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     console.print(why, highlight=False)
     if measured.noise_of != run.objective.estimator:
         console.print(
-            f"the noise is that of estimator={measured.noise_of}: "
-            f"estimator={run.objective.estimator} has "
-            "less, and may need smaller steps than these",
+            f"the noise was measured with estimator={measured.noise_of}: "
+            f"estimator={run.objective.estimator} has less noise, and may need fewer prompts per "
+            "step than suggested here",
             highlight=False,
         )
     console.print(
-        f"to begin with: estimator={run.objective.estimator} lr={found.lr:g} "
-        f"prompts_per_step={found.prompts_per_step} group_size={found.group_size}; a step has "
-        f"the teacher score {found.teacher_tokens:,.0f} tokens, in {found.teacher_s:.2g} s at "
-        "the speed seen here",
+        f"suggested settings: estimator={run.objective.estimator} lr={found.lr:g} "
+        f"prompts_per_step={found.prompts_per_step} group_size={found.group_size}; in a step "
+        f"the teacher scores {found.teacher_tokens:,.0f} tokens, in {found.teacher_s:.2g} s at "
+        "the speed measured here",
         highlight=False,
     )
     if config.out is not None:
         settings = asdict(found) | {"estimator": run.objective.estimator}
         written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": settings}
         write_json("out", Path(config.out), written)
-        console.print(f"all of it is in {config.out}", highlight=False)
+        console.print(f"all numbers are in {config.out}", highlight=False)
 
 
 async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInputs) -> Any:
@@ -183,7 +183,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
     count = min(config.eval.size, len(inputs.train))
     if count < 2:
         raise ConfigError(
-            f"prompts={config.data.source} has {count} prompts; give two at least",
+            f"prompts={config.data.source} has {count} prompts; give at least two",
             field="data.source",
         )
     chosen_P = np.random.default_rng(config.seed).choice(len(inputs.train), count, replace=False)
@@ -225,7 +225,7 @@ async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInput
 
 
 def _table(measured: Any) -> Table:
-    table = Table(title="what the two say, and how far they are apart")
+    table = Table(title="Responses of student and teacher, and their distance")
     for header in ("", "student", "teacher"):
         table.add_column(header, justify="left" if not header else "right")
     student, teacher = measured.student, measured.teacher
@@ -233,17 +233,19 @@ def _table(measured: Any) -> Table:
     def row(name: str, *values: float | None) -> None:
         table.add_row(name, *("-" if value is None else f"{value:.3g}" for value in values))
 
-    row("tokens a response", student.tokens, teacher.tokens)
-    row("responses that end by themselves", student.eos_share, teacher.eos_share)
-    row("responses that are cut", student.cut_share, teacher.cut_share)
+    row("tokens per response", student.tokens, teacher.tokens)
+    row("responses that end with a stop token", student.eos_share, teacher.eos_share)
+    row("responses that are cut off", student.cut_share, teacher.cut_share)
     row("reward", student.reward, teacher.reward)
     row(
-        "KL to the other on its own samples, nats a token", measured.reverse_kl, measured.forward_kl
+        "KL to the other model on own samples, nats per token",
+        measured.reverse_kl,
+        measured.forward_kl,
     )
-    row("positions at which the other holds its likely tokens",
+    row("positions at which the other model shares the likeliest tokens",
         measured.teacher_holds, measured.student_holds)  # fmt: skip
     row("reverse KL in the first quarter of a response", measured.kl_early, None)
-    row("reverse KL in the last", measured.kl_late, None)
+    row("reverse KL in the last quarter of a response", measured.kl_late, None)
     row(
         f"noise scale of the gradient ({measured.noise_of}), responses",
         measured.noise.samples,
@@ -251,8 +253,8 @@ def _table(measured: Any) -> Table:
     )
     noise = measured.noise
     between = f"{noise.between:.3g} +- {noise.between_error:.2g}"
-    table.add_row("its square within a prompt", f"{noise.within:.3g}", "-")
-    table.add_row("its square between prompts, with the standard error", between, "-")
+    table.add_row("squared noise within a prompt", f"{noise.within:.3g}", "-")
+    table.add_row("squared noise between prompts, with the standard error", between, "-")
     return table
 
 

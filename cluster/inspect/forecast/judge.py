@@ -69,14 +69,14 @@ def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
         seen = noise.prompts * noise.group_size
         less = ", or estimator=full or top_k" if measured.noise_of == "sampled" else ""
         warnings.append(
-            f"the gradient is hidden in its noise even with {seen} responses: take large steps"
-            f"{less}; more prompts here (eval.size=) tell more"
+            f"the gradient is smaller than its noise even with {seen} responses: use large steps"
+            f"{less}; more prompts (eval.size=) give a better estimate"
         )
     if group_size > _SMALL_GROUP and noise.between < _ERRORS * noise.between_error:
         warnings.append(
             f"group_size={group_size} is uncertain: the gradient's noise between prompts is "
             f"{noise.between:.3g} with a standard error of {noise.between_error:.2g} (within a "
-            f"prompt {noise.within:.3g}); more prompts here (eval.size=) tell more"
+            f"prompt {noise.within:.3g}); more prompts (eval.size=) give a better estimate"
         )
     prompts = 2 ** math.ceil(math.log2(min(max(wanted, _FEWEST), _MOST)))
     seen_tokens = measured.student.tokens * noise.prompts * noise.group_size
@@ -98,22 +98,23 @@ def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
 def _verdict(measured: PairMeasurements) -> tuple[Verdict, list[str]]:
     if max(measured.reverse_kl, measured.forward_kl) < _SAME_KL:
         return "same", [
-            f"teacher and student say the same (KL {measured.reverse_kl:.1e} nats a token): there "
-            "is nothing to learn. Is teacher= the right checkpoint?"
+            f"teacher and student agree (KL {measured.reverse_kl:.1e} nats per token), so there is "
+            "nothing to learn. Check that teacher= is the right checkpoint"
         ]
     if min(measured.teacher_holds, measured.student_holds) < _COMMON:
         return "another style", [
-            f"at {measured.teacher_holds:.0%} of positions the student's {TOP} likeliest tokens "
-            f"are the teacher's as well, at {measured.student_holds:.0%} the other way round: what "
-            "the teacher would say is hardly ever sampled. Teach the student its style first: "
-            "recipe=sft on the teacher's answers (python -m cluster.sample_to_sft)"
+            f"the student's {TOP} likeliest tokens are also the teacher's at "
+            f"{measured.teacher_holds:.0%} of positions, the teacher's also the student's at "
+            f"{measured.student_holds:.0%}: the student hardly ever samples what the teacher "
+            "would. Teach the student its style first: recipe=sft on the teacher's answers "
+            "(python -m cluster.sample_to_sft)"
         ]
     gain, error = measured.reward_gain, measured.reward_gain_error or 0.0
     if gain is not None and gain <= _ERRORS * error:
         return "no better", [
             f"the teacher is no better on these prompts: reward {measured.teacher.reward:.3g} "
             f"against {measured.student.reward:.3g} ({gain:+.3g}, standard error {error:.2g}). It "
-            "can teach its manner, and no more: take another teacher, harder prompts, or recipe=rl"
+            "can teach only its style: use another teacher, harder prompts, or recipe=rl"
         ]
     return "good", []
 
@@ -122,27 +123,27 @@ def _beside(measured: PairMeasurements, pair: Pair) -> list[str]:
     warnings = []
     if measured.reward_gain is None:
         warnings.append(
-            "no prompt has an `answer`: whether the teacher is better on them is not known"
+            "no prompt has an `answer`, so it is unknown whether the teacher is better on them"
         )
     if measured.teacher.cut_share > _MOST_CUT:
         warnings.append(
-            f"{measured.teacher.cut_share:.0%} of the teacher's answers do not fit: raise "
+            f"{measured.teacher.cut_share:.0%} of the teacher's answers are cut off: raise "
             "max_new_tokens"
         )
     if measured.kl_late > max(_LATE * measured.kl_early, measured.kl_early + _LATE_BY):
         warnings.append(
             f"the KL is {measured.kl_early:.3g} nats in the first quarter of a response and "
-            f"{measured.kl_late:.3g} in the last: the student leads itself where the teacher is of "
-            "little help. Begin with a lower max_new_tokens"
+            f"{measured.kl_late:.3g} in the last: the student's long responses lead to positions "
+            "where the teacher's scores help little. Begin with a lower max_new_tokens"
         )
     if not pair.same_ends:
         warnings.append(
-            "the two end at different tokens: all of them end responses unless stop_tokens= says "
-            "otherwise (docs/objectives.md)"
+            "student and teacher have different end tokens: all of them end responses unless "
+            "stop_tokens= is set (docs/objectives.md)"
         )
     if not pair.same_template:
         warnings.append(
-            "the two have different chat templates: the teacher sees the student's "
-            "(chat_template= takes the teacher's for both)"
+            "student and teacher have different chat templates: the teacher is prompted with the "
+            "student's (set chat_template= to use the teacher's for both)"
         )
     return warnings

@@ -37,37 +37,37 @@ from distill.rules import at_least, at_most, not_with, setting
 
 @chz.chz
 class ReportConfig:
-    """Writes the report of a run, finished or not."""
+    """Write or serve the report of a run, finished or not."""
 
     out: str = chz.field(doc="directory of the run")
     against: str | None = chz.field(
         default=None,
-        doc="directory of another run: its curves and evaluations are shown beside this one's, and "
-        "the settings in which the two differ",
+        doc="directory of another run to compare with: shows its curves and evaluations next to "
+        "this run's, and the settings that differ",
     )
     html: str | None = setting(
-        not_with("serve", why="a served page is not written"),
+        not_with("serve", why="a served page is not written to a file"),
         default=None,
-        doc="file of the page; default: out/report.html",
+        doc="HTML file to write; default: out/report.html",
         metadata=WRITTEN,
     )
     serve: int | None = setting(
         at_least(0),
         at_most(65535),
         default=None,
-        doc="port at which the page is served, live, on the loopback address; 0: any free port",
+        doc="port on the loopback address at which to serve the live page; 0: any free port",
     )
     groups: int = setting(
         at_least(1),
         default=20,
-        doc="number of kept groups that are shown, spread evenly over the run",
+        doc="number of kept groups to show, spread evenly over the run",
     )
 
     @chz.validate
     def _runs_differ(self) -> None:
         if self.against is not None and Path(self.against).resolve() == Path(self.out).resolve():
             raise ConfigError(
-                f"against={self.against} is out= itself; give another run", field="against"
+                f"against={self.against} is the same run as out=; give another run", field="against"
             )
 
 
@@ -86,7 +86,7 @@ def report(config: ReportConfig, console: Console) -> None:
         raise ConfigError(f"html={page} cannot be written: {error}", field="html") from error
     shown = len(data["groups"])
     kept = f"{shown} of {data['kept']} kept groups" if data["kept"] else "no kept rollouts"
-    console.print(f"the report of {out} is in {page}: {kept}", highlight=False)
+    console.print(f"wrote the report of {out} to {page}: {kept}", highlight=False)
     if data["note"]:
         console.print(data["note"], highlight=False)
 
@@ -106,7 +106,7 @@ def _serve(config: ReportConfig, port: int, console: Console) -> None:
 
     def started(port: int) -> None:
         console.print(
-            f"the report of {config.out} is at http://{HOST}:{port}; Ctrl-C ends it",
+            f"serving the report of {config.out} at http://{HOST}:{port}; press Ctrl-C to stop",
             highlight=False,
         )
 

@@ -152,7 +152,7 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
     teachers = given if isinstance(given, dict) else {}
     found = {
         "recipe": run.record.recipe,
-        "status": run.summary.get("status", "running, or ended without a word"),
+        "status": run.summary.get("status", "running, or killed"),
         "reason": run.summary.get("reason"),
         "steps": f"{done} of {settings['steps']}" if "steps" in settings else str(done),
         "student": at_path(settings, "model.path"),

@@ -61,8 +61,8 @@ def read_run(out: Path, setting: str = "out") -> RunFiles:
     events = _events(out / "events.jsonl")
     if not events and not metrics:
         raise DataError(
-            f"{setting}={out} holds neither events.jsonl nor metrics.jsonl with anything in it; "
-            "give the directory of a run that has started"
+            f"{setting}={out} has no events and no metrics: events.jsonl and metrics.jsonl are "
+            "missing or empty; give the directory of a run that has started"
         )
     record = RunRecord.of_run(out) or RunRecord(recipe="unknown")
     return RunFiles(
@@ -113,7 +113,7 @@ def _require_numbers(where: str, row: Mapping[str, Any], names: Iterable[str]) -
         along = name in ("t", "step")
         good = isinstance(value, int | float) and (not along or abs(value) < _LARGEST)
         if not good and (along or value is not None):
-            raise DataError(f"{where} has {name}={value!r}, which cannot be; remove the line")
+            raise DataError(f"{where} has the invalid value {name}={value!r}; remove the line")
 
 
 _RESPONSE = {"line", "prompt", "text", "stop_reason", "num_tokens"}
@@ -126,7 +126,7 @@ def _evaluations(path: Path) -> list[dict[str, Any]]:
         if not isinstance(each, list) or not all(
             isinstance(one, dict) and one.keys() >= _RESPONSE and _counts(one) for one in each
         ):
-            raise DataError(f"{path}:{number} holds no responses; remove the line")
+            raise DataError(f"{path}:{number} has no valid list of responses; remove the line")
     return found
 
 
@@ -151,20 +151,20 @@ def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
             complaints.append(str(error))
     raise CheckpointError(
         "; ".join(complaints)
-        or "the run's directory has no final/ yet and its config.json names no model"
+        or "the run's directory has no final/ yet, and its config.json names no model"
     )
 
 
 def why_no_rollouts(run: RunFiles) -> str:
     """Text that explains why the run has no rollouts."""
     if run.record.supervised:
-        return f"recipe={run.record.recipe} samples nothing, so there are no rollouts to show."
+        return f"recipe={run.record.recipe} does not sample, so there are no rollouts to show."
     if run.record.settings.get("keep") == "none":
         return (
-            "This run kept no rollouts: keep=none. The same command resumes a run with another "
-            "value."
+            "This run kept no rollouts: keep=none. Resume the run with the same command and "
+            "another value of keep to keep rollouts."
         )
     return (
-        "This run kept no rollouts: there is no rollouts.jsonl in its directory, or nothing in it. "
+        "This run kept no rollouts: rollouts.jsonl is missing from its directory, or empty. "
         "A run with keep=sample keeps the first group of every 10th step that trains."
     )

@@ -56,7 +56,7 @@ class LiveReport:
                 await web.TCPSite(runner, HOST, port).start()
             except OSError as error:
                 raise ConfigError(
-                    f"serve={port} cannot be had: {error.strerror}; give another port, or 0",
+                    f"cannot serve at serve={port}: {error.strerror}; give another port, or 0",
                     field="serve",
                 ) from error
             started(runner.addresses[0][1])

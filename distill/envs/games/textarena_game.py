@@ -138,7 +138,7 @@ def _begin(name: str, players: int, seed: int) -> Any:
     known = library.envs.registration.ENV_REGISTRY
     if name not in known:
         raise ConfigError(
-            f"env.game={name} is no game of textarena {library.__version__}; "
+            f"env.game={name} is not a game of textarena {library.__version__}; "
             f"{known_names(name, known)}",
             field="env.game",
         )
@@ -153,9 +153,9 @@ def _begin(name: str, players: int, seed: int) -> Any:
             ) from error
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
-            f"env.game={name} cannot be played here: {why}. Games of words need "
-            "`python -m nltk.downloader words averaged_perceptron_tagger_eng`, some a newer "
-            "Python or a judge behind OpenRouter; choose another one or provide it",
+            f"env.game={name} cannot be played here: {why}. Word games need "
+            "`python -m nltk.downloader words averaged_perceptron_tagger_eng`, some games a newer "
+            "Python or a judge on OpenRouter; provide it, or choose another game",
             field="env.game",
         ) from error
 
@@ -202,7 +202,7 @@ class RandomMover:
         assert isinstance(game, TextArenaGame)
         if not game.moves:
             raise DataError(
-                "env.opponent=random: the game lists no moves at this point for it to choose from; "
+                "env.opponent=random: the game lists no moves to choose from at this point; "
                 "give env.opponent=self env.eval_opponent=self",
                 field="env.opponent",
             )
@@ -215,7 +215,7 @@ class TextArena(TwoPlayerConfig):
 
     game: str = chz.field(
         default="TicTacToe-v0",
-        doc="a game for two of the library textarena, such as ConnectFour-v0 or Othello-v0",
+        doc="two-player game of the library textarena, such as ConnectFour-v0 or Othello-v0",
     )
     # Games differ in length; a player who has no turns left forfeits.
     max_turns: int = with_default(TwoPlayerConfig, "max_turns", 64)
@@ -224,7 +224,7 @@ class TextArena(TwoPlayerConfig):
     def _rules_are_told(self) -> None:
         if not self.rules:
             raise ConfigError(
-                "env.rules=False changes nothing here: the game's own first observation tells its "
+                "env.rules=False changes nothing here: the game's own first observation states its "
                 "rules; leave it out",
                 field="env.rules",
             )
@@ -235,7 +235,7 @@ class TextArena(TwoPlayerConfig):
         for name in ("opponent", "eval_opponent"):
             if getattr(self, name) == "random" and not listed:
                 raise ConfigError(
-                    f"env.{name}=random: {self.game} does not list its moves, so that only the "
+                    f"env.{name}=random: {self.game} does not list its moves, so only the "
                     f"policy can play it; give env.{name}=self",
                     field=f"env.{name}",
                 )

@@ -112,9 +112,9 @@ class TicTacToeGames(TwoPlayerConfig):
 
     random_moves: int = setting(
         at_least(0),
-        at_most(4, "with 5 a game may be over before it begins"),
+        at_most(4, "after 5 moves the game may already be over"),
         default=2,
-        doc="most random moves in an opening, so that games differ",
+        doc="maximum number of random moves in an opening, so that games differ",
     )
 
     def players(self) -> Mapping[str, Callable[[int], Player]]:

@@ -312,8 +312,8 @@ class TwoPlayerConfig(ChatConfig):
 
     opponent: str = chz.field(
         default="self",
-        doc="opponent in training. self: the policy, both seats are trained; reference: the run's "
-        "reference=DIR, which does not change; or one of the game's own players",
+        doc="opponent in training. self: the policy, with both seats trained; reference: the run's "
+        "frozen model reference=DIR; or one of the game's own players",
     )
     opponent_temperature: float | None = setting(
         at_least(0),
@@ -321,16 +321,18 @@ class TwoPlayerConfig(ChatConfig):
         default=None,
         doc="temperature of the moves of opponent=reference; 0: greedy",
     )
-    eval_opponent: str = chz.field(default="random", doc="opponent in evaluations, as opponent")
+    eval_opponent: str = chz.field(
+        default="random", doc="opponent in evaluations; same values as opponent, except reference"
+    )
     forfeit_reward: float = setting(
         at_most(-1, "a loss is -1"),
         default=-2.0,
-        doc="reward of a seat that makes an illegal move, or none; it is below a loss (-1), or a "
-        "seat that loses anyway would have no reason to keep the rules",
+        doc="reward of a seat that makes an illegal move or no move; below a loss (-1), so that a "
+        "losing seat has a reason to follow the rules",
     )
-    rules: bool = chz.field(default=True, doc="tell the rules in the first message")
+    rules: bool = chz.field(default=True, doc="state the rules in the first message")
     games: int = setting(
-        at_least(1), IN_MEMORY, default=1000, doc="number of different openings, by their seeds"
+        at_least(1), IN_MEMORY, default=1000, doc="number of different openings (seeds)"
     )
 
     @chz.validate
@@ -344,7 +346,7 @@ class TwoPlayerConfig(ChatConfig):
             given, known = getattr(self, name), [*models, *self.players()]
             if given not in known:
                 raise ConfigError(
-                    f"env.{name}={given} is no player of this game; {known_names(given, known)}",
+                    f"env.{name}={given} is not a player of this game; {known_names(given, known)}",
                     field=f"env.{name}",
                 )
 
