@@ -162,8 +162,8 @@ class Policy(Samples):
         if others := self._accumulated.keys() - {chosen.unit}:
             raise ConfigError(
                 f"loss={loss} is a mean over {chosen.unit}s, and the gradients that have "
-                f"accumulated are means over {others.pop()}s: they have no common divisor. Call "
-                "optim_step between them",
+                f"accumulated are means over {others.pop()}s: they cannot be averaged together. "
+                "Call optim_step between them",
                 field="loss",
             )
         count = chosen.count(batch)

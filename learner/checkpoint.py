@@ -132,7 +132,7 @@ class CheckpointStore:
                 old.path.rename(gone)
                 shutil.rmtree(gone)
             except OSError as error:
-                logger.warning("checkpoint %s stays, it cannot be removed: %s", old.path, error)
+                logger.warning("checkpoint %s cannot be removed and is kept: %s", old.path, error)
         made = Checkpoint(path=final, step=step, delivery=delivery, seal=manifest["seal"])
         self._intact.append(made)
         return made
@@ -241,8 +241,8 @@ class CheckpointStore:
                 continue
             for name, why in damaged.items():
                 say(
-                    f"checkpoint {name} is damaged: {why}. Going back to step {found.step}; the "
-                    "steps between are trained again"
+                    f"checkpoint {name} is damaged: {why}. Resuming from step {found.step}; "
+                    "later steps are trained again"
                 )
             self._intact.append(found)
             return found
@@ -354,7 +354,7 @@ def _read(path: Path) -> Checkpoint:
     """Read the manifest at `path` and compare the sizes of all files; raises _Damaged."""
     manifest = _manifest(path)
     if manifest.get("seal") != (seal := _seal(manifest)):
-        raise _Damaged("manifest.json was edited: its fields are not those it was sealed with")
+        raise _Damaged("manifest.json was edited: its fields do not match its seal")
     try:
         found = Checkpoint(
             path=path, step=manifest["step"], delivery=manifest["delivery"], seal=seal
@@ -363,11 +363,11 @@ def _read(path: Path) -> Checkpoint:
             raise ValueError(f"step {found.step}, delivery {found.delivery!r}")
         for name, size in manifest["sizes"].items():
             if (there := (path / name).stat().st_size) != size:
-                raise _Damaged(f"{name} has {there} bytes, and the manifest says {size}")
+                raise _Damaged(f"{name} has {there} bytes, and the manifest has {size}")
     except OSError as error:
         raise _Damaged(f"{error.filename} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _Damaged(f"manifest.json lacks what it should say ({error!r})") from error
+        raise _Damaged(f"manifest.json has missing or invalid fields ({error!r})") from error
     return found
 
 
@@ -380,7 +380,7 @@ def _verify(path: Path) -> None:
         raise _Damaged(f"it cannot be read: {error}") from error
     for name, expected in written.items():
         if there[name] != expected:
-            raise _Damaged(f"{name} has sha256 {there[name]}, and the manifest says {expected}")
+            raise _Damaged(f"{name} has sha256 {there[name]}, and the manifest has {expected}")
 
 
 def _read_whole(path: Path) -> Checkpoint:

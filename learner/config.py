@@ -42,21 +42,21 @@ class LoraSettings:
 
     rank: int | None = setting(
         at_least(1),
-        not_with("lora.adapter", why="an adapter brings its own rank"),
+        not_with("lora.adapter", why="an adapter has its own rank"),
         default=None,
         doc="train a low-rank adapter of this rank (for example 16), and freeze the model",
         metadata=ESSENTIAL,
     )
     alpha: float | None = setting(
         above(0),
-        not_with("lora.adapter", why="an adapter brings its own alpha"),
+        not_with("lora.adapter", why="an adapter has its own alpha"),
         needs("lora.rank"),
         default=None,
         doc="scale of the adapter: its output is multiplied by lora.alpha / rank; default: 2 * "
         "lora.rank",
     )
     targets: str | None = setting(
-        not_with("lora.adapter", why="an adapter brings its own targets"),
+        not_with("lora.adapter", why="an adapter has its own targets"),
         needs("lora.rank"),
         default=None,
         doc="linear layers that get an adapter, for example 'q_proj,v_proj'; default: all but the "
@@ -65,8 +65,8 @@ class LoraSettings:
     adapter: str | None = setting(
         not_with(
             "rollout_only",
-            why="nobody pushes an adapter to the engines; give a student with it merged, the "
-            "final/ of a run with lora.rank",
+            why="there is no learner to push the adapter to the engines; give a student with "
+            "the adapter merged, the final/ of a run with lora.rank",
         ),
         default=None,
         doc="peft adapter (safetensors) to start from, instead of lora.rank",
@@ -229,7 +229,8 @@ class LearnerConfig:
     model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
     origin: str | None = chz.field(
         default=None,
-        doc="checkpoint whose other tensors (MTP layers) go into all that is saved; None: model",
+        doc="checkpoint whose other tensors (MTP layers) are added to every saved model; None: "
+        "model",
     )
     total_steps: int = setting(
         at_least(1), doc="optimizer steps of the whole run; the schedule ends here"
@@ -243,7 +244,7 @@ class LearnerConfig:
 
     replays_routing: bool = chz.field(
         default=False,
-        doc="rows bring the experts of a mixture that their tokens are to go through",
+        doc="rows hold the experts through which each token is routed (mixture-of-experts models)",
     )
     stops: StopTokens | None = chz.field(
         default=None,
@@ -251,22 +252,23 @@ class LearnerConfig:
     )
     longest_rows: int = chz.field(
         default=0,
-        doc="tokens of the longest row, or of two that stay together: they run at once, whatever "
-        "token_budget is; 0: not known",
+        doc="tokens of the longest row, or of two rows of one unit: they run in one pass, even "
+        "beyond token_budget; 0: unknown",
     )
     gpu_taken: int = chz.field(
         default=0,
-        doc="bytes of its part of a GPU that belong to another process, such as a sleeping engine",
+        doc="bytes of the worker's share of its GPU that belong to another process, such as a "
+        "sleeping engine",
     )
     gpu_part: float = chz.field(
         default=1.0,
-        doc="its part of a GPU, whatever others hold at the moment: they may not have started yet; "
-        "1, and nothing taken: all that is free",
+        doc="the worker's share of its GPU. It does not depend on what other processes use now, "
+        "because they may not have started; with 1 and gpu_taken=0: all free memory",
     )
     gpu_turns: Sequence[str] = chz.field(
         default=(),
-        doc="by rank: lock file of the turns on the worker's GPU, if it takes turns there with "
-        "engines; workers with the same file have one turn together",
+        doc="by rank: lock file of the worker's GPU, if it takes turns there with engines; "
+        "workers with the same file take their turn together",
     )
     shadow: ShadowRule | None = chz.field(
         default=None,

@@ -294,8 +294,8 @@ def _explain(
     counterpart = name if name in there else other
     what = "nothing else" if counterpart is None else f"{counterpart} {there[counterpart]}"
     return (
-        f"{path} cannot be trained: its weights would leave under names or shapes that servers do "
-        f"not read. {type(model).__name__} would be saved with {name} {shape}, where the "
-        f"checkpoint has {what}. Is it complete, and of the architecture that its config names? "
-        "transformers' `save_pretrained` writes checkpoints that can be trained"
+        f"{path} cannot be trained: its weights would be saved under names or shapes that "
+        f"servers do not read. {type(model).__name__} would be saved with {name} {shape}, where "
+        f"the checkpoint has {what}. Is it complete, and of the architecture that its config "
+        "names? transformers' `save_pretrained` writes checkpoints that can be trained"
     )

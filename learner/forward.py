@@ -78,8 +78,8 @@ class Forward:
         self._model = SharedPrefixModel(model) if shares else PlainModel(model)
         if packs and isinstance(self._model, PlainModel):
             raise ConfigError(
-                f"packing=True: {type(model).__name__} runs with its own attention, which would "
-                "let packed rows see one another; use packing=False",
+                f"packing=True: {type(model).__name__} has its own attention code, in which "
+                "packed rows would attend to each other; use packing=False",
                 field="learner.packing",
             )
         self.packs, self._replay = packs, replay

@@ -89,8 +89,8 @@ def check_lora(settings: LoraSettings, base: str) -> float:
     share = sum(weight.numel() for weight in adapted) / total
     if experts / total > 0.5:
         logger.warning(
-            "the adapter changes %.1f %% of the weights of %s: the experts of a mixture, %.0f %%, "
-            "are no Linears and stay as they are",
+            "the adapter changes %.1f %% of the weights of %s: the experts of a mixture, %.0f "
+            "%%, are not nn.Linear modules and are not trained",
             100 * share,
             base,
             100 * experts / total,
@@ -118,7 +118,7 @@ def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
             )
     if differs := _other_shape(lora, adapter):
         raise ConfigError(
-            f"lora.targets={settings.targets} in {of} is not what the adapter of {adapter} has: "
+            f"lora.targets={settings.targets} in {of} differs from the adapter of {adapter}: "
             f"{differs}; give the lora.targets= it was made with "
             f"({', '.join(sorted(saved['target_modules']))})",
             field="lora.targets",
@@ -183,7 +183,7 @@ def _unservable(model: nn.Module) -> str:
     config: Any = model.config
     if (family := config.model_type) not in _SERVED_FAMILIES:
         return (
-            f"SGLang was seen to serve adapters of {', '.join(_SERVED_FAMILIES)} exactly, and "
+            f"SGLang has been verified to serve adapters of {', '.join(_SERVED_FAMILIES)}, and "
             f"this model is of type {family}"
         )
     layers = adapted_layers(model)
@@ -202,7 +202,7 @@ def _unservable(model: nn.Module) -> str:
         if _last(name) in targets and isinstance(module, nn.Linear):
             return f"{name} has no adapter, as other layers' {_last(name)} have"
     if len({(layer.r[ADAPTER], layer.scaling[ADAPTER]) for layer in layers.values()}) > 1:
-        return "its layers have several ranks or scales, and SGLang knows one of each"
+        return "its layers have several ranks or scales, and SGLang supports one of each"
     return ""
 
 
@@ -273,21 +273,21 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     for name, layer in adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
-                f"{source} names what peft takes for the experts of {name}, whose weights are no "
-                "Linears; only Linears are adapted here. Leave those names out, or lora.targets "
-                "itself",
+                f"{source} names experts of {name}, whose weights are not in nn.Linear modules; "
+                "only nn.Linear modules can be adapted. Leave those names out, or leave out "
+                "lora.targets",
                 field="lora.targets",
             )
         if not isinstance(layer.base_layer, nn.Linear):
             raise ConfigError(
                 f"{source} adapts {name}, which is of type {type(layer.base_layer).__name__}; "
-                "only Linears are adapted here",
+                "only nn.Linear modules can be adapted",
                 field="lora.targets",
             )
         if owners[id(layer.base_layer.weight)] > 1:
             raise ConfigError(
-                f"{source} adapts {name}, whose weight is tied to another's: what is merged into "
-                "one would be merged into both. Leave it out of the targets",
+                f"{source} adapts {name}, whose weight is tied to another's: merging the adapter "
+                "into one would change both. Leave it out of the targets",
                 field="lora.targets",
             )
     if settings.adapter is not None:
@@ -302,7 +302,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     adaptable = {name for name in linears if model.get_submodule(name) is not head}
     if not adaptable:
         raise ConfigError(
-            f"{model.name_or_path!r} has no Linear that LoRA could adapt", field="lora.rank"
+            f"{model.name_or_path!r} has no nn.Linear module to adapt", field="lora.rank"
         )
     # Servers identify modules by the last part of their names.
     known = sorted({_last(name) for name in adaptable})
@@ -353,7 +353,7 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
         ) from error
     if kind != "LORA":
         raise ConfigError(
-            f"{file}: peft_type={kind!r}; LORA is the one that is trained here",
+            f"{file}: peft_type={kind!r}; only LORA can be trained",
             field="lora.adapter",
         )
     if saved.get("init_lora_weights") == "gaussian":  # only affects how A was drawn
@@ -362,8 +362,8 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
     for name in sorted(saved.keys() - {*_READ, *_PASSED_OVER}):
         if saved[name] and saved[name] != defaults.get(name):
             raise ConfigError(
-                f"{file}: {name}={saved[name]!r}; only plain LoRA is merged here, a Linear's "
-                "W + scale B A. Merge this adapter into its base and start from that",
+                f"{file}: {name}={saved[name]!r}; only plain LoRA can be merged, W + scale B A "
+                "of nn.Linear modules. Merge this adapter into its base and start from that",
                 field="lora.adapter",
             )
     fields = {name: saved[name] for name in _READ if name in saved}

@@ -45,7 +45,7 @@ class Holding(NamedTuple):
 
 TRAINED = Holding("weights, gradients and AdamW in fp32", 4, 4, 8)
 TRAINED_AND_TEACHER = Holding(
-    "weights, a teacher that follows, gradients and AdamW in fp32", 8, 4, 8
+    "weights, a lagged or EMA teacher, gradients and AdamW in fp32", 8, 4, 8
 )
 # The base of an adapter. The adapter itself is small, and is neglected.
 FROZEN = Holding("frozen weights in fp32", 4)

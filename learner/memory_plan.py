@@ -135,11 +135,11 @@ class LearnerMemory:
         """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
         if self.updating > room:
             raise ConfigError(
-                f"{what} in the learner does not fit: weights, gradients and moments"
-                f"{' with copies of teachers' * bool(self.frozen)} take {gib(self.updating)} GiB "
-                f"of a GPU in an update, and {gib(room)} are there for them. Use more "
-                "learner.workers, fewer learner.replicas, an adapter (lora.rank), or a smaller "
-                "model",
+                f"{what} in the learner does not fit: weights, gradients and "
+                f"moments{' with copies of teachers' * bool(self.frozen)} take "
+                f"{gib(self.updating)} GiB of a GPU in an update, and {gib(room)} GiB are "
+                "available. Use more learner.workers, fewer learner.replicas, an adapter "
+                "(lora.rank), or a smaller model",
                 field="learner.workers",
             )
 

@@ -98,8 +98,8 @@ def _loss_function(model: PreTrainedModel) -> Callable[..., Tensor]:
     found = getattr(module, "load_balancing_loss_func", None)
     if found is None:
         raise ConfigError(
-            f"router_aux_coef: {type(model).__name__} is dense, or balances its experts in another "
-            "way: transformers has no load-balancing loss of it. Leave it out",
+            f"router_aux_coef: {type(model).__name__} is dense, or balances its experts "
+            "differently: transformers has no load-balancing loss for it. Leave it out",
             field="learner.router_aux_coef",
         )
     return found
@@ -161,8 +161,8 @@ class RoutingReplay:
             return made_NLK
         if given_TLK.shape[1:] != shape:
             raise DataError(
-                f"{row.source}: its tokens have experts of {given_TLK.shape[1:]} (layers, experts "
-                f"of a token), and the learner's model has {shape}"
+                f"{row.source}: its experts have shape {given_TLK.shape[1:]} (layers, experts "
+                f"per token), and the learner's model has {shape}"
             )
         unknown = given_TLK == unknown_expert(given_TLK.dtype)
         made_NLK[:tokens] = np.where(unknown, _UNKNOWN, given_TLK.astype(np.int16))[where]
@@ -173,7 +173,8 @@ class RoutingReplay:
             return None
         logits_NE, weights_NK, own_NK = outputs
         given_NK = self._experts_LNK[layer].to(own_NK.dtype)
-        assert given_NK.shape == own_NK.shape, "the pass is not the one that was begun"
+        assert given_NK.shape == own_NK.shape, "the pass is not the one for which experts were "
+        "set"
         known_N1 = given_NK[:, :1] != _UNKNOWN
         if self._differ is not None:
             differ_NK = own_NK.sort(dim=1).values != given_NK.sort(dim=1).values

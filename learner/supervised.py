@@ -221,8 +221,8 @@ def _read(path: Path, digest: str) -> FloatArray:
         ) from error
     if written_for != digest:
         raise CheckpointError(
-            f"{path} was written for other pairs than the data now holds; use the same file, or "
-            "another out="
+            f"{path} was written for pairs that differ from those of the data; use the same "
+            "file, or another out="
         )
     return logprobs_N
 

@@ -285,7 +285,7 @@ class LearnerWorker(ModelShard):
     @property
     def rollouts(self) -> RolloutShare:
         """This worker's share of a step's rollouts."""
-        assert self._rollout_share is not None, "nobody has said where rollouts come from"
+        assert self._rollout_share is not None, "the source of rollouts is not set"
         return self._rollout_share
 
     def _score_by_base(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:

@@ -33,7 +33,8 @@ def adapter_push(config: RolloutConfig) -> str:
             raise
         return ""
     if config.weights.transport == "auto":
-        return "weights=auto: the adapter is pushed merged; weights=adapter would push it alone"
+        return "weights=auto: the adapter is pushed merged; weights=adapter would push only its "
+        "own tensors"
     size = f"{form.parameters / 1e6:.3g} M numbers"
     return f"weights=adapter: the adapter is pushed alone, {size} (docs/weights.md)"
 
@@ -50,7 +51,7 @@ def _unservable(config: RolloutConfig) -> str:
     given = config.policy.server_flags
     parallel = parallelism(given)
     if not (config.lora.trains_adapter and config.pushes):
-        return "no adapter is trained, and pushed; set lora.rank"
+        return "no adapter is trained; set lora.rank"
     if config.engine.kind_on(config.cluster.device) != "sglang":
         return "the embedded engine computes no adapter"
     if not checks_adapters():
@@ -60,10 +61,10 @@ def _unservable(config: RolloutConfig) -> str:
     if any(flag.startswith("--speculative") for flag in parse_flags(given)):
         return "a draft model would not have the adapter"
     if config.engines_sleep:
-        return "engines that sleep give their base up (colocate=sleep)"
+        return "sleeping engines discard the weights of their base model (colocate=sleep)"
     if (update := config.engine.on_weight_update) != "continue":
         return (
-            f"on_weight_update={update} is about merged weights; samples keep the adapter that "
-            "they began with"
+            f"on_weight_update={update} applies to merged weights only; with an adapter, a "
+            "sample keeps the version that it began with"
         )
     return ""

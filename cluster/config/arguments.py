@@ -223,7 +223,7 @@ def _check_encoding(argument: str) -> None:
         argument.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{argument!a} is not UTF-8, as settings, file names among them, must be"
+            f"{argument!a} is not UTF-8; settings and the file names in them must be UTF-8"
         ) from error
 
 

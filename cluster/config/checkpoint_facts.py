@@ -82,7 +82,7 @@ def check_vocabulary_files(directory: Path) -> None:
     if not files:
         raise CheckpointError(
             f"{directory} has no tokenizer (no tokenizer.json, *.model or vocab file); copy the "
-            "tokenizer's files of the model that it was made from"
+            "tokenizer files of its base model into it"
         )
     for file in files:
         _refuse_pointer(file)
@@ -121,8 +121,8 @@ def check_length(directory: Path, max_new_tokens: int) -> None:
     context = _text_config(directory).get("max_position_embeddings")
     if isinstance(context, int) and max_new_tokens >= context:
         raise ConfigError(
-            f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the context of "
-            f"{directory} is {context} tokens; give fewer",
+            f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the context "
+            f"of {directory} is {context} tokens; lower it",
             field="sampling.max_new_tokens",
             value=max_new_tokens,
         )

@@ -62,12 +62,12 @@ class MachineSettings:
 
     device: Literal["auto", "cpu", "cuda"] = chz.field(
         default="auto",
-        doc="device of the models; auto: cuda if there are GPUs (for a run: in the Ray cluster)",
+        doc="device of the models; auto: cuda if the machine (for a run: the Ray cluster) has GPUs",
         metadata=MAY_CHANGE,
     )
     threads: int = setting(
         at_least(1),
-        at_most(4096, "more than the cores of a machine are of no use"),
+        at_most(4096, "threads beyond the cores of a machine do not help"),
         default=1,
         doc="torch threads of each engine and of the learner on a CPU",
         metadata=MAY_CHANGE,
@@ -187,7 +187,8 @@ class ForkSettings:
 
     fork_from: str | None = setting(
         not_with(
-            "rollout_only", why="it begins from no checkpoint; give student=DIR/model, that of one"
+            "rollout_only",
+            why="it does not start from a checkpoint; give student=DIR/model, the model of one",
         ),
         default=None,
         doc="start with the weights of another run: RUN (its newest checkpoint), RUN:STEP or "
@@ -207,17 +208,17 @@ class RunLearnerSettings(LearnerSettings):
         at_least(1),
         default=1,
         doc="replicas of the model (hybrid sharding, HSDP): each is shared by learner.workers / "
-        "learner.replicas workers of one node, and gradients alone are summed over the replicas, "
-        "once an update; a resumed run may have another number of them",
+        "learner.replicas workers of one node, and only gradients are summed over the replicas, "
+        "once per update; a resumed run may have a different number of replicas",
         metadata=MAY_CHANGE,
     )
     workers: int = setting(
         at_least(1),
         not_with("cluster.local", why="one process holds one learner"),
-        multiple_of("learner.replicas", why="each replica has as many of them"),
+        multiple_of("learner.replicas", why="all replicas have the same number of workers"),
         default=1,
-        doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
-        "or CPU of its own; a resumed run may have another number of them",
+        doc="actors that share the learner's model, gradients and moments (FSDP), each with its "
+        "own GPU or CPU; a resumed run may have a different number of workers",
         metadata=MAY_CHANGE,
     )
     dtype: DtypeChoice = chz.field(
@@ -258,7 +259,7 @@ class CommonConfig(
     learner: RunLearnerSettings = learner_section(RunLearnerSettings)
     seed: int = setting(
         at_least(0),
-        at_most(2**63 - 1, "torch takes no larger one"),
+        at_most(2**63 - 1, "torch accepts no larger seed"),
         default=0,
         doc="seed of the prompt order, sampling and torch",
     )

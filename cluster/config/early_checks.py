@@ -172,8 +172,8 @@ def require_hub(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise CheckpointError(
-            f"cannot read a model config from {name!r}: there is no such directory, and no name of "
-            f"the hub is written so: {error}"
+            f"cannot read a model config from {name!r}: there is no such directory, and it is "
+            f"not a valid name of a hub repository: {error}"
         ) from error
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
@@ -220,7 +220,7 @@ def _hub_silent() -> str:
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, so that the hub is not asked"
+        return "HF_HUB_OFFLINE is set, so the hub is not queried"
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
     except Exception as error:  # versions of huggingface_hub use HTTP libraries with other errors

@@ -62,13 +62,14 @@ def _begun(config: OpdConfig) -> tuple[str, str] | None:
 def _chosen(config: OpdConfig) -> tuple[str, str]:
     reverse = config.objective.divergence == "reverse_kl"
     if not config.objective.kl_coef:
-        return "sampled", "the teacher is known by the sampled token alone (kl_coef=0)"
+        return "sampled", "with kl_coef=0 the teacher scores only the sampled tokens"
     teachers = config.teacher_models()
     has_heads = all(teacher.head is not None for teacher in teachers.values())
     if config.objective.kl_discount_factor and reverse and not has_heads:
-        return "sampled", "kl_discount_factor is of sampled terms"
+        return "sampled", "kl_discount_factor discounts the terms of sampled tokens"
     if config.teacher_moves:
-        return "full", "the teacher is the learner's own model, which has its distribution anyway"
+        return "full", "the teacher is the learner's own model, whose distribution is already "
+        "in the learner"
     if has_heads:
         return "full", "every teacher's engines give hidden states for its head (teacher.head=)"
     models = [teacher.model for teacher in teachers.values()]
@@ -85,17 +86,18 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     if not apart:
         return "full", "every teacher fits into memory beside the learner"
     if width > 3 * DEFAULT_TOP_K:
-        why = f"{apart}: it is asked at likely tokens"
+        why = f"{apart}: it returns only its likeliest tokens"
         if not served:
             step = max(state_bytes(config, model)[1] for model in models)
-            why += f"; with teacher.head= it would be full, by at most {readable(step)} a step"
+            why += "; with teacher.head= the estimator would be full, and transfer at most "
+            f"{readable(step)} a step"
         return "top_k", why
     if reverse:
         return "sampled", f"{apart}, and a vocabulary of {width} is small"
     raise ConfigError(
-        f"estimator=auto finds none for divergence={config.objective.divergence}: {apart}, and a "
-        f"vocabulary of {width} is little more than {DEFAULT_TOP_K} likely tokens; give "
-        "estimator=top_k and a teacher_top_k",
+        f"estimator=auto finds no estimator for divergence={config.objective.divergence}: "
+        f"{apart}, and a vocabulary of {width} is little more than {DEFAULT_TOP_K} likely "
+        "tokens; give estimator=top_k and a teacher_top_k",
         field="objective.estimator",
     )
 
@@ -109,7 +111,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     student = config.learner_memory()
     passes = student and student.passes
     if student is None or passes is None or copied is None:
-        return "the size of a model is not known before it is loaded"
+        return "the size of a model is unknown until it is loaded"
     budget = config.learner.token_budget or TOKEN_BUDGET[device]
     needed = replace(student, frozen=copied).held
     needed += passes.bytes(budget, checkpointing=config.learner.gradient_checkpointing is not False)
@@ -119,13 +121,14 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
         needed = needed * workers + teacher_engines * copied
         needed += policy_engines * student.model.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:
-        return "no GPU answers here (gpu_memory_gib= says what one has)"
+        return "no GPU driver answers on this machine (gpu_memory_gib= sets the memory of one "
+        "GPU)"
     free = int(there * _SHARE)
     if needed <= free:
         return ""
     return (
-        f"teacher and learner together take {readable(needed)} of {readable(free)} that {device} "
-        "has for them"
+        f"teacher and learner together take {readable(needed)}, more than the {readable(free)} "
+        f"that {device} has for them"
     )
 
 

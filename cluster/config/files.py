@@ -43,8 +43,8 @@ def read_settings(path: str) -> dict[str, Any]:
         if not file.exists():
             raise _refused(
                 path,
-                "is a directory without a config.json, so no run's; give a run's directory, or a "
-                f"file named {', '.join(SETTINGS_FILES)}",
+                "is not a run's directory, because it has no config.json; give a run's "
+                f"directory, or a file named {', '.join(SETTINGS_FILES)}",
             )
     if not file.exists():
         raise _refused(path, f"does not exist{path_meant(path)}")
@@ -57,7 +57,7 @@ def read_settings(path: str) -> dict[str, Any]:
         raise _refused(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         why = " ".join(str(error).split())
-        raise _refused(path, f"is no {file.suffix[1:]}: {why}") from error
+        raise _refused(path, f"is not valid {file.suffix[1:]}: {why}") from error
     if tree is None:
         raise _refused(path, "holds no settings; write `name: value` lines in it")
     if CONFIG in tree:
@@ -185,7 +185,7 @@ def _by_name(
                     yield from _by_name(chz.chz_fields(of), each, f"{path}.{key}.")
                 else:
                     raise ConfigError(
-                        f"{path}.{key}={text_of(each)} is no mapping of settings; write "
+                        f"{path}.{key}={text_of(each)} is not a mapping of settings; write "
                         f"`{key}: {{name: value}}`",
                         field=f"{path}.{key}",
                     )
@@ -193,7 +193,7 @@ def _by_name(
             try:
                 yield path, json.dumps(_plain(value))
             except TypeError as error:
-                raise ConfigError(f"{path} is no mapping of JSON: {error}", field=path) from error
+                raise ConfigError(f"{path} is not a JSON mapping: {error}", field=path) from error
         else:
             yield from _object(field, value, path)
 

@@ -70,7 +70,7 @@ def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> C
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
-                "texts differently. It scores the student's token ids as they are",
+                "texts differently. It scores the student's token ids unchanged",
                 field="teacher.model",
             )
         return CheckedScorer(

@@ -117,15 +117,16 @@ class RolloutConfig(
     verify: VerifySettings = section_field(VerifySettings)
     keep: Keep = chz.field(
         default="sample",
-        doc="rollouts that are kept. sample: the first group of every 10th step, of the first and "
-        "of the last, in out/rollouts.jsonl for cluster.report, and the responses of evaluations "
-        "to their first 8 problems, in out/evaluations.jsonl; all: all groups of all steps, and "
-        "all responses; none: nothing; a number N, at least checkpoint.every: as sample, and in "
-        "out/groups all that the newest N steps trained on, for cluster.replay and train_from=",
+        doc="rollouts that are kept. sample: the first group of every 10th step, of the first "
+        "and of the last, in out/rollouts.jsonl for cluster.report, and the responses of "
+        "evaluations to their first 8 problems, in out/evaluations.jsonl; all: all groups of "
+        "all steps, and all responses; none: nothing; a number N, at least checkpoint.every: as "
+        "sample, and all groups of the newest N steps in out/groups, for cluster.replay and "
+        "train_from=",
         metadata=MAY_CHANGE,
     )
     train_from: str | None = setting(
-        not_with("rollout_only", why="it samples groups, and those are there; train on them"),
+        not_with("rollout_only", why="it samples new groups, and train_from replaces sampling"),
         not_with("dry_run", "rehearse", why="a rehearsal starts every kind of actor"),
         default=None,
         doc="out= of another run that has kept its steps (keep=N): train on their groups, in "
@@ -137,7 +138,7 @@ class RolloutConfig(
         default=False,
         doc="sample and score the groups of `steps` steps, and keep them in out/groups for "
         "train_from= of another run, without a learner; to debug an environment or a reward. "
-        "Settings of the learner are left to the other run",
+        "The settings of the learner are those of the other run",
     )
 
     @chz.validate
@@ -186,8 +187,8 @@ class RolloutConfig(
     def _check_whole_steps(self) -> None:
         if isinstance(self.keep, int) and self.keep < self.checkpoint.every:
             raise ConfigError(
-                f"keep={self.keep} must be at least checkpoint.every={self.checkpoint.every}: a "
-                "step is done again from the checkpoint before it",
+                f"keep={self.keep} must be at least checkpoint.every={self.checkpoint.every}: "
+                "after a failure, steps since the newest checkpoint are repeated",
                 field="keep",
             )
 

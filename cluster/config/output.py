@@ -76,7 +76,7 @@ class CheckpointSettings:
         if near or not own or not metric.startswith(family):
             more = ", and what your own code measures" if own else ""
             raise ConfigError(
-                f"checkpoint.keep_best={metric} is nothing that this run's evaluations measure; "
+                f"checkpoint.keep_best={metric} is not a metric of this run's evaluations; "
                 f"{known_names(family + bare, known)}{more}",
                 field="checkpoint.keep_best",
             )
@@ -102,8 +102,8 @@ class TrackingSettings:
     )
     notify: str | None = chz.field(
         default=None,
-        doc="receiver of the run's findings, and of the news of its end: a URL that receives JSON "
-        "by POST, or package.module:function, called with the same content as a dict",
+        doc="receiver of the run's findings and of a report when it ends: a URL that receives "
+        "JSON by POST, or package.module:function, called with the same content as a dict",
         metadata=MAY_CHANGE | FUNCTION,
     )
 
@@ -113,8 +113,9 @@ class TrackingSettings:
             return
         if names_user(self.notify):  # before the address is printed anywhere
             raise ConfigError(
-                "tracking.notify= holds a user or a password, which would stand in config.json; "
-                "give package.module:function, which may take them from the environment",
+                "tracking.notify= holds a user or a password, which would be written to "
+                "config.json; give package.module:function, which can read them from the "
+                "environment",
                 field="tracking.notify",
             )
         if is_url(self.notify) and split_address(self.notify) is None:

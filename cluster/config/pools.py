@@ -50,9 +50,9 @@ class PolicyClusterSettings(ClusterSettings):
         ),
         default="no",
         doc="place learner worker i and policy engine i together: they share memory, and with "
-        "gpus_per_actor=0.5 a GPU. share: both stay in its memory; sleep: SGLang engines release "
-        "theirs while the learner computes a step (--enable-memory-saver); with "
-        "teacher.gpus=policy the teachers' engines, too, all by turns",
+        "gpus_per_actor=0.5, a GPU. share: both stay in GPU memory; sleep: SGLang engines "
+        "release GPU memory while the learner computes a step (--enable-memory-saver); with "
+        "teacher.gpus=policy the teachers' engines also take turns with both",
         metadata=MAY_CHANGE,
     )
 
@@ -96,7 +96,10 @@ class PoolSize(NamedTuple):
             raise ValueError("write 2, or 2..8 for a pool that grows")
         size = cls(int(first), int(last or first))
         if not 1 <= size.smallest <= size.largest:
-            raise ValueError("the smallest size is at least 1, and the largest not below it")
+            raise ValueError(
+                "the smallest size must be at least 1, and the largest must not be "
+                "below the smallest"
+            )
         if size.largest > MOST_ACTORS:
             raise ValueError(f"it is at most {MOST_ACTORS}: each is an actor")
         return size
@@ -163,8 +166,8 @@ class PolicyPoolSettings(EnginePoolSettings):
         if (nodes := parallelism(self.server_flags).nodes) > 1 and cluster.colocate != "no":
             raise ConfigError(
                 f"policy.server_flags={self.server_flags} with colocate={cluster.colocate}: an "
-                f"engine over {nodes} nodes has no place beside a learner worker; leave colocate "
-                "out",
+                f"engine over {nodes} nodes cannot share a node with one learner worker; leave "
+                "colocate out",
                 field="cluster.colocate",
             )
 
@@ -191,8 +194,8 @@ def check_served(weights: WeightsChoice, served: bool) -> None:
     """Raise ConfigError for a transport that needs SGLang servers, if engines are embedded."""
     if weights in ("ipc", "adapter") and not served:
         raise ConfigError(
-            f"weights={weights} needs engine=sglang: the embedded engine opens no memory that is "
-            "lent, and takes an adapter merged; use weights=auto",
+            f"weights={weights} needs engine=sglang: the embedded engine cannot map memory of "
+            "the learner, and receives an adapter merged; use weights=auto",
             field="weights.transport",
         )
 
@@ -289,7 +292,7 @@ class QueueSettings:
         "synchronous",
     )
     groups_in_flight: int | None = setting(
-        at_least("data.batch_size", "a step needs its groups"),
+        at_least("data.batch_size", "a step needs all of its groups"),
         default=None,
         doc="number of groups that are sampled, finished or in training at the same time, which "
         "bounds the mean staleness; default: those of two steps (of one with max_staleness=0)",
@@ -315,16 +318,17 @@ class QueueSettings:
         given = self.groups_in_flight
         if given is not None and given > most:
             raise ConfigError(
-                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + 1) "
-                "* prompts_per_step: more could not all be trained in time; raise max_staleness",
+                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + "
+                "1) * prompts_per_step: additional groups would become too stale; raise "
+                "max_staleness",
                 field="queue.groups_in_flight",
             )
         if self.on_stale != "wait" and self.window(prompts_per_step) == prompts_per_step:
             name = "groups_in_flight" if self.max_staleness else "max_staleness"
             raise ConfigError(
-                f"queue.on_stale={self.on_stale} changes nothing with queue.{name}="
-                f"{getattr(self, name)}: the next step takes all groups that are under way, and "
-                "waits for each; raise it, or leave on_stale out",
+                f"queue.on_stale={self.on_stale} changes nothing with "
+                f"queue.{name}={getattr(self, name)}: the next step waits for every group in "
+                "flight; raise it, or leave on_stale out",
                 field="queue.on_stale",
             )
 
@@ -342,8 +346,8 @@ class VerifySettings:
 
     handshake: bool = chz.field(
         default=True,
-        doc="False: train although the parties disagree, and so on another objective than the one "
-        "named; for experiments about just that",
+        doc="False: train although the checks of the handshake fail, so that the objective "
+        "differs from the configured one; for experiments about such differences",
     )
     every: int | None = setting(
         at_least(0),

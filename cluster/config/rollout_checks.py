@@ -287,8 +287,8 @@ def _check_states(
     if (vocabulary, hidden_size) != (scorer.vocab_size, served):
         raise ConfigError(
             f"{setting}={head} has a head of {vocabulary} tokens and hidden states of "
-            f"{hidden_size}, and {role}={scorer.model} has {scorer.vocab_size} and {served}; give "
-            "the checkpoint that is served",
+            f"{hidden_size}, and {role}={scorer.model} has {scorer.vocab_size} and {served}; "
+            "give the checkpoint that the server loaded",
             field=setting,
         )
     if scorer.scores_at_t or config.sampling.temperature == UNSCALED:
@@ -318,9 +318,10 @@ def _check_top(
     if objective.asked_of_policy and not teacher.scores_given:
         raise ConfigError(
             f"top_k_from={objective.support} asks the teacher at the student's likeliest tokens, "
-            f"and the server at {role}={teacher.model} runs without isotherm's plugin (or with one "
-            "of another version): it returns the log-probs of its own likeliest alone. Install "
-            "isotherm where it runs, or use top_k_from=teacher or estimator=sampled",
+            f"and the server at {role}={teacher.model} runs without isotherm's plugin (or with "
+            "one of another version): it returns only the log-probs of its own likeliest "
+            "tokens. Install isotherm where it runs, or use top_k_from=teacher or "
+            "estimator=sampled",
             field="objective.top_k_from",
         )
     each = objective.asked_of_policy or objective.asked_of_teacher
@@ -328,8 +329,8 @@ def _check_top(
     if asked >= student_vocab - merged(event):
         both = f", so {asked} with top_k_from=union," if asked > each else ""
         raise ConfigError(
-            f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: nothing "
-            "would be left for the tail; estimator=full takes all of it",
+            f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: no "
+            "token would be left for the tail; estimator=full uses the whole vocabulary",
             field="objective.teacher_top_k",
         )
 
@@ -439,8 +440,8 @@ def _check_rewards(
     bonuses = any(builder.pays_bonuses for builder in builders_P)
     if not (objective.reward_coef or objective.kl_coef or objective.hint_bonus_coef or bonuses):
         raise ConfigError(
-            "reward_coef=0 leaves nothing to reward: no prompt has `bonuses`, and the environment "
-            "pays none; give a reward_coef",
+            "reward_coef=0 leaves no reward: no prompt has `bonuses`, and the environment gives "
+            "no bonus; give a reward_coef",
             field="objective.reward_coef",
         )
     if isinstance(objective, OpdObjective):
@@ -487,14 +488,14 @@ def _check_feedback(
         return
     if any(builder.feedback is None for builder in builders_P):
         raise ConfigError(
-            f"teacher.feedback takes the place of a prompt, or of what a user said last, and "
-            f"problems of env={type(config.env).__name__} are tokens; give `feedback` with them "
+            "teacher.feedback replaces the prompt or the last user message, and problems of "
+            f"env={type(config.env).__name__} are tokens; give `feedback` with them "
             "(distill.data.feedback.FeedbackContext), or leave it out",
             field="teacher.feedback",
         )
     if template.judges and unjudged:
         raise ConfigError(
-            "teacher.feedback tells of the reward, and there is none without an `answer`: "
+            "teacher.feedback contains the reward, which needs an `answer`: "
             f"{config.data.source}:{unjudged[0]} has none (columns.answer= says which column it "
             "is)",
             field="teacher.feedback",
@@ -502,9 +503,9 @@ def _check_feedback(
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
     if "feedback" in template.placeholders and mute:
         raise ConfigError(
-            f"teacher.feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "
-            "words come from a reward that looks at the prompt's `answer` (columns.answer= says "
-            "which column it is), not from a reward_model; leave it out",
+            f"teacher.feedback names {{feedback}}, and responses to {mute[0]} get no feedback "
+            "text: it comes from a reward that reads the prompt's `answer` (columns.answer= "
+            "says which column it is), not from a reward_model; leave it out",
             field="teacher.feedback",
         )
 

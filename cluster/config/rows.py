@@ -149,8 +149,8 @@ def unweighted_sources(setting: str, value: str) -> list[Source]:
     sources = parse_sources(setting, value)
     if any(source.weight != 1 for source in sources):
         raise ConfigError(
-            f"{setting}={value}: weights change nothing, for each row is taken once; leave them "
-            "out",
+            f"{setting}={value}: weights change nothing, because each row is used once; leave "
+            "them out",
             field=setting,
         )
     return sources

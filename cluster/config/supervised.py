@@ -82,7 +82,7 @@ class SupervisedConfig(CommonConfig):
         if self.rehearses:
             raise ConfigError(
                 "dry_run=rehearse is for recipes that sample (opd, rl): it kills every kind of "
-                "actor once, and here there is a learner alone; use dry_run=True",
+                "actor once, and this recipe has only a learner; use dry_run=True",
                 field="dry_run",
             )
         self.require_work_for_all(self.data.batch_size, f"batch_size={self.data.batch_size}")

@@ -192,9 +192,10 @@ def _hold_out_rows(
     for source, (ours, apart) in zip(sources, split, strict=True):
         if not apart:
             raise ConfigError(
-                f"eval.size={config.eval.size:g} of the {len(ours)} rows of {source.place} is less "
-                "than its prompt with the fewest rows has, and a prompt's rows stay together (one "
-                "in several sources is not held out); give a larger one, or eval.source=FILE",
+                f"eval.size={config.eval.size:g} of the {len(ours)} rows of {source.place} is "
+                "less than the fewest rows of any prompt, and a prompt's rows stay together (a "
+                "prompt in several sources is not held out); give a larger eval.size, or "
+                "eval.source=FILE",
                 field="eval.size",
             )
         trained.append(ours)
@@ -219,8 +220,8 @@ def _rows_apart(
     for source in unweighted_sources("eval.source", place):
         if source.place in trained:
             raise ConfigError(
-                f"eval.source={place}: {source.place} is in data= as well, and what is trained "
-                "on is not held out; give another file, or eval.size=0.05",
+                f"eval.source={place}: {source.place} is also in data=, and trained rows cannot "
+                "be held out; give another file, or eval.size=0.05",
                 field="eval.source",
             )
         units = load(source.place)
@@ -241,9 +242,9 @@ def _without_end(
     special = said_T[hits(said_T, [id_ for id_, token in added.items() if token.special])]
     ending = str(tokenizer.convert_ids_to_tokens(int(special[-1]))) if len(special) else "TOKEN"
     return (
-        f"{len(endless)} of {len(rows_D)} rows ({endless[0].source} first) train no token at which "
-        f"a server of the model stops ({stops.described(tokenizer)}), so it would talk on; give "
-        f"stop_tokens='{ending}', what ends a turn in its chats"
+        f"{len(endless)} of {len(rows_D)} rows ({endless[0].source} first) train none of the "
+        f"tokens at which a server of the model stops ({stops.described(tokenizer)}), so its "
+        f"responses would not end; give stop_tokens='{ending}', which ends a turn in its chats"
     )
 
 

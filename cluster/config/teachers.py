@@ -29,8 +29,12 @@ from learner.config import ShadowRule
 
 TeacherGpus = Literal["own", "shared", "policy"]
 
-_NOT_KEPT = not_with("train_from", why="the groups are there, and say who sampled them")
-_NOT_ALONE = not_with("rollout_only", why="the student's weights stay, and so would the teacher's")
+_NOT_KEPT = not_with(
+    "train_from", why="the kept groups were already sampled, by the student or the teacher"
+)
+_NOT_ALONE = not_with(
+    "rollout_only", why="the student's weights never change, so neither would the teacher's"
+)
 
 
 def teacher_setting(name: str) -> str:
@@ -52,9 +56,9 @@ class LocalTeacherSettings(ServerSettings):
     def _model_stands_still(self) -> None:
         if self.model == OWN:
             raise ConfigError(
-                f"teacher={OWN} is the student of a training run, as it moves, and nothing is "
-                "trained here; give the student's checkpoint, as which such a teacher begins (a "
-                f"directory of that name is ./{OWN})",
+                f"teacher={OWN} follows the student of a training run, and this command trains "
+                "nothing; give the student's checkpoint, from which such a teacher starts (for "
+                f"a directory of that name give ./{OWN})",
                 field="teacher.model",
             )
         if self.server_flags and (self.model is None or is_url(self.model)):
@@ -68,8 +72,8 @@ class LocalTeacherSettings(ServerSettings):
         """Raise ConfigError for a running server: the command `what` does not check its scores."""
         if self.model is not None and is_url(self.model):
             raise ConfigError(
-                f"teacher={self.model} must be a checkpoint here: {what} shakes no hands, so "
-                "whether a running server scores at T is not known. cluster.calibrate proves it",
+                f"teacher={self.model} must be a checkpoint here: {what} does not verify that a "
+                "running server scores at T; cluster.calibrate does",
                 field="teacher.model",
             )
 
@@ -109,21 +113,21 @@ class TeacherSettings(EnginePoolSettings):
     )
     gpus: TeacherGpus = chz.field(
         default="own",
-        doc="GPUs of the teachers' engines. own: of each; shared: one set for several teachers, "
-        "which take turns there: all but one sleep, as SGLang servers with their weights in main "
-        "memory; policy: those of the policy's engines, by turns with them, and with the learner "
-        "where colocate=sleep puts it there",
+        doc="GPUs of the teachers' engines. own: separate GPUs for each teacher; shared: one "
+        "set for several teachers, which take turns: all SGLang servers except one sleep, with "
+        "their weights in main memory; policy: the GPUs of the policy's engines, in turns with "
+        "these engines, and with colocate=sleep also with the learner",
         metadata=MAY_CHANGE,
     )
     lag: int = setting(
         at_least(0),
         never(
             1,
-            "must be at least 2: a teacher that is renewed at every step is the live student, as "
-            "with 0",
+            "must be at least 2: a teacher that is updated at every step is the live student, "
+            "as with 0",
         ),
         needs("teacher.model", OWN),
-        not_with("teacher.ema", why="a teacher follows in one way"),
+        not_with("teacher.ema", why="a teacher is either lagged or a moving average"),
         _NOT_ALONE,
         default=0,
         doc="teacher=policy: steps between two copies of the student's weights to the teacher, "
@@ -141,14 +145,14 @@ class TeacherSettings(EnginePoolSettings):
     feedback: str | None = setting(
         never(
             "{prompt}",
-            "changes nothing: the teacher sees the prompt in any case; put words around it, "
-            "{answer} or {feedback} for example, or leave it out",
+            "changes nothing: the teacher already receives the prompt; add text, for example "
+            "{answer} or {feedback}, or leave it out",
         ),
         default=None,
-        doc="template of the text that the teacher sees in place of the prompt, filled in for each "
-        "trajectory: {prompt} and any of {answer}, {response}, {reward}, {outcome} (right or "
-        "wrong, by correct_reward_threshold) and {feedback} (the environment's words). In a chat "
-        "it replaces the user's last message",
+        doc="template of the text that the teacher receives in place of the prompt, filled in "
+        "for each trajectory: {prompt} and any of {answer}, {response}, {reward}, {outcome} "
+        "(right or wrong, by correct_reward_threshold) and {feedback} (the environment's "
+        "words). In a chat it replaces the user's last message",
     )
     sft_steps: int = setting(
         at_least(0),
@@ -164,8 +168,8 @@ class TeacherSettings(EnginePoolSettings):
         at_most(1),
         _NOT_KEPT,
         default=0.0,
-        doc="share of groups that the teacher samples in all later steps, learnt by cross-entropy "
-        "too: 1 - lambda of GKD, whose lambda is the student's share; 0: on-policy",
+        doc="share of groups that the teacher samples in all later steps, also trained by "
+        "cross-entropy: 1 - lambda of GKD, whose lambda is the student's share; 0: on-policy",
     )
 
     samples_from: str | None = chz.field(
@@ -179,11 +183,11 @@ class TeacherSettings(EnginePoolSettings):
 
     head: str | None = model_field(
         default=None,
-        doc="checkpoint with the teacher's head (lm_head, or the embedding it is tied to): the "
-        "teacher's own, where it is one. estimator=full then takes the teacher's distributions "
-        "from its engines, which give a hidden state for each trained token, and the learner loads "
-        "this head alone, not the teacher. A running server without isotherm's plugin is started "
-        "with --enable-return-hidden-states",
+        doc="checkpoint with the teacher's head (lm_head, or the embedding it is tied to): "
+        "teacher= itself, if it is a checkpoint. estimator=full then takes the teacher's "
+        "distributions from its engines, which give a hidden state for each trained token, and "
+        "the learner loads only this head, not the teacher. A running server without isotherm's "
+        "plugin is started with --enable-return-hidden-states",
         metadata=HEAD,
     )
 
@@ -208,8 +212,8 @@ class TeacherSettings(EnginePoolSettings):
         """
         if any(teachers) and self.samples_from is not None:
             raise ConfigError(
-                f"teacher.samples_from={self.samples_from} beside teachers.NAME: whose it is must "
-                f"be said; give teachers.{min(teachers)}.samples_from, say",
+                f"teacher.samples_from={self.samples_from} with teachers.NAME does not name a "
+                f"teacher; give for example teachers.{min(teachers)}.samples_from",
                 field="teacher.samples_from",
             )
         found: dict[str, EndpointAddress] = {}
@@ -220,8 +224,8 @@ class TeacherSettings(EnginePoolSettings):
             found[name] = EndpointAddress.of(setting, teacher.samples_from)
             if not self.sft_steps and not self.sample_share:
                 raise ConfigError(
-                    f"{setting}={teacher.samples_from} changes nothing: no group is the teacher's "
-                    "to sample; give teacher.sft_steps= or teacher.sample_share=, or leave it out",
+                    f"{setting}={teacher.samples_from} changes nothing: the teacher samples no "
+                    "groups; give teacher.sft_steps= or teacher.sample_share=, or leave it out",
                     field=setting,
                 )
         return found
@@ -266,13 +270,13 @@ class TeacherSettings(EnginePoolSettings):
         elif (nodes := parallelism(self.server_flags).nodes) > 1:
             setting = "teacher.server_flags"
             why = (
-                f"with teacher.server_flags={self.server_flags}: a turn is taken on the GPUs of "
-                f"one node, not of {nodes}; leave --nnodes or teacher.gpus out"
+                f"with teacher.server_flags={self.server_flags}: engines take turns on the GPUs "
+                f"of one node, not of {nodes}; leave --nnodes or teacher.gpus out"
             )
         elif self.gpus == "policy" and engine.on_weight_update == "in_place":
             setting = "engine.on_weight_update"
             why = (
-                "with on_weight_update=in_place: engines that sleep keep no cache; use "
+                "with on_weight_update=in_place: sleeping engines discard their cache; use "
                 "on_weight_update=continue"
             )
         if why:
@@ -289,8 +293,9 @@ class TeacherSettings(EnginePoolSettings):
         if policy.size != self.size:
             setting = "teacher.engines"
             why = (
-                f"with policy.engines={policy.engines} teacher.engines={self.engines}: an engine "
-                f"of each is on the same GPUs; use policy.engines={self.size.smallest}"
+                f"with policy.engines={policy.engines} teacher.engines={self.engines}: each "
+                "policy engine shares its GPUs with one teacher engine; use "
+                f"policy.engines={self.size.smallest}"
             )
         elif gpus != needed:
             setting = "policy.server_flags"
@@ -300,9 +305,7 @@ class TeacherSettings(EnginePoolSettings):
             )
         elif weights.transport == "adapter":
             setting = "weights.transport"
-            why = (
-                "with weights=adapter: engines that sleep give their adapters up; use weights=auto"
-            )
+            why = "with weights=adapter: sleeping engines discard their adapters; use weights=auto"
         if why:
             raise ConfigError(f"teacher.gpus=policy {why}", field=setting)
 
@@ -315,12 +318,12 @@ class TeacherSettings(EnginePoolSettings):
         setting, why = "cluster.colocate", ""
         engines, rest = divmod(workers, gpus := parallelism(policy.server_flags).gpus)
         if cluster.colocate == "share":
-            why = "engines that take turns have whole GPUs; use colocate=sleep, or leave it out"
+            why = "engines that take turns use whole GPUs; use colocate=sleep, or leave it out"
         elif cluster.device == "cuda" and cluster.gpus_per_actor != 0.5:
             setting = "cluster.gpus_per_actor"
             why = (
-                f"gpus_per_actor={cluster.gpus_per_actor:g}: learner and engines have whole GPUs "
-                "by turns; use gpus_per_actor=0.5"
+                f"gpus_per_actor={cluster.gpus_per_actor:g}: learner and engines take turns on "
+                "whole GPUs; use gpus_per_actor=0.5"
             )
         elif rest or policy.size.smallest != engines:
             setting = "policy.engines"
@@ -395,16 +398,16 @@ class TeacherSettings(EnginePoolSettings):
                 )
         if self.head is not None and (self.model is None or self.moves):
             raise ConfigError(
-                f"teacher.head={self.head} is of one teacher with weights of its own; give "
-                "teachers.NAME.head for several, and none with teacher=policy",
+                f"teacher.head={self.head} is for a single teacher with its own weights; give "
+                "teachers.NAME.head for several teachers, and no head with teacher=policy",
                 field="teacher.head",
             )
         heads = [each.head for each in models.values() if each.head is not None]
         if heads and (objective.estimator not in ("full", AUTO) or not engines_train):
             raise ConfigError(
-                f"teacher.head={heads[0]} is for estimator=full, of groups whose hidden states "
-                "the teacher's engines give: neither rollout_only=True nor train_from= has them; "
-                "leave one of them out",
+                f"teacher.head={heads[0]} is for estimator=full and groups with hidden states "
+                "from the teacher's engines: neither rollout_only=True nor train_from= has "
+                "them; leave one of them out",
                 field="teacher.head",
             )
 
@@ -413,9 +416,9 @@ class TeacherSettings(EnginePoolSettings):
         for name in ("sft_steps", "sample_share"):
             if (value := getattr(self, name)) and self.samples_from is None:
                 raise ConfigError(
-                    f"teacher.{name}={value} with teacher={OWN}: the student would learn to "
-                    "say what it says; leave one of them out, or have another model write the "
-                    "samples (teacher.samples_from=)",
+                    f"teacher.{name}={value} with teacher={OWN}: the student would train on its "
+                    "own samples; leave one of them out, or let another model write the samples "
+                    "(teacher.samples_from=)",
                     field=f"teacher.{name}",
                 )
         if self.rule is not None:
@@ -462,8 +465,8 @@ class TeachersSettings:
         for name, teacher in self.teachers.items():
             if teacher.model == OWN:
                 raise ConfigError(
-                    f"teachers.{name}.model={OWN}: a teacher that moves is the only one; use "
-                    f"teacher={OWN}, or give a checkpoint",
+                    f"teachers.{name}.model={OWN}: a teacher that follows the student must be "
+                    f"the only teacher; use teacher={OWN}, or give a checkpoint",
                     field=f"teachers.{name}.model",
                 )
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files

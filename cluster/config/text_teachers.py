@@ -59,20 +59,20 @@ def _prompts_of(
         if prompt is None:
             raise ConfigError(
                 f"{setting} answers one prompt with one text, and an episode of "
-                f"env={type(config.env).__name__} is more; use env=SingleTurn, or leave it out, "
-                "and the teacher's engines sample",
+                f"env={type(config.env).__name__} has more than one turn; use env=SingleTurn, or "
+                "leave it out, so that the teacher's engines sample",
                 field=address.url_setting,
             )
         if prompt.tools:
             raise ConfigError(
-                f"{setting} answers in text, and {where} has `tools`, whose calls are none; leave "
-                "the field out of the row, or have the teacher's engines sample",
+                f"{setting} answers in text, which cannot hold tool calls, and {where} has "
+                "`tools`; leave the field out of the row, or let the teacher's engines sample",
                 field=address.url_setting,
             )
         if address.completes and not isinstance(prompt.in_words, str):
             raise ConfigError(
-                f"{setting} goes on from texts, and {where} is a chat; give the address without "
-                "/completions, or rows with `prompt`",
+                f"{setting} continues plain text, and {where} is a chat; give the address "
+                "without /completions, or rows with `prompt`",
                 field=address.url_setting,
             )
         prompts.append(prompt)
@@ -87,8 +87,8 @@ def _check_turn(
         written_sample(encoder, prompt, "ok", ended=True, max_new_tokens=max_new_tokens)
     except DataError as error:
         raise ConfigError(
-            f"what {address.url_setting}={address.url} answers to the prompt of line {prompt.line} "
-            f"cannot be written as the student's tokens: {error}",
+            f"an answer of {address.url_setting}={address.url} to the prompt of line "
+            f"{prompt.line} cannot be encoded as the student's tokens: {error}",
             field=address.url_setting,
         ) from error
 
@@ -104,7 +104,7 @@ async def _ask_once(address: EndpointAddress, prompt: Prompt, sampling: TrainSam
         pass  # a reasoning model has written no answer within so few tokens
     except EngineError as error:
         raise ConfigError(
-            f"{error}. It is asked for samples before the run starts: put it right, or leave "
+            f"{error}. The run requests a sample before it starts: correct the cause, or leave "
             f"{address.url_setting} out",
             field=address.url_setting,
         ) from error

@@ -73,7 +73,7 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
         others = [play for play in plays if play.problem != problem]
         if not others or _first_failure(others, timeout_s) is not None:
             raise ConfigError(f"{failed}. {_WAY_OUT}", field="rollout.smoke_test")
-        say(f"{failed}. Other problems are fine, so the run goes on")
+        say(f"{failed}. Other problems passed, so the run starts")
     except NotTried as error:
         say(f"{plays[0].problem} is not tried before the run: {error}")
 
@@ -148,7 +148,7 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
             wrong = f"{setting} did not end within {START_S:g} s"
         if wrong is not None:
             raise ConfigError(
-                f"{wrong}; tried before the run on made-up numbers. {_WAY_OUT}",
+                f"{wrong}; it was tried on made-up numbers before the run. {_WAY_OUT}",
                 field=f"objective.{setting.partition('=')[0]}",
             )
 

@@ -98,12 +98,12 @@ def _of_cluster(config: CommonConfig) -> tuple[str, str]:
         return device, said if config.cluster.device == "auto" else ""
     if config.cluster.device == "auto":
         raise ConfigError(
-            "device=auto: no node of the Ray cluster has a GPU now, and whether its autoscaler "
-            "would start one that has is not known here. Say device=cuda, which waits for GPU "
+            "device=auto: no node of the Ray cluster has a GPU now, and it is unknown whether "
+            "its autoscaler can start one with a GPU. Give device=cuda, which waits for GPU "
             f"nodes (start_deadline_s={config.cluster.start_deadline_of(None):g}), or device=cpu",
             field="cluster.device",
         )
-    return "cuda", "device=cuda: no node has a GPU yet, and the autoscaler is asked for some"
+    return "cuda", "device=cuda: no node has a GPU yet; requesting GPU nodes from the autoscaler"
 
 
 def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
@@ -156,7 +156,7 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
             field="cluster.colocate",
         )
     raise ConfigError(
-        f"gpus_per_actor={share} with learner.workers={workers}: NCCL needs a GPU of its own for "
+        f"gpus_per_actor={share} with learner.workers={workers}: NCCL needs a separate GPU for "
         "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines",
         field="cluster.gpus_per_actor",
     )

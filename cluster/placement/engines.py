@@ -162,7 +162,7 @@ def learner_resting(config: RolloutConfig) -> int:
         missing = "a teacher's copy in the learner" if unknown else config.model.path
         raise ConfigError(
             f"{missing} with colocate={config.cluster.colocate}: its files are not on this "
-            "machine, so it cannot be worked out what the engines leave to the learner; give a "
+            "machine, so the memory that the engines leave to the learner is unknown; give a "
             "directory",
             field="teacher.model" if unknown else "model.path",
         )

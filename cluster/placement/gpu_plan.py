@@ -47,7 +47,8 @@ class GpuPlan:
     def lines(self) -> list[str]:
         """Lines of the plan. Raises ConfigError if a role does not fit into its part of a GPU."""
         if self._total is None:
-            first = "memory   of a GPU unknown, no driver answers here: gpu_memory_gib=80, say"
+            first = "memory   of a GPU unknown, no driver answers on this machine: give for "
+            "example gpu_memory_gib=80"
         else:
             free = gib(headroom(self._total))
             first = f"memory   {gib(self._total)} GiB a GPU, of which {free} stay free, in GiB:"
@@ -70,8 +71,8 @@ class GpuPlan:
         if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
             return []
         return [
-            "         the learner's linear attention would run by reference code, which is slow; "
-            f"where the learner runs: {LINEAR_ATTENTION_INSTALL}"
+            "         the learner's linear attention would run slow reference code; where the "
+            f"learner runs: {LINEAR_ATTENTION_INSTALL}"
         ]
 
     def _server(self, role: str, engine: EngineConfig) -> str:
@@ -103,11 +104,11 @@ class GpuPlan:
             return _UNKNOWN
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
         memory = replace(memory, offloads=memory.offloads or sleeps)
+        copies = f"copies of teachers {gib(memory.own_frozen)} + " if memory.frozen else ""
+        where = " (in main memory except during an update)" if memory.offloads else ""
         line = (
-            f"weights {gib(memory.weights)} + "
-            f"{f'copies of teachers {gib(memory.own_frozen)} + ' if memory.frozen else ''}"
-            f"gradients {gib(memory.gradients)} + moments "
-            f"{gib(memory.moments)}{' (in main memory but for their step)' * memory.offloads}"
+            f"weights {gib(memory.weights)} + {copies}gradients {gib(memory.gradients)} + "
+            f"moments {gib(memory.moments)}{where}"
         )
         if self._total is None:
             return f"{line} + passes"

@@ -84,7 +84,7 @@ class LocalHead:
 
     def _told(self) -> str:
         assert self._process.stdout is not None
-        late = {"error": f"not up within {START_S} s, as on a machine with much other work"}
+        late = {"error": f"not ready within {START_S} s, possibly because the machine is busy"}
         # The head's own alarm ends a head that is late, but not one that is stopped (SIGSTOP).
         if not select.select([self._process.stdout], [], [], START_S + _ALARM_S)[0]:
             told = late

@@ -42,8 +42,8 @@ def place_of(places: Places, role: str, no_progress_s: float) -> dict[str, Any]:
 
     def lacking(index: int) -> str:
         return (
-            f"{places.lacking(role, index)}. The run fails once nothing has got on for "
-            f"{no_progress_s:g} s (no_progress_s)"
+            f"{places.lacking(role, index)}. The run fails after {no_progress_s:g} s without "
+            "progress (no_progress_s)"
         )
 
     return {"placed": partial(places.ready, role), "lacking": lacking}

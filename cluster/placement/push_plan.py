@@ -21,7 +21,7 @@ def describe_push(config: RolloutConfig) -> str:
     if config.weights.transport == "adapter":
         parameters = served_adapter(config.lora, config.model.path).parameters
         most = config.adapter_versions
-        way = f"the adapter alone; a server holds at most {most} versions of it"
+        way = f"only the adapter; a server holds at most {most} versions of it"
     else:
         estimate = estimate_memory(config.model.path)
         parameters = None if estimate is None else estimate.parameters
