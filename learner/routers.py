@@ -173,8 +173,7 @@ class RoutingReplay:
             return None
         logits_NE, weights_NK, own_NK = outputs
         given_NK = self._experts_LNK[layer].to(own_NK.dtype)
-        assert given_NK.shape == own_NK.shape, "the pass is not the one for which experts were "
-        "set"
+        assert given_NK.shape == own_NK.shape, "the pass is not the one for which experts were set"
         known_N1 = given_NK[:, :1] != _UNKNOWN
         if self._differ is not None:
             differ_NK = own_NK.sort(dim=1).values != given_NK.sort(dim=1).values

@@ -33,8 +33,10 @@ def adapter_push(config: RolloutConfig) -> str:
             raise
         return ""
     if config.weights.transport == "auto":
-        return "weights=auto: the adapter is pushed merged; weights=adapter would push only its "
-        "own tensors"
+        return (
+            "weights=auto: the adapter is pushed merged; weights=adapter would push only its "
+            "own tensors"
+        )
     size = f"{form.parameters / 1e6:.3g} M numbers"
     return f"weights=adapter: the adapter is pushed alone, {size} (docs/weights.md)"
 

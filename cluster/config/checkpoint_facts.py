@@ -122,7 +122,7 @@ def check_length(directory: Path, max_new_tokens: int) -> None:
     if isinstance(context, int) and max_new_tokens >= context:
         raise ConfigError(
             f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the context "
-            f"of {directory} is {context} tokens; lower it",
+            f"of {directory} is {context} tokens; lower max_new_tokens",
             field="sampling.max_new_tokens",
             value=max_new_tokens,
         )

@@ -68,8 +68,9 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     if config.objective.kl_discount_factor and reverse and not has_heads:
         return "sampled", "kl_discount_factor discounts the terms of sampled tokens"
     if config.teacher_moves:
-        return "full", "the teacher is the learner's own model, whose distribution is already "
-        "in the learner"
+        return "full", (
+            "the teacher is the learner's own model, whose distribution is already in the learner"
+        )
     if has_heads:
         return "full", "every teacher's engines give hidden states for its head (teacher.head=)"
     models = [teacher.model for teacher in teachers.values()]
@@ -86,11 +87,13 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     if not apart:
         return "full", "every teacher fits into memory beside the learner"
     if width > 3 * DEFAULT_TOP_K:
-        why = f"{apart}: it returns only its likeliest tokens"
+        why = f"{apart}, so only likely tokens are requested"
         if not served:
             step = max(state_bytes(config, model)[1] for model in models)
-            why += "; with teacher.head= the estimator would be full, and transfer at most "
-            f"{readable(step)} a step"
+            why += (
+                "; with teacher.head= the estimator would be full, and transfer at most "
+                f"{readable(step)} a step"
+            )
         return "top_k", why
     if reverse:
         return "sampled", f"{apart}, and a vocabulary of {width} is small"
@@ -121,8 +124,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
         needed = needed * workers + teacher_engines * copied
         needed += policy_engines * student.model.parameters * DTYPE_BYTES[dtype]
     if (there := _memory(config, device)) is None:
-        return "no GPU driver answers on this machine (gpu_memory_gib= sets the memory of one "
-        "GPU)"
+        return "no GPU driver answers on this machine (gpu_memory_gib= sets the memory of one GPU)"
     free = int(there * _SHARE)
     if needed <= free:
         return ""

@@ -166,8 +166,8 @@ class PolicyPoolSettings(EnginePoolSettings):
         if (nodes := parallelism(self.server_flags).nodes) > 1 and cluster.colocate != "no":
             raise ConfigError(
                 f"policy.server_flags={self.server_flags} with colocate={cluster.colocate}: an "
-                f"engine over {nodes} nodes cannot share a node with one learner worker; leave "
-                "colocate out",
+                f"engine over {nodes} nodes cannot be placed together with a learner worker; "
+                "leave colocate out",
                 field="cluster.colocate",
             )
 

@@ -47,8 +47,10 @@ class GpuPlan:
     def lines(self) -> list[str]:
         """Lines of the plan. Raises ConfigError if a role does not fit into its part of a GPU."""
         if self._total is None:
-            first = "memory   of a GPU unknown, no driver answers on this machine: give for "
-            "example gpu_memory_gib=80"
+            first = (
+                "memory   of a GPU unknown, no driver answers on this machine: give for "
+                "example gpu_memory_gib=80"
+            )
         else:
             free = gib(headroom(self._total))
             first = f"memory   {gib(self._total)} GiB a GPU, of which {free} stay free, in GiB:"
@@ -105,7 +107,7 @@ class GpuPlan:
         sleeps = isinstance(config, RolloutConfig) and config.engines_sleep
         memory = replace(memory, offloads=memory.offloads or sleeps)
         copies = f"copies of teachers {gib(memory.own_frozen)} + " if memory.frozen else ""
-        where = " (in main memory except during an update)" if memory.offloads else ""
+        where = " (in main memory between updates)" if memory.offloads else ""
         line = (
             f"weights {gib(memory.weights)} + {copies}gradients {gib(memory.gradients)} + "
             f"moments {gib(memory.moments)}{where}"

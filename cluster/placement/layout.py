@@ -149,8 +149,7 @@ def render(
         lines.append(f"push     {push}")
     start = _needed(demands, [demand.count for demand in demands])
     grown = _needed(demands, [role.most for role in roles])
-    more = "" if start == grown else " to start; with all pools at their largest, "
-    f"{describe(grown)}"
+    more = f" to start; at the largest pool sizes, {describe(grown)}" if start != grown else ""
     lines.append(f"needs    {describe(start)}{more}")
     if cores and start.get("CPU", 0) > cores:
         lines.append(f"         this machine has {cores} cores, which the actors share")

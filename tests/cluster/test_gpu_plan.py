@@ -180,7 +180,7 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     learner, policy = line(config, "learner"), line(config, "policy")
     # 8.19 B parameters: 4 bytes each of weights and gradients on eight GPUs, 8 of moments.
     assert numbers(learner, "weights", "gradients", "moments") == [3.8, 3.8, 7.6]
-    assert "in main memory but for their step" in learner and learner.endswith("of 72.0")
+    assert "main memory" in learner and learner.endswith("of 72.0")
     assert numbers(policy, "weights") == [15.3] and policy.endswith("; 3.0 asleep")
     # What the learner does not hold at rest: weights, a context, and a bucket that it lends; and
     # 4 GiB that stay free.
@@ -266,7 +266,8 @@ def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
 ) -> None:
     monkeypatch.setattr("cluster.placement.gpu_plan.gpu_bytes", lambda: None)
     config = eight(gpu_memory_gib=None)
-    assert "memory   of a GPU unknown" in describe_layout(config)
+    [memory] = [each for each in describe_layout(config).splitlines() if each.startswith("memory ")]
+    assert "gpu_memory_gib=" in memory and "GiB" not in memory
     assert "cache (147456 bytes a token)" in line(config, "policy")
 
 

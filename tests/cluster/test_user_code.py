@@ -186,9 +186,7 @@ def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
             reward=f"{code.stem}:on_one", prompts=str(prompts), eval_source=str(apart), seed=seed
         )
         told += trial(config)
-    assert told and all(
-        "problem 1 of" in said and "are fine, so the run goes on" in said for said in told
-    )
+    assert told and all("problem 1 of" in said for said in told)
 
 
 def test_code_that_hangs_is_ended(opd: NewOpd, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:

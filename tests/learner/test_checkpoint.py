@@ -218,8 +218,8 @@ def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str)
     assert fresh.latest(told.append) == first
     [line] = told
     there = digest(second.path / name)
-    assert f"{name} has sha256 {there}, and the manifest says {written}" in line
-    assert "checkpoint step-000002 is damaged" in line and "Going back to step 1" in line
+    for part in ("step-000002", name, there, written, "step 1"):
+        assert part in line
     shutil.rmtree(first.path)
     with pytest.raises(CheckpointError):
         fresh.latest()
