@@ -198,7 +198,7 @@ def test_groups_grow_with_the_price_of_a_prompt() -> None:
     ("given", "complaint"),
     [
         ("teacher=http://127.0.0.1:1", "must be a checkpoint here"),
-        ("teacher=policy", "nothing is trained here"),
+        ("teacher=policy", "teacher=policy"),
         ("group_size=1", "sampling.group_size"),
         ("temperature=0", "temperature"),
     ],
