@@ -134,7 +134,7 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
     if step == "best":
         best = CheckpointStore(Path(run) / "checkpoints", keep=1).best()
         if best is None:
-            why = f"{run} keeps no best checkpoint (keep_best=); write RUN:STEP, or RUN"
+            why = f"{run} has no best checkpoint (set keep_best=); write RUN:STEP, or RUN"
             raise _refused(fork_from, why)
         return Path(run), best.step
     if not step.isdecimal():

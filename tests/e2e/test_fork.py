@@ -32,15 +32,9 @@ def test_a_fork_begins_with_the_weights_and_resumes_by_itself(
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert main(fork_arguments(tiny_pair, first, lr=1e-2)) == 0
-    for named, said in [
-        (tmp_path, "is no run"),
-        (f"{first}:1", "keeps no checkpoint of step 1; it has those of steps 2"),
-        (f"{first}:new", "'new' is no step; write RUN:STEP"),
-        (f"{first}:best", "keeps no best checkpoint"),
-        (second, "is no run"),
-    ]:
+    for named in (tmp_path, f"{first}:1", f"{first}:new", f"{first}:best", second):
         assert main(fork_arguments(tiny_pair, second, fork_from=named)) == 2
-        assert said in capsys.readouterr().err and not second.exists()
+        assert f"fork_from={named}" in capsys.readouterr().err and not second.exists()
 
     fork = {"fork_from": f"{first}:2", "lr": 1e-4, "warmup_steps": 4}
     assert main([*fork_arguments(tiny_pair, second, **fork), "dry_run=True"]) == 0
