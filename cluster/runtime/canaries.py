@@ -87,7 +87,7 @@ class Canaries:
         self._digests: dict[object, str] = {}  # required of each life of these weights
         self._starting: dict[Member, asyncio.Task[None]] = {}  # reward models without first answers
         self._pending: dict[Watched, asyncio.Task[None]] = {}
-        self._recorded: set[Watched] = set()  # models whose verdicts the queue is recording
+        self._recording: set[Watched] = set()  # models whose verdicts the queue is recording
         self._proven = -1  # the newest step that `trusted` was called with
         self._bad: tuple[int, str] | None = None
         self._turn = 0
@@ -310,7 +310,7 @@ class Canaries:
         for watched in models:
             if (pending := self._pending.get(watched)) is None:
                 continue
-            if watched in self._recorded:  # the queue reports a drift only to this canary
+            if watched in self._recording:  # the queue reports a drift only to this canary
                 self._driver.wait_for(pending)
             else:  # an earlier answer would count as an answer to this canary
                 self._pending.pop(watched).cancel()
@@ -358,11 +358,11 @@ class Canaries:
             "seconds": time.monotonic() - began,
         } | ({"why": drift.why} if drift.why else {})
         told = self._queue.actor.canary.remote(number, not drift.why, said)
-        self._recorded.add(watched)
+        self._recording.add(watched)
         try:
             note: CanaryAnswer = await self._driver.answer("noting a canary", told)
         finally:
-            self._recorded.remove(watched)
+            self._recording.remove(watched)
         if drift.why:
             self._quarantine(watched, drift.why, note)
         elif note.proven > self._proven:
