@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -109,6 +110,26 @@ def test_a_fork_that_is_stopped_ends_with_its_stand_in(worker: Path, address: st
     fork = psutil.Process(told(process)[1]["pid"])
     until(lambda: fork.status() == psutil.STATUS_STOPPED)
     process.kill()
+    until(lambda: not fork.is_running())
+
+
+def test_a_fork_ends_with_a_stand_in_that_was_killed_before_its_answer(
+    worker: Path, address: str
+) -> None:
+    request = {
+        "arguments": [str(worker), "import time; time.sleep(1000)"],
+        "environment": dict(os.environ), "directory": str(worker.parent), "niceness": 0,
+    }  # fmt: skip
+    body, (output, its_output) = json.dumps(request).encode(), os.pipe()
+    with socket.socket(socket.AF_UNIX) as channel, open(os.devnull) as null:
+        channel.connect(address)
+        size = len(body).to_bytes(8, "little")
+        socket.send_fds(channel, [size], [null.fileno(), its_output, its_output])
+        channel.sendall(body)
+        os.close(its_output)
+        with open(output) as lines:
+            fork = psutil.Process(json.loads(lines.readline())["own"]["pid"])
+        channel.recv(1, socket.MSG_PEEK)  # the answer is there, and stays unread
     until(lambda: not fork.is_running())
 
 
