@@ -1,4 +1,4 @@
-"""Agents for tests: programs that ask through the `openai` library, and clients in this process."""
+"""Agents for tests: programs that use the `openai` library, and clients in this process."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from distill.sampling import TrainSampling
 from distill.types import StopReason, TrajectoryGroup
 from tests.samples import TEMPERATURE
 
-# What a test does with the endpoint of an episode.
+# Client of an episode's endpoint.
 Client = Callable[[AgentEndpoint], Awaitable[None]]
 
 CALCULATE = """
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 @dataclass
 class ServedEnv(AskingEnv):
-    """An episode that a client in this process plays."""
+    """Environment whose episode a client in this process plays."""
 
     client: Client
     tokenizer: PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ async def _awaited(result: Awaitable[None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedBuilder(EnvGroupBuilder):
-    """One such episode."""
+    """Group of one `ServedEnv` episode."""
 
     env: ServedEnv
 
@@ -99,23 +99,23 @@ def served(
     max_new_tokens: int = 48,
     client_sampling: ClientSampling = "force",
 ) -> TrajectoryGroup:
-    """The group of the one episode that the client plays."""
+    """Group of one episode that the client plays."""
     env = ServedEnv(client, tokenizer, max_tokens, max_turns, client_sampling)
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=max_new_tokens)
     return asyncio.run(rollout_group(policy, ServedBuilder(env=env), sampling, group_id=0, seed=0))
 
 
 def sdk(endpoint: AgentEndpoint, **settings: Any) -> openai.AsyncOpenAI:
-    """The `openai` library's client of the endpoint."""
+    """`openai` client of the endpoint."""
     given = {"api_key": endpoint.key, "max_retries": 0} | settings
     return openai.AsyncOpenAI(base_url=endpoint.base_url, **given)
 
 
 class Noise:
-    """Samples random tokens, after a random number of rounds of the loop; keeps all of them.
+    """Sample random tokens after a random number of loop iterations, and keep all of them.
 
     Args:
-        special: share of the tokens, but the last, that are added tokens other than the stop token.
+        special: share of the tokens, except the last, that are added tokens but no stop token.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Noise:
 def assert_trained_as_sampled(
     group: TrajectoryGroup, sampled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
-    """Every token of (prompt, sample) is trained once, behind the tokens that came before it."""
+    """Assert that each token of (prompt, sample) is trained once, after its own context."""
     trained = [
         (tuple(segment.tokens_T[:t].tolist()), int(segment.tokens_T[t]))
         for segment in group.segments()
@@ -164,7 +164,7 @@ def assert_trained_as_sampled(
 
 
 class Said(NamedTuple):
-    """What one side of a conversation said, as text alone."""
+    """Text of one side of a conversation."""
 
     role: str
     text: str
@@ -186,7 +186,7 @@ async def _complete(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
     return (await client.completions.create(model="m", prompt=prompt)).choices[0].text
 
 
-# The answer to a conversation, by each of the APIs.
+# Answer to a conversation, by API.
 TALKS: dict[str, Callable[[openai.AsyncOpenAI, Sequence[Said]], Awaitable[str]]] = {
     "chat": _chat, "responses": _respond, "completions": _complete,
 }  # fmt: skip

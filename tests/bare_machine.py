@@ -1,7 +1,7 @@
-"""A Python environment with no packages but chz and those that torch, transformers and peft need.
+"""Python environment that has only chz and the packages that torch, transformers and peft require.
 
-A machine with a GPU and no network often has just these: no Ray, no SGLang, none of the libraries
-that isotherm installs for its convenience.
+GPU machines without a network often have only these: no Ray, no SGLang, and none of the other
+libraries that isotherm installs.
 """
 
 import os
@@ -15,7 +15,7 @@ _INSTALLED = ("chz", "torch", "transformers", "peft", "accelerate")
 
 
 def bare_environment(directory: Path) -> dict[str, str]:
-    """Variables for `python -S`, which then imports this source tree and those packages alone.
+    """Environment variables for `python -S` that expose this source tree and those packages only.
 
     Args:
         directory: filled with links to the packages.
@@ -31,7 +31,7 @@ def bare_environment(directory: Path) -> dict[str, str]:
 
 
 def _needed() -> set[str]:
-    """Names of the packages, and of those that they require here."""
+    """Names of the packages and of their installed requirements."""
     found, ahead = set[str](), list(_INSTALLED)
     while ahead:
         name = ahead.pop()

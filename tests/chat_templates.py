@@ -1,6 +1,6 @@
-"""Chat templates in the manner of the families people train, and one tokenizer for all of them.
+"""Chat templates like those of common model families, and one tokenizer for all of them.
 
-They are ours: each is as short as the behaviour allows that makes its family hard.
+Each template is as short as possible while it keeps the behaviour that makes its family hard.
 """
 
 from functools import cache
@@ -46,7 +46,7 @@ _LAST_QUERY = (
 
 
 def _chatml(spoken: str, *, calls: str = _HERMES_CALLS, prompt: str = "", before: str = "") -> str:
-    """ChatML; `spoken` sets what is written of the assistant's content."""
+    """ChatML; `spoken` sets how the assistant's content is written."""
     return (
         f"{_TOOLS}{before}{{%- for m in messages %}}{_HEARD}"
         f"{{%- else %}}{spoken}{{{{- '<|im_start|>assistant\n' + spoken }}}}{calls}"
@@ -58,7 +58,7 @@ def _chatml(spoken: str, *, calls: str = _HERMES_CALLS, prompt: str = "", before
 
 _AS_IT_IS = "{%- set spoken = m.content %}"
 _LAST_WORDS = "{%- set spoken = m.content.split('</think>')[-1].lstrip('\n') %}"
-# The thinking since the last question stays, and an empty one is written where there was none.
+# Thinking since the last question stays; an empty block is written where there was none.
 _RECENT_THINKING = (
     "{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') "
     "if '</think>' in m.content else '' %}"
@@ -75,7 +75,7 @@ _XML_CALLS = (
     "{%- endfor %}"
     "{{- '</function>\n</tool_call>' }}{%- endfor %}"
 )
-# One call at most, and nothing beside it.
+# At most one call, without text.
 _LLAMA = (
     "{{- '<|begin_of_text|>' }}{%- if tools %}"
     "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}"
@@ -183,7 +183,7 @@ _PYTHON_CALLS = (
     "{{- '' if loop.last else ', ' }}{%- endfor %}{{- ')' + ('' if loop.last else ', ') }}"
     "{%- endfor %}{{- ']<|tool_call_end|>' }}{%- endif %}"
 )
-# Words stand between marks, and several calls behind each other.
+# Text stands between marks, followed by any number of calls.
 _LLAMA4_WORDS = (
     "{%- set spoken = m.content if not m.tool_calls "
     "else '<|python_start|>' + m.content + '<|python_end|>' %}"
@@ -192,7 +192,7 @@ _LLAMA4_CALLS = (
     f'{_EACH_CALL}{{{{- \'{{"name": "\' + name + \'", "parameters": \' }}}}'
     "{{- arguments | tojson + '}' }}{%- endfor %}"
 )
-# One call at most; words beside it are thinking.
+# At most one call; its text is thinking.
 _HARMONY = (
     "{{- tools | tojson if tools else '' }}{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{%- if not messages[loop.index0 - 1].tool_calls %}{{- raise_exception('no call') }}"
@@ -231,7 +231,7 @@ TEMPLATES = {
     "llama4": _chatml(_LLAMA4_WORDS, calls=_LLAMA4_CALLS),
     "minimax": _chatml(_AS_IT_IS, calls=_invoke_calls("", "minimax:tool_call", "\n")),
 }
-# They differ from "qwen2.5" in the format of calls alone.
+# Differ from "qwen2.5" only in the format of calls.
 ONLY_CALLS = ("deepseek v3.2", "glm", "gemma4", "kimi", "lfm2.5", "llama4", "minimax")
 FORMATS: dict[str, ToolFormat] = {
     "qwen2.5": "hermes",
@@ -277,7 +277,7 @@ def invoke(tag: str = "", kind: str = "") -> str:
 
 DSML = f"{BAR}DSML{BAR}"
 CALLS = deepseek("tool calls begin"), deepseek("tool calls end")
-# `add` called with 1 and 2, in ways that models of each format write it.
+# A call `add(1, 2)` in variants that models of each format write.
 ONE_CALL: dict[ToolFormat, list[str]] = {
     "hermes": [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
@@ -353,7 +353,7 @@ STOPS = {
 
 
 def call_of(family: str) -> str:
-    """`add` called with 1 and 2, as the family's template writes it."""
+    """A call `add(1, 2)` as the family's template writes it."""
     written = ONE_CALL[FORMATS.get(family, "hermes")]
     if family == "llama4":
         return f"<|python_start|><|python_end|>{written[0]}"
@@ -361,7 +361,7 @@ def call_of(family: str) -> str:
 
 
 def stop_of(family: str) -> str:
-    """The token that ends a turn."""
+    """Token that ends a turn."""
     return STOPS.get(family, "<|im_end|>")
 
 
@@ -417,7 +417,7 @@ def _trained() -> str:
 
 @cache
 def chat_tokenizer(family: str) -> PreTrainedTokenizerBase:
-    """Byte-level BPE with every family's control tokens, and the family's chat template."""
+    """Byte-level BPE tokenizer with all families' control tokens and one family's template."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_trained()))
     tokenizer.chat_template = TEMPLATES[family]
     return tokenizer

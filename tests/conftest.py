@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread, one Ray, one pair of tiny checkpoints, one TMPDIR."""
+"""Settings and fixtures of all tests: one torch thread, Ray, pair of checkpoints and TMPDIR."""
 
 import os
 
@@ -29,13 +29,13 @@ from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
 from tests.tiny import TinyPair, make_tiny_pair
 
-# What `hub_cache` has.
+# Contents of `hub_cache`.
 CACHED_MODELS = ("a/b", "a/c", "Qwen/Qwen3-0.6B")
 CACHED_DATA_SETS = ("a/rows", "openai/gsm8k")
 _PARENT: pytest.StashKey[Parent | None] = pytest.StashKey()
 
 torch.set_num_threads(1)
-# The machines are shared: no test is judged by the clock, and every run tries the same examples.
+# Machines are shared: tests have no time limits, and every run tries the same examples.
 settings.register_profile(
     "isotherm", deadline=None, derandomize=True, max_examples=50,
     suppress_health_check=[HealthCheck.too_slow],
@@ -44,16 +44,16 @@ settings.load_profile("isotherm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Temporary files of this session, and of all that it starts, in a directory of their own.
+    """Give this session and its child processes their own directory for temporary files.
 
-    What a test leaves there is its own. Others than its user may pass through it, as through /tmp.
-    Ray's logs, pytest's directories and compiled kernels stay where they are without this. Not at
-    import: processes that tests start import this module too.
+    Other users may pass through it, as through /tmp. Ray's logs, pytest's directories and compiled
+    kernels stay in the default directories. This is not done at import, because processes that
+    tests start import this module too.
     """
     parent = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     tempfile.tempdir = tempfile.mkdtemp(prefix="isotherm-tests-", dir=parent)
     os.chmod(tempfile.tempdir, 0o711)
-    # Last of all: multiprocessing has a directory there, and removes it itself.
+    # Last: multiprocessing removes its own directory in it first.
     multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-1000)
     os.environ["TMPDIR"] = tempfile.tempdir
     os.environ.setdefault("RAY_TMPDIR", parent)
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     config.stash[_PARENT] = parent = parent_of_workers()  # pytest-xdist's workers share it
     if parent is not None:
-        # of the modules that it imports, which pytest's own filters do not see
+        # from modules imported there, which pytest's own filters do not reach
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         parent.start()
 
@@ -73,13 +73,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """The event loop in which anyio's plugin runs each `async def test_...`."""
+    """Event loop for `async def test_...`."""
     return "asyncio"
 
 
 @pytest.fixture
 def hub_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This machine's cache of the hub, here and in processes of this test's: names, and no more."""
+    """Hub cache for this test and its child processes, with model names but no weights."""
     cache = tmp_path_factory.mktemp("cache")
     for variable in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         monkeypatch.setenv(variable, str(cache))
@@ -106,7 +106,7 @@ def tokenizer(tiny_pair: TinyPair) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def sandbox() -> None:
-    """For tests that run programs in the sandbox."""
+    """Skip tests that run programs in the sandbox where it is not available."""
     try:
         require_sandbox()
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Every response of a tiny policy, so that each expectation over samples is a finite sum.
+"""All responses of a tiny policy, so that each expectation over samples is a finite sum.
 
-A vocabulary of 5 and at most 3 new tokens: 85 responses. Gradients of our estimators come by the
-rows, batches, forward pass and loss that train; truths by autograd over plain model calls.
+A vocabulary of 5 and at most 3 new tokens give 85 responses. Gradients of the product come from its
+rows, batches, forward pass and loss; reference values come from autograd over plain model calls.
 """
 
 import itertools
@@ -41,7 +41,7 @@ StateDivergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def conditional(log_q_V: Tensor, log_p_V: Tensor) -> Tensor:
-    """log q given that the token is one of p's, where q has padding ids besides."""
+    """log q conditional on the tokens of p, where q has additional padding ids."""
     width = len(log_p_V)
     return log_q_V if len(log_q_V) == width else log_q_V[:width].log_softmax(dim=0)
 
@@ -52,7 +52,7 @@ def reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
 
 
 def clipped_kl(clip: float) -> StateDivergence:
-    """Not a divergence: its gradient alone means something, in which the log ratio is fixed."""
+    """Surrogate with a fixed log ratio: only its gradient is meaningful, not its value."""
 
     def divergence(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -76,7 +76,7 @@ def jsd(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
 
 
 def top_tokens(support: TopKFrom, log_p_V: Tensor, log_q_V: Tensor) -> list[int]:
-    """The student's likeliest, the teacher's, or one of the student's and one of the teacher's."""
+    """Tokens of a top-k objective: the student's top 2, the teacher's, or one of each."""
     each = TOP_K if support != "union" else TOP_K // 2
     own = log_p_V.argsort(descending=True).tolist()[: each if support != "teacher" else 0]
     others = [v for v in log_q_V.argsort(descending=True).tolist() if v not in own]
@@ -84,8 +84,10 @@ def top_tokens(support: TopKFrom, log_p_V: Tensor, log_q_V: Tensor) -> list[int]
 
 
 def coarse(support: TopKFrom, whole: StateDivergence) -> StateDivergence:
-    """Of some likely tokens and all the others as one; listed padding of the teacher is left out,
-    other padding is in its rest."""
+    """Distributions over the listed tokens and one rest token.
+
+    A listed padding id of the teacher is left out; other padding ids count in the teacher's rest.
+    """
 
     def divergence(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
         listed = top_tokens(support, log_p_V.detach(), log_q_V)
@@ -103,9 +105,9 @@ def coarse(support: TopKFrom, whole: StateDivergence) -> StateDivergence:
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An objective, and the divergence whose gradient it claims to have in every state.
+    """Objective, and the divergence whose gradient it estimates in every state.
 
-    `per_state` is None where it claims the gradient of the KL of whole sequences.
+    `per_state` is None for an estimator of the gradient of the sequence KL.
     """
 
     objective: ObjectiveConfig
@@ -143,9 +145,9 @@ ESTIMATORS = {
 
 
 def tiny(seed: int, padding: int = 0, pad_token_id: int | None = 0) -> PreTrainedModel:
-    """A model whose embedding of the pad token, one of the five, is 0.
+    """Model whose embedding of the pad token, one of the five tokens, is 0.
 
-    RMSNorm is not continuous there: with any other embedding the model is not near to this one.
+    RMSNorm is not continuous at 0: any other pad embedding would move the model far from this.
     """
     model = new_qwen3(
         vocab_size=VOCAB + padding, hidden_size=32, layers=1, heads=1, context_length=8,
@@ -157,7 +159,7 @@ def tiny(seed: int, padding: int = 0, pad_token_id: int | None = 0) -> PreTraine
 
 @cache
 def responses(stops: tuple[int, ...] = (EOS,)) -> tuple[tuple[int, ...], ...]:
-    """Every response: ended by a stop token, or by the horizon."""
+    """All responses: each ends with a stop token or at the horizon."""
     made = set()
     for tokens in itertools.product(range(VOCAB), repeat=HORIZON):
         ends = [place for place, token in enumerate(tokens) if token in stops]
@@ -166,7 +168,7 @@ def responses(stops: tuple[int, ...] = (EOS,)) -> tuple[tuple[int, ...], ...]:
 
 
 def contexts(stops: tuple[int, ...] = (EOS,)) -> Iterator[tuple[int, ...]]:
-    """Every state in which a token is sampled."""
+    """All states in which a token is sampled."""
     for length in range(HORIZON):
         for tokens in itertools.product(range(VOCAB), repeat=length):
             if not set(stops) & set(tokens):
@@ -174,14 +176,14 @@ def contexts(stops: tuple[int, ...] = (EOS,)) -> Iterator[tuple[int, ...]]:
 
 
 def outcomes(stops: tuple[int, ...] = (EOS,)) -> list[int]:
-    """The tokens that stand for the outcomes in a state; the first of the stops for all of them."""
+    """Representative token of each outcome in a state; all stop tokens are one outcome."""
     return [v for v in range(VOCAB) if v not in stops[1:]]
 
 
 def state_logprobs(
     model: PreTrainedModel, response: tuple[int, ...], T: float, stops: tuple[int, ...] = (EOS,)
 ) -> Tensor:
-    """log softmax(z / T) of the outcomes in each state of the response and in the one after it."""
+    """log softmax(z / T) of the outcomes in each state of the response and the state after it."""
     logits = model(input_ids=torch.tensor([[*PROMPT, *response]])).logits[0, len(PROMPT) - 1 :]
     log_p_NV = torch.log_softmax(logits / T, dim=-1)
     if len(stops) == 1:
@@ -195,7 +197,7 @@ def state_logprobs(
 def token_logprobs(
     model: PreTrainedModel, response: tuple[int, ...], T: float, stops: tuple[int, ...] = (EOS,)
 ) -> Tensor:
-    """Those of the outcomes that the response's tokens are."""
+    """Log-probs of the response's own tokens."""
     log_p = state_logprobs(model, response, T, stops)[:-1]
     columns = [outcomes(stops).index(stops[0] if v in stops else v) for v in response]
     return log_p[torch.arange(len(response)), torch.tensor(columns, dtype=torch.long)]
@@ -207,12 +209,12 @@ def flat_gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
 
 
 def error(made: Tensor, truth: Tensor) -> float:
-    """|made - truth| / |truth|."""
+    """Relative error |made - truth| / |truth|."""
     return ((made - truth).norm() / truth.norm()).item()
 
 
 class World:
-    """Student and teacher, and copies of both in the hands of the learner."""
+    """Student, teacher, and the learner's copies of both."""
 
     def __init__(
         self,
@@ -223,13 +225,14 @@ class World:
         pad_token_id: int | None = 0,
         by_states: bool = False,
     ) -> None:
-        """`directory` receives the teacher's checkpoint; several `stops` are one event.
+        """Create the models; several `stops` count as one outcome.
 
-        The teacher's vocabulary has `padding` ids more than the student's. `pad_token_id`: None
-        where weights move by small distances (`tiny`). `by_states`: the learner has the teacher's
-        head alone, and rows have the teacher's hidden states.
-
-        On another `device` is what trains; truths are computed on the CPU.
+        Args:
+            directory: receives the teacher's checkpoint.
+            padding: number of additional ids in the teacher's vocabulary.
+            pad_token_id: None for tests that move weights by small distances (`tiny`).
+            by_states: the learner has only the teacher's head, and rows have its hidden states.
+            device: device of the learner; reference values are computed on the CPU.
         """
         self.stops = stops
         self._event = event = stops if len(stops) > 1 else ()
@@ -256,7 +259,7 @@ class World:
 
     @torch.no_grad()
     def move_learner(self, away: float) -> None:
-        """Puts the learner's weights this far (relatively) from the sampler's, in one direction."""
+        """Move the learner's weights a relative distance from the sampler's, in one direction."""
         generator = torch.Generator().manual_seed(7)
         for own, sampling in zip(
             self.learning.parameters(), self.student.parameters(), strict=True
@@ -276,12 +279,12 @@ class World:
         return self._probabilities[T]
 
     def sequence_gradient(self, T: float, teacher_T: float) -> Tensor:
-        """Of sum_y p_T(y) (log p_T(y) - log q(y)), with q at `teacher_T`, nothing held fixed."""
+        """Gradient of sum_y p_T(y) (log p_T(y) - log q(y)) with q at `teacher_T`, nothing fixed."""
         terms = [p.exp() * (p - q) for p, q in self._sequence_logprobs(T, teacher_T)]
         return flat_gradient(torch.stack(terms).sum(), self.current)
 
     def _sequence_logprobs(self, T: float, teacher_T: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """log p_T and log q of each response, by the learner's p."""
+        """log p_T (the learner's) and log q of each response."""
         for response in responses(self.stops):
             if set(response) & set(self.stops[1:]):
                 continue  # the same outcomes as with the first of the stops
@@ -291,14 +294,16 @@ class World:
             )
 
     def state_gradient(self, T: float, divergence: StateDivergence) -> Tensor:
-        """Of `state_sum`."""
+        """Gradient of `state_sum`."""
         return flat_gradient(self.state_sum(T, divergence), self.current)
 
     def state_sum(
         self, T: float, divergence: StateDivergence, met_by: PreTrainedModel | None = None
     ) -> Tensor:
-        """The sum over states of the learner's divergence, how often each is met held fixed: as
-        the policy that samples meets them, or that of `met_by`."""
+        """Sum over states of the learner's divergence, weighted by fixed state probabilities.
+
+        The state probabilities are those of the policy that samples, or of `met_by`.
+        """
         total = torch.zeros(())
         for context in contexts(self.stops):
             met = token_logprobs(met_by or self.student, context, T).sum().exp().detach()
@@ -308,18 +313,18 @@ class World:
         return total
 
     def claimed_gradient(self, estimator: Estimator, T: float) -> Tensor:
-        """The exact gradient that the estimator's mean should be."""
+        """Exact gradient that the estimator's mean should equal."""
         if estimator.per_state is None:
             return self.sequence_gradient(T, T)
         return self.state_gradient(T, estimator.per_state)
 
     def sequence_forward_kl_gradient(self, T: float) -> Tensor:
-        """Of sum_y q_T(y) (log q_T(y) - log p_T(y)) by the learner's p, response by response."""
+        """Gradient of sum_y q_T(y) (log q_T(y) - log p_T(y)) with the learner's p, by response."""
         terms = [q.exp() * (q - p) for p, q in self._sequence_logprobs(T, T)]
         return flat_gradient(torch.stack(terms).sum(), self.current)
 
     def gradient_of_teacher_samples(self, objective: ObjectiveConfig, T: float) -> Tensor:
-        """What infinitely many samples of the teacher give, by the rows and the loss that train."""
+        """Expected gradient over teacher samples, computed by the product's rows and loss."""
         loss = TeacherSamplesLoss(normalisation=objective.normalisation)
         weighted, total = [], 0.0
         for row in self.rows(objective, T, T, by_teacher=True):
@@ -335,7 +340,7 @@ class World:
     def rows(
         self, objective: ObjectiveConfig, T: float, teacher_T: float, *, by_teacher: bool = False
     ) -> list[TrainingRow]:
-        """One row a response, as the learner gets them from a group of samples."""
+        """One row per response, as the learner gets them from a group of samples."""
         support = objective.support
         if (T, teacher_T, support) not in self._segments:
             self._segments[T, teacher_T, support] = [
@@ -381,7 +386,7 @@ class World:
     def expected_gradient(
         self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
     ) -> Tensor:
-        """What infinitely many rollouts give: one batch of all responses, weighted by p_T."""
+        """Expected gradient over rollouts: one batch of all responses, weighted by p_T."""
         batch = self.rollouts(objective, T, teacher_T)
         return flat_gradient(self.expected_loss(objective, batch), self.learning).cpu()
 
@@ -391,7 +396,7 @@ class World:
         return collate(self.rows(objective, T, teacher_T or T), self._device)
 
     def expected_loss(self, objective: ObjectiveConfig, batch: Batch) -> Tensor:
-        """One whose gradient is the mean over `rollouts`; its value is nothing."""
+        """Loss whose gradient is the mean over `rollouts`; its value has no meaning."""
         probability_R = self.probabilities(batch.rows[0].temperature).float()
         probability_N = probability_R.to(self._device)[batch.row_N]
 
@@ -405,9 +410,9 @@ class World:
         return self._loss(objective, cast(Forward, weighted), batch)
 
     def descend(self, objective: ObjectiveConfig, T: float, shown: Sequence[int]) -> list[float]:
-        """KL(p || q) in the states as they were met, after so many updates on one set of rollouts.
+        """KL(p || q) in the sampled states after several updates on one set of rollouts.
 
-        The learner starts as the policy that sampled. Each update of Adam has the mean gradient.
+        The learner starts as the policy that sampled. Each update of Adam uses the mean gradient.
         """
         self.move_learner(0.0)
         batch = self.rollouts(objective, T)
@@ -425,7 +430,7 @@ class World:
     def gradients_by_response(
         self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
     ) -> Tensor:
-        """The gradient that one sample gives, for every response: (responses, parameters)."""
+        """Gradient of one sample, for every response: (responses, parameters)."""
         return torch.stack(
             [
                 flat_gradient(self._loss(objective, self._forward, collate([row])), self.learning)
@@ -436,7 +441,7 @@ class World:
     def naive_gradients_by_response(
         self, token_loss: Callable[[Tensor, Tensor], Tensor], T: float
     ) -> Tensor:
-        """The same for a loss of (log p_T, log q_T) of the sampled tokens, differentiated."""
+        """Gradients (responses, parameters) of a loss of the tokens' (log p_T, log q_T)."""
         return torch.stack(
             [
                 flat_gradient(
@@ -463,7 +468,7 @@ class World:
 
 
 def k1(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
-    """log p - log q: an estimate of KL(p || q), and no loss."""
+    """log p - log q: an estimate of KL(p || q) that is not a loss."""
     return log_p_N - log_q_N
 
 
@@ -472,16 +477,16 @@ def k2(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
 
 
 def k3(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
-    """q / p - 1 - log q / p: an estimate of KL(p || q), and a loss of KL(q || p)."""
+    """q / p - 1 - log q / p: an estimate of KL(p || q) that as a loss minimises KL(q || p)."""
     return (log_q_N - log_p_N).exp() - 1 - (log_q_N - log_p_N)
 
 
 def mean_gradient(gradients_RW: Tensor, probability_R: Tensor) -> Tensor:
-    """Their expectation, of (responses, parameters) and (responses,)."""
+    """Expectation of (responses, parameters) under (responses,)."""
     return (probability_R @ gradients_RW.double()).float()
 
 
 def total_variance(gradients_RW: Tensor, probability_R: Tensor) -> float:
-    """The trace of the covariance of one sample's gradient."""
+    """Trace of the covariance of one sample's gradient."""
     centred_RW = gradients_RW.double() - mean_gradient(gradients_RW, probability_R)
     return (probability_R @ centred_RW.square().sum(dim=1)).item()

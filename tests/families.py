@@ -1,8 +1,7 @@
 """Tiny checkpoints of families that differ in what they store, attend to and route.
 
-`save_pretrained` writes them as they are published: a mixture's experts one by one. What it does
-not write is added here: a layer that predicts the token after next (MTP), which transformers passes
-over.
+They are written by `save_pretrained` in the published layout, with the experts of a mixture one by
+one. A multi-token prediction (MTP) layer, which transformers skips, is added here.
 """
 
 from collections.abc import Callable
@@ -111,7 +110,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_dir(root: Path, name: str, seed: int = 1) -> str:
-    """Saves a random model of the family, with a tokenizer, under `root`; returns its directory."""
+    """Save a random model of the family and a tokenizer under `root`; return its directory."""
     family = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -129,7 +128,7 @@ def family_dir(root: Path, name: str, seed: int = 1) -> str:
 
 @torch.no_grad()
 def _sharpen(model: Any, sharpness: float) -> None:
-    """So that contexts, masks, routers and positions matter (see `tests.tiny.tiny_model_dir`)."""
+    """Scale weights so that contexts, masks, routers and positions matter; see `tiny_model_dir`."""
     for name, parameter in model.named_parameters():
         last = name.rpartition(".")[2]
         if "layers." in name and parameter.ndim > 1:
@@ -148,7 +147,7 @@ def _sharpen(model: Any, sharpness: float) -> None:
 
 
 def _add_mtp_layer(directory: Path) -> None:
-    """A layer behind the last, as DeepSeek publishes it; the config says that it is there."""
+    """Add an MTP layer after the last layer and to the config, as DeepSeek publishes it."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     last = f"model.layers.{MTP_LAYER - 1}."
@@ -171,7 +170,7 @@ def _add_mtp_layer(directory: Path) -> None:
 
 
 def undecided(directory: str) -> None:
-    """Has the routers weigh all experts nearly alike, which differ much from one another."""
+    """Make the routers weigh all experts almost equally, and the experts differ much."""
     file = Path(directory) / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():

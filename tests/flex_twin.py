@@ -1,4 +1,4 @@
-"""Flex attention as a slow, obvious function: on a CPU torch's own has no backward pass."""
+"""Dense reference of flex attention; torch's own has no backward pass on a CPU."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def dense_flex(
     scale: float,
     enable_gqa: bool,
 ) -> Tensor:
-    """Every score, then those of blocks that are listed; the mask is asked within partial ones."""
+    """Compute all scores, then apply the lists of blocks, and the mask within partial blocks."""
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -29,7 +29,7 @@ def dense_flex(
 
 
 def visible(mask: BlockMask) -> Tensor:
-    """(L, L): which token sees which, by the lists of blocks as the kernel reads them."""
+    """Visible tokens (L, L) according to the lists of blocks that the kernel reads."""
     length = mask.seq_lengths[0]
     at, none = torch.arange(length), torch.zeros((), dtype=torch.long)
     asked = mask.mask_mod(none, none, at[:, None], at[None])
@@ -45,7 +45,7 @@ def visible(mask: BlockMask) -> Tensor:
 
 
 def listed(counts: Tensor | None, indices: Tensor | None) -> Tensor:
-    """(blocks of queries, blocks of keys): true where a list has the block."""
+    """Boolean (query blocks, key blocks): true where a list has the block."""
     assert counts is not None and indices is not None
     blocks = torch.zeros(indices.shape[2:], dtype=torch.bool)
     for i, count in enumerate(counts[0, 0].tolist()):

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""Simulation of a full disk."""
 
 import resource
 from collections.abc import Iterator

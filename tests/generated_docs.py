@@ -1,6 +1,6 @@
-"""`python -m tests.generated_docs` (`make docs-generated`): writes the pages made from the code.
+"""`python -m tests.generated_docs` (`make docs-generated`): write the pages made from the code.
 
-`tests/test_docs.py` holds that the committed pages are current.
+`tests/test_docs.py` checks that the committed pages are current.
 """
 
 import re
@@ -70,11 +70,11 @@ any text.
 
 @dataclass
 class _Row:
-    """A setting in the table of the class that declares it.
+    """Setting in the table of the class that declares it.
 
     Attributes:
         owners: recipes (or environments) that have it.
-        defaults: recipes by the default that they give it.
+        defaults: recipes by their default.
     """
 
     name: str
@@ -86,7 +86,7 @@ class _Row:
 
 
 def settings_page() -> str:
-    """docs/settings.md."""
+    """Text of docs/settings.md."""
     several = [name for name, kind in CONFIGS.items() if issubclass(kind, TeachersSettings)]
     environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
     short = [f"`{name}` (`{path}`)" for name, path in short_names(CONFIGS["opd"]).items()]
@@ -107,7 +107,7 @@ def settings_page() -> str:
 
 
 def metrics_page() -> str:
-    """docs/metrics.md."""
+    """Text of docs/metrics.md."""
     lines = [_METRICS_HEAD]
     for title, metrics in METRICS.items():
         lines += [f"## {title}\n"]
@@ -158,7 +158,7 @@ def _mark(row: _Row) -> str:
 
 
 def _defaults(row: _Row) -> str:
-    """The default; where recipes differ, the first recipe's, and the others with their recipes."""
+    """Default of the first recipe, and different defaults with their recipes."""
     (first, _), *others = row.defaults.items()
     parts = [_default(first), *(f"{_default(t)} ({', '.join(who)})" for t, who in others)]
     return "; ".join(part for part in parts if part)
@@ -181,7 +181,7 @@ def _code(text: str) -> str:
 
 
 def _marked_down(text: str) -> str:
-    """A text of the code as Markdown in a table: escaped, and with links to pages of docs/."""
+    """Text of the code as Markdown in a table: escaped, with links to pages of docs/."""
     parts = text.split("`")
     for i, part in enumerate(parts):
         if i % 2 == 0:

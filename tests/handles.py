@@ -1,11 +1,11 @@
-"""Objects of this process behind the face of Ray's actor handles."""
+"""Local objects with the interface of Ray's actor handles."""
 
 from types import SimpleNamespace
 from typing import Any
 
 
 class Handle:
-    """An object whose methods are asked by `handle.method.remote(...)`, in the caller's loop."""
+    """Handle whose `handle.method.remote(...)` runs in the caller's loop."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain

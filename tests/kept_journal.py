@@ -1,4 +1,4 @@
-"""Groups on disk, by a run's journal alone, and those that were sampled again all the same."""
+"""Groups on disk according to a run's journal, and those that were sampled again nevertheless."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -24,13 +24,13 @@ from ray._private import state
 from distill.sandbox import bounded_calls
 
 MARK = "ISOTHERM_TEST"
-# Against hangs: what is ending is waited for so long.
+# Against hangs: time for processes and files to disappear.
 _GONE_WITHIN_S = 90.0
 _POLL_S = 0.1
-# Ray's own: where a raylet was killed they try to tell its head for a minute, and end.
+# Ray's own; if their raylet was killed, they retry their head for a minute before they end.
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-# Named by who made it: torch's tensors that processes share, which stay there until a helper of
-# torch's removes them, which does not outlive an actor that is killed.
+# Named by maker: tensors that torch processes share. A helper of torch removes them, but it does
+# not outlive a killed actor.
 _BY_PID = re.compile(r"(?:torch|sgl_shm_.+)_(\d+)_")
 # Named semaphores and memory of multiprocessing, and SGLang's.
 _MAPPED = re.compile(r"sem\.|psm_|sglang_|.*isotherm-")
@@ -41,14 +41,14 @@ _SHARED_MEMORY = Path("/dev/shm")
 def nothing_left_over(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Fails a test that leaves anything of its runs behind."""
+    """Fail a test that leaves processes, actors, shared memory or temporary files."""
     mark = f"{os.getpid()}-{request.node.nodeid}"
     monkeypatch.setenv(MARK, mark)
     shared, files, actors = shared_memory(), temporary_files(), set(living_actors())
     yield
     left = gone(lambda: marked(mark))
     described = [described_process(process) for process in left]
-    for process in left:  # they would take the next tests' time
+    for process in left:  # so that they do not slow down the next tests
         with suppress(psutil.Error):
             process.kill()
     assert not left, f"processes live on: {described}"
@@ -61,7 +61,7 @@ def nothing_left_over(
 
 
 def gone(left: Callable[[], set[Any]]) -> set[Any]:
-    """What is still there after a patient wait; empty if it went."""
+    """Remaining names after the deadline; empty if all disappeared."""
     deadline = time.monotonic() + _GONE_WITHIN_S
     while (there := left()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -69,7 +69,7 @@ def gone(left: Callable[[], set[Any]]) -> set[Any]:
 
 
 def marked(mark: str) -> set[psutil.Process]:
-    """Processes, but this one, that carry the mark and still do anything."""
+    """Running processes that carry the mark, except this one."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -85,7 +85,7 @@ def marked(mark: str) -> set[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it still does anything: one that nobody has waited for is a zombie, not alive."""
+    """True if the process is running; a zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -93,15 +93,17 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _is_kept(process: psutil.Process) -> bool:
-    """True if this process keeps it for the next call, and it dies with us: a child of
-    distill/sandbox/bounded_calls.py with its guard, or a service of wandb with its processes."""
+    """True if this process keeps it for later calls, and it dies with this process.
+
+    Such are a child of distill/sandbox/bounded_calls.py with its guard, and a service of wandb.
+    """
     command = " ".join(process.cmdline())
     ours = os.getpid() in (parent.pid for parent in process.parents())
     return ours and ("wandb" in command or bounded_calls.__name__ in command)
 
 
 def living_actors() -> dict[str, str]:
-    """Classes of the actors of this process's Ray, by id; none without one."""
+    """Classes of the actors of this process's Ray, by id; empty without Ray."""
     if not ray.is_initialized():
         return {}
     actors = state.actors()
@@ -109,8 +111,7 @@ def living_actors() -> dict[str, str]:
 
 
 def temporary_files() -> set[str]:
-    """Names in the session's directory for temporary files, but for what W&B keeps there, and the
-    locks of uv."""
+    """Names in the session's temporary directory, without W&B's files and uv's locks."""
     return {
         path.name
         for path in Path(tempfile.gettempdir()).iterdir()
@@ -119,24 +120,26 @@ def temporary_files() -> set[str]:
 
 
 def _is_of_table(path: Path) -> bool:
-    """True of a table's directory, which W&B removes when this process ends."""
+    """True for a table's directory, which W&B removes when this process ends."""
     return path.is_dir() and {each.name for each in path.iterdir()} == {"rollouts.table.json"}
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm; none where there is no such place."""
+    """Names in /dev/shm; empty where there is no /dev/shm."""
     return set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
 
 
 def shared_memory_of(*pids: int) -> set[str]:
-    """Names in /dev/shm that have the id of one of these processes in them, as a number of its own:
-    other tests' processes make names there, too, of random letters and digits."""
+    """Names in /dev/shm that contain the id of one of these processes as a separate number.
+
+    Other tests' processes make names of random letters and digits there, too.
+    """
     ids = {str(pid) for pid in pids}
     return {name for name in shared_memory() if ids & {*re.split("[^0-9A-Za-z]", name)}}
 
 
 def abandoned(names: set[str]) -> set[str]:
-    """Those of the names in /dev/shm whose maker has ended, or that nobody has mapped."""
+    """Names in /dev/shm whose maker has ended, or that no process has mapped."""
     by_pid = {name: int(made[1]) for name in names if (made := _BY_PID.match(name))}
     mapped = {name for name in names - by_pid.keys() if _MAPPED.match(name)}
     ended = {name for name, pid in by_pid.items() if not psutil.pid_exists(pid)}
@@ -151,7 +154,7 @@ def _not_mapped(names: set[str]) -> set[str]:
 
 
 def mapped_inodes(pid: int) -> set[int]:
-    """Inodes of what a process has mapped from /dev/shm."""
+    """Inodes that a process has mapped from /dev/shm."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         return {int(line.split()[4]) for line in lines if f" {_SHARED_MEMORY}/" in line}

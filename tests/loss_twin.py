@@ -1,4 +1,4 @@
-"""The policy losses as their papers write them, a token at a time, in float64."""
+"""Reference of the policy losses as in their papers: token by token, in float64."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.samples import training_row
 
 
 class Drawn(NamedTuple):
-    """A batch in float64, what the learner makes of its tokens, and a step that has more."""
+    """Batch in float64, the learner's values for its tokens, and a step that has more rows."""
 
     batch: Batch
     stats: TokenStats
@@ -40,7 +40,7 @@ def rows_of(seed: int, *, proximal: bool = False) -> list[TrainingRow]:
 
 
 def drawn(seed: int, *, divergence: bool = False, proximal: bool = False) -> Drawn:
-    """Learner's log-probs around those of the behaviour, so that ratios fall on all sides of 1."""
+    """Batch with learner log-probs around the behaviour's, so that ratios lie around 1."""
     batch = in_float64(collate(rows_of(seed, proximal=proximal)))
     size = len(batch.tokens_N)
     generator = torch.Generator().manual_seed(seed)
@@ -68,9 +68,9 @@ def in_float64(batch: Batch) -> Batch:
 
 
 class Twin(NamedTuple):
-    """One token's loss, its gradient by that token's log-prob, and the side of the bound on it.
+    """Loss of one token, its gradient with respect to the log-prob, and the clipped side.
 
-    -1: the ratio is below 1; 1: above; 0: none did.
+    `side` is -1 for a ratio clipped below 1, 1 above, and 0 for no clipping.
     """
 
     loss: float
@@ -84,7 +84,7 @@ def bounds(how: ObjectiveConfig) -> tuple[float, float]:
 
 
 def twin(how: ObjectiveConfig, log_pi: float, log_old: float, A: float, sequence: float) -> Twin:
-    """The losses as their papers write them, a token at a time; `sequence` is the row's ratio."""
+    """Losses as in their papers, token by token; `sequence` is the row's ratio."""
     low, high = bounds(how)
     ratio = sequence if how.loss == "gspo" else math.exp(log_pi - log_old)
     if how.loss == "importance_sampling":
@@ -109,7 +109,7 @@ def twin(how: ObjectiveConfig, log_pi: float, log_old: float, A: float, sequence
 
 
 def tokens_of(batch: Batch) -> list[list[int]]:
-    """Which of the N tokens each row has."""
+    """Mask of the N tokens that each row has."""
     return [
         [n for n in range(len(batch.tokens_N)) if batch.row_N[n] == b]
         for b in range(len(batch.rows))
@@ -124,7 +124,7 @@ class Written(NamedTuple):
 
 
 def written_out(how: ObjectiveConfig, made: Drawn, old: Sequence[float]) -> Written:
-    """The whole policy loss, without corrections, by loops over rows and tokens."""
+    """Policy loss without corrections, by loops over rows and tokens."""
     batch, stats, counts = made
     loss, sides, gradients = 0.0, [], [0.0] * len(batch.tokens_N)
     for tokens in tokens_of(batch):

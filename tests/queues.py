@@ -23,7 +23,7 @@ def queue_on_ray(
     run_id: str = "",
     actor_options: dict[str, Any] | None = None,
 ) -> GroupQueue:
-    """Its actor is killed by whoever asked for it."""
+    """Queue on a Ray actor; the caller kills the actor."""
     remote: Any = ray.remote
     lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
     actor = remote(GroupQueueActor).options(**lasting | (actor_options or {})).remote(
@@ -40,20 +40,20 @@ def queue_here(
     trained: TrainedGroups | None = None,
     run_id: str = "",
 ) -> GroupQueue:
-    """The same queue on an actor of this process."""
+    """Queue on an actor of this process."""
     actor = LocalActor(
         GroupQueueActor, secrets.token_hex(8), run_id, trained or TrainedGroups(), settings, journal
     )
     return GroupQueue(actor, timeout_s=timeout_s)
 
 
-# new_queue(on_ray=, ...): a fixture; rules of its ledger, and what `queue_here` takes.
+# new_queue(on_ray=, ...): a fixture; takes rules of the ledger and arguments of `queue_here`.
 NewQueue = Callable[..., GroupQueue]
 _RULES = {field.name for field in fields(LedgerSettings)}
 
 
 def small_queue(journal: str, timeout_s: float, on_ray: bool = False, **changes: Any) -> GroupQueue:
-    """A queue of four steps of two groups."""
+    """Queue of four steps of two groups."""
     rules = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
     rules |= {name: changes.pop(name) for name in _RULES & changes.keys()}
     build = queue_on_ray if on_ray else queue_here

@@ -1,4 +1,4 @@
-"""Assertions on errors that users see: their class and the field that they name."""
+"""Assertions on the class and the field of errors that users see."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""JSONL files of tests: written and read."""
+"""Read and write JSONL files."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def write_rows(path: Path, *rows: Mapping[str, Any]) -> str:
-    """A JSONL file of these rows; returns its path."""
+    """Write these rows as JSONL; return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 

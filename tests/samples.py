@@ -1,4 +1,4 @@
-"""Made-up data: segments, groups and training rows, seeded, valid unless told otherwise."""
+"""Seeded segments, groups and training rows; valid by default."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPERATURE = 0.7
 def segment_fields(
     prompt: int = 3, actions: int = 4, *, seed: int = 0, version: int = 0
 ) -> dict[str, Any]:
-    """Fields of a segment: `prompt` observed tokens, then `actions` sampled ones."""
+    """Fields of a segment of `prompt` observed tokens and `actions` sampled tokens."""
     rng = np.random.default_rng(seed)
     length = prompt + actions
     mask_T = np.arange(length) >= prompt
@@ -47,7 +47,7 @@ def segment_fields(
 
 
 def segment_of(**fields: Any) -> Segment:
-    """A segment of lists or arrays of any type, with its `first_action`."""
+    """Segment of lists or arrays of any type, with its `first_action`."""
     for name, value in fields.items():
         if name.endswith("_T") and value is not None:
             dtype = np.bool_ if name == "action_mask_T" else np.float32
@@ -70,13 +70,13 @@ def trajectory(
 
 
 def packed(made: TrajectoryGroup) -> tuple[TrajectoryGroupMeta, GroupColumns]:
-    """What a rollout worker delivers of a group."""
+    """Group as a rollout worker delivers it."""
     columns = checked(made)
     return meta_of(made, columns), columns
 
 
 def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: Any):
-    """Members of different lengths and rewards, one segment each."""
+    """Group whose members differ in length and reward, with one segment each."""
     return TrajectoryGroup(
         group_id=group_id,
         trajectories_G=tuple(
@@ -90,7 +90,7 @@ def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: A
 
 
 def keep_step(log: Keep, step: int, groups: list[TrajectoryGroup], rows: list[TrainingRow]) -> None:
-    """Shows a log what a step trained on, as the loop does."""
+    """Record the groups of a step in a log, as the loop does."""
     chosen = log.chosen(step, [made.group_id for made in groups])
     found = [pair for pair in rows_by_group(groups, rows) if pair[0].group_id in chosen]
     if found:
@@ -120,7 +120,7 @@ def training_row(
 def after_context(
     context_T: TokenArray, lengths: Sequence[int], temperature: float = TEMPERATURE
 ) -> list[TrainingRow]:
-    """Rows of one context, of so many trained tokens each, which are their seeds."""
+    """Rows of one context, one for each number of trained tokens, which is also its seed."""
     start = len(context_T)
     rows = [training_row(start, n, seed=n, temperature=temperature) for n in lengths]
     return [
@@ -129,21 +129,21 @@ def after_context(
 
 
 def answer_pair(context: int, lengths: tuple[int, int], seed: int) -> list[TrainingRow]:
-    """A preference: supervised rows of two answers to one context."""
+    """Preference pair: supervised rows of two answers to one context."""
     chosen, rejected = (demonstration(context, n, seed=seed + n) for n in lengths)
     tokens_T = np.concatenate([chosen.tokens_T[:context], rejected.tokens_T[context:]])
     return [chosen, replace(rejected, tokens_T=tokens_T)]
 
 
 def demonstration(prompt: int = 3, trained: int = 4, *, seed: int = 0) -> TrainingRow:
-    """A supervised row."""
+    """Supervised row."""
     fields = segment_fields(prompt, trained, seed=seed)
     chain = MaskedTokens(tokens_T=fields["tokens_T"], loss_mask_T=fields["action_mask_T"])
     return supervised_row(chain, f"demonstration {seed}")
 
 
 def top_logprobs(positions: int, k: int, *, seed: int = 0) -> TopLogprobs:
-    """The top k of a random distribution at each position."""
+    """Top k of a random distribution at each position."""
     logits_NV = np.random.default_rng(seed).normal(0, 3, (positions, VOCAB_SIZE))
     log_q_NV = logits_NV - np.log(np.exp(logits_NV).sum(axis=1, keepdims=True))
     ids_NK = np.argsort(-log_q_NV, axis=1)[:, :k]
@@ -158,7 +158,7 @@ def ids(*tokens: int) -> np.ndarray:
 
 
 def sample(*tokens: int, version: int = 0, logprob: float = -1.0) -> Sample:
-    """An answer of an engine, its log-probs falling by 1 a token."""
+    """Engine sample whose log-probs fall by 1 per token."""
     return Sample(
         tokens_T=ids(*tokens),
         logprobs_T=np.array([logprob - t for t in range(len(tokens))], np.float32),

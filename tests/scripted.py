@@ -1,4 +1,4 @@
-"""A policy that says what a script has: episodes are played, tokens are real, nothing is learnt."""
+"""Scripted policy: plays episodes with real tokens and learns nothing."""
 
 import asyncio
 import json
@@ -32,12 +32,12 @@ from tests.samples import TEMPERATURE
 
 # Against hangs only.
 GAME_S = 60.0
-# Of the turn, and what the model sees before it, as text: what it says.
+# (turn, text that the model sees) -> the model's text.
 Script = Callable[[int, str], str]
 
 
 def trained_tokenizer(book: Iterable[Row], apart: str) -> PreTrainedTokenizerBase:
-    """A chat tokenizer of this book, which leaves no files."""
+    """Chat tokenizer trained on this book; leaves no files."""
     with TemporaryDirectory() as directory:
         return train_chat_tokenizer(Path(directory), book, apart)
 
@@ -63,7 +63,7 @@ def setting(
 
 
 class Scripted:
-    """Says `script(turn, seen)`, or the texts in turn. A turn longer than asked for is cut."""
+    """Engine that samples `script(turn, seen)`, or the texts in turn, cut to `max_new_tokens`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, script: Script | Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -100,7 +100,7 @@ def play_game(
     group_size: int = 2,
     models: Mapping[str, SamplingModel] | None = None,
 ) -> list[Episode]:
-    """Episodes of a group of a game of two, of a data set that came from another process."""
+    """Play episodes of a group of two-player games; the data set is pickled and unpickled first."""
     dataset = pickle.loads(pickle.dumps(config(None, room)))
     sampling = TrainSampling(temperature=TEMPERATURE, max_new_tokens=room.max_new_tokens)
     builder = dataset.builder(problem, group_size)
@@ -113,18 +113,18 @@ def play_game(
 
 
 def call(name: str, arguments: Mapping[str, object] | str) -> str:
-    """A tool call as the tokenizer's template writes it."""
+    """Tool call as the tokenizer's template writes it."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return f'<tool_call>\n{{"name": "{name}", "arguments": {written}}}\n</tool_call>'
 
 
 def game_metrics(*, won: int = 0, illegal: int = 0) -> dict[str, int]:
-    """Metrics of a game that was not drawn, in turns that broke no prefix and were not cut."""
+    """Expected metrics of a decided game whose turns broke no prefix and were not cut."""
     return {"won": won, "drawn": 0, "illegal": illegal, "prefix_breaks": 0, "cut_turns": 0}
 
 
 def load_function(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunction:
-    """The reward of this name, which is no model that a run would host."""
+    """Reward function of this name; it must not be a model that a run would host."""
     reward = load_reward(name, timeout_s)
     assert not isinstance(reward, ModelReward)
     return reward

@@ -1,4 +1,4 @@
-"""Rows of whole sequences in one process: the sums that workers of a learner exchange."""
+"""Rows of whole sequences in one process: the sums that learner workers exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distill.objective.settings import ObjectiveConfig
 def with_other_rows(
     rows_D: Sequence[TrainingRow], objective: ObjectiveConfig, score: Score
 ) -> list[TrainingRow]:
-    """The rows with what a loss that joins tokens needs of the other rows of their sequence.
+    """Attach to each row the sums over the other rows of its sequence, for losses that join tokens.
 
     Args:
         score: log-probs under the weights that the update starts from.

@@ -1,7 +1,7 @@
-"""An RL run whose queue, workers, fleet and handshake are the real ones, on a clock that jumps.
+"""RL run on a simulated clock with the real queue, workers, fleet and handshake.
 
-Engines and learner are simulated: they take as long as they are told to, and score as one small
-model that knows every temperature.
+Engines and learner are simulated: they take a given time, and score as one small model that knows
+every temperature.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def engine_info(tokenizer: TokenizerProbe | None = None) -> EngineInfo:
 
 
 class SimulatedEngine:
-    """Scores at once, and samples so many tokens a second. The next token knows no context."""
+    """Engine that scores at once and samples at a given rate; tokens ignore the context."""
 
     def __init__(self, info: EngineInfo, tokens_per_s: float) -> None:
         self._info, self._tokens_per_s = info, tokens_per_s
@@ -111,7 +111,7 @@ class SimulatedEngine:
 
 
 class SimulatedLearner:
-    """Pushes to engines that join, and scores as they do."""
+    """Learner that pushes to engines that join, and scores as they do."""
 
     def __init__(self, push_s: float) -> None:
         self._push_s = push_s
@@ -124,21 +124,21 @@ class SimulatedLearner:
         await asyncio.gather(*(e.load_weights.remote(self._push_s, 0) for e in engines.values()))
 
     async def join(self, engines: Mapping[str, Any]) -> int | None:
-        """Its pushes leave no copy, as those by a group do."""
+        """Push to `engine`; the push leaves no copy, like a collective one."""
         return None
 
     async def progress(self) -> WorkDone:
         return WorkDone(self.work.count)
 
     async def step(self, passes: Sequence[float]) -> str:
-        """Takes so many seconds for each pass, and says so after each."""
+        """Sleep for the given time in each pass, and report progress after each."""
         for seconds in passes:
             await asyncio.sleep(seconds)
             self.work.mark()
         return "trained"
 
     async def pushed(self, wait: bool) -> None:
-        """No push goes on beside a step."""
+        """No push is concurrent with a step."""
 
     async def logprobs(self, rows_D: Sequence[Any]) -> list[FloatArray]:
         self.forwards += 1
@@ -146,11 +146,11 @@ class SimulatedLearner:
 
 
 class SimulatedRun:
-    """A fleet, as `start` and `work` leave it.
+    """Fleet, with the state that `start` and `work` leave.
 
     Args:
-        engine: makes the policy engine of a run, an index and an attempt: a plain object.
-        start_s: how long that takes.
+        engine: creates the policy engine for an index and an attempt, as a plain object.
+        start_s: duration of its creation.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class SimulatedRun:
         )  # fmt: skip
 
     def step(self) -> list[int]:
-        """One step of the driver and a learner that takes no time; the ids of its groups."""
+        """One step of the driver with a learner that takes no time; the ids of its groups."""
         self.fleet.wait_for_groups()
         taken = self.fleet.queue.take(self.trained)
         self.trained = taken.after(self.trained)
@@ -246,7 +246,7 @@ class SimulatedRun:
         return len(self.fleet.supervisor.members(role, State.SERVING))
 
     def worker_rosters(self) -> list[Mapping[str, Any]]:
-        """The engines that each worker knows."""
+        """Engines that each worker knows."""
         return [m.handle.plain._roster[POLICY] for m in self.members(ROLLOUT)]
 
 

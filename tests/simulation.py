@@ -1,11 +1,11 @@
-"""A run's real parts on a clock that jumps: hours of a thousand actors in seconds, on one thread.
+"""Simulated clock for a run's real parts: hours of a thousand actors in seconds, on one thread.
 
-    SimulatedLoop    an event loop; when nothing is left to do, it is the time of the next timer
-    SimulatedActor   a handle of a plain object on that loop; it may take long to start, freeze, die
-    simulated_time   everything that asks `time` or waits for calls does so on the loop's clock
+    SimulatedLoop    event loop; when it is idle, its time jumps to the next timer
+    SimulatedActor   handle of a plain object on that loop; it may start slowly, freeze and die
+    simulated_time   redirects `time` and waits for calls to the loop's clock
 
-The driver's side waits as it does on Ray, and while it waits the loop runs. Nothing depends on how
-fast the machine is.
+The driver's side waits as it does on Ray, and the loop runs meanwhile. Nothing depends on how fast
+the machine is.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from cluster.queue.ledger import Ledger
 from cluster.runtime.scaling import Scaling
 from cluster.runtime.watchdog import Watchdog
 
-# Classes that take a clock, and otherwise look at the real one.
+# Classes whose clock is an argument with the real one as default.
 _CLOCKED = (Ledger, Watchdog, Scaling)
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop on a clock of its own."""
+    """Event loop with its own clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,7 +40,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """At once: the clock must not jump while a thread works."""
+        """Run at once: the clock must not jump while a thread works."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -49,14 +49,14 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return done
 
     def close(self) -> None:
-        """Nothing: the loop belongs to `simulated_time`, not to a supervisor."""
+        """Do nothing: the loop belongs to `simulated_time`, not to a supervisor."""
 
     def let_pass(self, seconds: float) -> None:
         self.run_until_complete(asyncio.sleep(seconds))
 
 
 class _Jump(selectors.DefaultSelector):
-    """Waits by setting the clock forward."""
+    """Selector that sets the clock forward instead of waiting."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Jump(selectors.DefaultSelector):
 
 
 class SimulatedActor(LocalActor):
-    """A handle of a plain object that lives on the simulated loop."""
+    """Handle of a plain object that lives on the simulated loop."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class SimulatedActor(LocalActor):
         return self._object
 
     def freeze(self) -> None:
-        """Answers nothing from now on, until it is ended."""
+        """Answer no call until the actor is ended."""
         self._awake.clear()
 
     def end(self) -> None:
@@ -139,13 +139,13 @@ class SimulatedActor(LocalActor):
 
     def _over(self, task: asyncio.Task[None], future: Future[Any]) -> None:
         self._tasks.discard(task)
-        if not future.done():  # it was ended before it began
+        if not future.done():  # cancelled before it began
             future.set_exception(self._death())
 
 
 @contextmanager
 def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
-    """The clock and the waits of everything in this process are the loop's."""
+    """Redirect the clock and the waits of everything in this process to the loop."""
     loop = SimulatedLoop()
 
     async def some_done(references: Sequence[LocalReference], number: int, timeout: Any) -> None:
@@ -189,7 +189,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
         asyncio.set_event_loop(loop)
         yield loop
     finally:
-        loop.set_exception_handler(lambda _loop, _context: None)  # nobody asks any more
+        loop.set_exception_handler(lambda _loop, _context: None)  # results that nobody awaits
         while tasks := asyncio.all_tasks(loop):
             for task in tasks:
                 task.cancel()
@@ -199,7 +199,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
 
 
 def _set_clock(patched: pytest.MonkeyPatch, kind: type, clock: Callable[[], float]) -> None:
-    """Defaults of a signature were bound before there was this clock."""
+    """Replace default arguments of signatures that were bound to the real clock."""
     make: Any = kind.__init__
     defaults = tuple(clock if d is time.monotonic else d for d in make.__defaults__ or ())
     named = {k: clock if d is time.monotonic else d for k, d in (make.__kwdefaults__ or {}).items()}

@@ -1,7 +1,7 @@
-"""`python -m tests.slow_tier [FILES]`: the slow tests of these files, or of all, file by file.
+"""`python -m tests.slow_tier [FILES]`: run the slow tests of these files, or of all, file by file.
 
-A file that fails is run once more, for these tests kill processes at random and share the machine:
-one that passes then is named as unsteady, one that fails twice fails the tier.
+A file that fails is run once more, because these tests kill processes at random and share the
+machine. If it passes then, it is reported as unsteady; if it fails again, the tier fails.
 """
 
 import os
@@ -13,12 +13,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-m", "slow", "--durations=5")
-# A file that has not ended by then hangs.
+# A file that takes longer hangs.
 DEADLINE_S = 30 * 60.0
 
 
 def slow_files() -> list[str]:
-    """Files with a test that is marked slow, in order of name."""
+    """Files with a test that is marked slow, sorted."""
     listed = subprocess.run(
         [*PYTEST, "--collect-only", "-q"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=600,

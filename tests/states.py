@@ -1,4 +1,4 @@
-"""Hidden states that engines give, compared with those of a plain forward pass."""
+"""Hidden states of engines, compared with those of a plain forward pass."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from tests.tiny import VOCAB_SIZE
 def states_request(
     length: int, start: int, temperatures: tuple[float, ...] = (0.7, 1.0), seed: int | None = None
 ) -> ScoreRequest:
-    """Random tokens, with states wanted at three of four scored positions."""
+    """Request for random tokens, with states of three of four scored positions."""
     rng = np.random.default_rng(length if seed is None else seed)
     tokens_T = rng.integers(2, VOCAB_SIZE, size=length).astype(np.int32)
     states_N = np.arange(start, length) % 4 != 1
@@ -29,7 +29,7 @@ def states_request(
 
 @torch.no_grad()
 def with_states(model: PreTrainedModel, row: TrainingRow) -> TrainingRow:
-    """The row with the states of a teacher, which sees its own context where there is one."""
+    """Row with the states of a teacher, which may see its own context."""
     seen = as_seen(row)
     ids_1T = torch.from_numpy(seen.tokens_T.astype(np.int64))[None]
     hidden_TH = model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
@@ -39,7 +39,7 @@ def with_states(model: PreTrainedModel, row: TrainingRow) -> TrainingRow:
 
 @torch.no_grad()
 def expect_states(model: PreTrainedModel, request: ScoreRequest, score: Score) -> None:
-    """The model's head makes of the states what the model itself makes of the tokens."""
+    """Assert that the model's head maps the states to the model's own log-probs."""
     assert request.states_N is not None and score.states is not None
     assert len(score.states.values_NH) == request.states_N.sum()
     ids_1T = torch.from_numpy(request.tokens_T.astype(np.int64))[None]

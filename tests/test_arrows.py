@@ -1,4 +1,4 @@
-"""The house's arrows, isotherm -> cluster -> {actors, learner} -> distill: every import is read."""
+"""Dependency rules, isotherm -> cluster -> {actors, learner} -> distill, over every import."""
 
 import ast
 import os
@@ -75,7 +75,7 @@ ORDER = {
 def imports(source: str) -> list[tuple[str, bool]]:
     """(top-level package, whether importing the module imports it) of every import in `source`.
 
-    What stands under `if TYPE_CHECKING:` is not imported.
+    Imports under `if TYPE_CHECKING:` do not count.
     """
     found: list[tuple[str, bool]] = []
     nodes: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
@@ -144,7 +144,7 @@ def module_of(path: Path) -> str:
 
 @cache
 def files_imported(package: str) -> dict[str, set[str]]:
-    """Of each file of a package, the files of the same package that it imports, by module."""
+    """Imports between files of a package, by module."""
     paths = [path for path in sources(package) if "cpu_standins" not in path.parts]
     modules = {module_of(path): path for path in paths}
     found: dict[str, set[str]] = {}
@@ -161,9 +161,9 @@ def files_imported(package: str) -> dict[str, set[str]]:
 
 
 def rank(module: str) -> int:
-    """Of a module's folder, or of itself where it stands beside the folders, in `ORDER`."""
+    """Position in `ORDER` of a module's folder, or of the module itself if it is in no folder."""
     package, *parts = module.split(".")
-    if not parts:  # what a package itself imports, it offers
+    if not parts:  # the package's own imports are its interface
         return len(ORDER[package])
     for end in range(len(parts), 0, -1):
         entry = "/".join(parts[:end])
@@ -187,7 +187,7 @@ def test_every_place_in_the_order_is_there(package: str) -> None:
 
 
 def cycles(imported: Mapping[str, set[str]]) -> list[set[str]]:
-    """Sets of files each of which imports all others of its set, by ways of any length."""
+    """Sets of files that import each other, directly or indirectly."""
     reached: dict[str, set[str]] = {}
     for module in imported:
         seen, ahead = set[str](), [module]
@@ -241,7 +241,7 @@ WITHOUT_TORCH = (
 )
 NOWHERE = "/nowhere/at/all"
 ROWS = "prompts=a/rows"
-# What is answered before seconds of imports: help, slips, and paths that lead nowhere.
+# Answered before slow imports: help, typos, and missing paths.
 ANSWERED_AT_ONCE = (
     ("train", "recipe=opd --help", 0),
     ("train", "recipe=sft stpes=3", 2),
@@ -304,7 +304,7 @@ for arguments in {started}:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """The code in a process of its own, from the project's directory, without a Ray to join."""
+    """Run the code in a separate process from the project's directory, without a Ray to join."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -312,7 +312,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_processes_without_tensors_start_without_torch() -> None:
-    """It is most of the seconds and of the memory that such a process takes; they are many."""
+    """Importing torch dominates the start-up time and memory of these processes."""
     found = python(_TRY.format(modules=WITHOUT_TORCH))
     assert (found.returncode, found.stdout.strip()) == (0, ""), found.stderr
 

@@ -1,4 +1,4 @@
-"""The manifests: valid to those who read them, and in step with the code and its pins."""
+"""Manifests: valid, and consistent with the code and its pins."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 def _object(required: str = "", **properties: dict[str, Any]) -> dict[str, Any]:
-    """JSON schema of an object that has these properties and no others."""
+    """JSON schema of an object with exactly these properties."""
     return {
         "type": "object", "properties": properties, "required": required.split(),
         "additionalProperties": False,
@@ -135,7 +135,7 @@ def test_kuberay_manifests_have_what_the_operator_requires(name: str, kind: str)
 
 
 def test_kuberay_manifests_have_fields_of_its_schema() -> None:
-    """Names and types as in KubeRay's CRDs; what is below a pod template is Kubernetes' own."""
+    """Names and types as in KubeRay's CRDs; pod templates are left to Kubernetes."""
     Draft202012Validator({"properties": {"spec": RAY_CLUSTER}}).validate(
         manifest("kuberay-cluster.yaml")
     )
@@ -162,7 +162,7 @@ def test_cuda_has_the_versions_that_the_tests_run_with_where_sglang_lets_it() ->
 
 
 def test_extras_that_the_image_may_have_are_pinned() -> None:
-    """As EXTRAS of the Dockerfile, which installs them with these constraints."""
+    """The Dockerfile installs EXTRAS with these constraints."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     for extra in ("wandb", "tensorboard", "mlflow", "data", "mcp", "textarena", "judge"):
         for requirement in map(Requirement, project["optional-dependencies"][extra]):

@@ -1,7 +1,7 @@
-"""The steps of the Dockerfile that need neither a GPU nor another's image, run from its own lines.
+"""Dockerfile steps that need neither a GPU nor a base image, run from the Dockerfile's own lines.
 
-What is not run: the two base images and the steps as root (apt-get, useradd), which are checked for
-the shell's syntax alone.
+The two base images are not built. Of the steps as root (apt-get, useradd) only the shell syntax is
+checked.
 """
 
 import importlib.metadata
@@ -47,7 +47,7 @@ def arguments(instruction: str) -> list[str]:
 
 
 def ignored(path: str) -> bool:
-    """True if the build leaves the file out; the last pattern that fits decides."""
+    """True if .dockerignore excludes the file; the last matching pattern decides."""
     result = False
     rooted = [path, *map(str, Path(path).parents)]
     for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines():
@@ -60,7 +60,7 @@ def ignored(path: str) -> bool:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of WORKDIR, with what COPY takes from the files that the build is sent."""
+    """Directory of WORKDIR with the files that COPY takes from the build context."""
     directory = tmp_path_factory.mktemp("image")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -83,7 +83,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_install(
     image: Path, root: Path, python: Path, environment: Mapping[str, str], *flags: object
 ) -> None:
-    """Runs the Dockerfile's own pip step in WORKDIR; every `pip` gets these flags in addition."""
+    """Run the Dockerfile's pip step in WORKDIR, with these additional flags."""
     (step,) = (each for each in arguments("RUN") if "pip install" in each)
     (root / "bin").mkdir(exist_ok=True)
     words = " ".join(map(str, flags))
@@ -131,7 +131,7 @@ def test_the_build_is_sent_no_more_than_is_copied(image: Path) -> None:
 
 
 def test_what_an_image_has_already_is_held(image: Path, tmp_path: Path) -> None:
-    """As in SGLang's image: its packages stay, and what it lacks is of the file's versions."""
+    """As in SGLang's image: installed packages stay, and missing ones get the pinned versions."""
     file = tmp_path / "pins.txt"
     file.write_text("# comment==1\nRay==0.1\nhuggingface-hub==0.1\nno_such.package==7.0\n")
     printed = subprocess.run(
@@ -145,7 +145,7 @@ def test_what_an_image_has_already_is_held(image: Path, tmp_path: Path) -> None:
 
 
 def test_it_installs_and_its_entry_points_run(image: Path, tmp_path: Path) -> None:
-    """With this environment's libraries in place of the pinned ones."""
+    """Run with this environment's libraries in place of the pinned ones."""
     site = tmp_path / "site"
     run_install(
         image, tmp_path, Path(sys.executable), {"VARIANT": "cpu", "EXTRAS": ""},

@@ -1,4 +1,4 @@
-"""The docs are true: generated pages are current, and what tests/features.md names exists."""
+"""Documentation checks: generated pages are current, and what tests/features.md names exists."""
 
 import re
 from importlib.util import find_spec

@@ -86,7 +86,7 @@ def test_an_error_within_a_check_is_its_failure(small: Setting) -> None:
 def outcomes_of(
     program: str, out: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Outcomes of three checks, where every process of checks runs this program."""
+    """Outcomes of three checks when every check process runs this program."""
     popen = processes.subprocess.Popen
     monkeypatch.setattr(
         processes.subprocess,

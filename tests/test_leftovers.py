@@ -1,4 +1,4 @@
-"""The watch over what tests leave behind sees what it is there for."""
+"""Detection of what tests leave behind."""
 
 import multiprocessing
 import os

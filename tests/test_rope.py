@@ -1,4 +1,4 @@
-"""Rows of every length that a model takes are scored alike whatever they are batched with.
+"""Scores do not depend on the other rows of a batch, at every length that a model accepts.
 
 Some rotary embeddings choose their frequencies by the longest row of a batch.
 """

@@ -1,4 +1,4 @@
-"""Real tiny checkpoints: small enough to make in a test, whole enough for every loader."""
+"""Tiny checkpoints that every loader accepts."""
 
 import string
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tests.rows import write_rows
 VOCAB_SIZE = 160
 EOS = 1
 PAD = 0
-# Of a config of most families, for models that no server has to take.
+# Sizes of most families' configs, for models that no server has to load.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyPair:
-    """Two models of one tokenizer, and prompts for them."""
+    """Two models with one tokenizer, and prompts for them."""
 
     student: str
     teacher: str
@@ -36,7 +36,7 @@ class TinyPair:
 
 
 def make_tiny_pair(root: Path) -> TinyPair:
-    """Saves a pair under `root`; the teacher is the larger one."""
+    """Save a pair under `root`; the teacher is the larger one."""
     student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1)
     teacher = tiny_model_dir(root, seed=2)
     for directory in (student, teacher):
@@ -58,9 +58,9 @@ def tiny_model_dir(
     eos_token_id: int = EOS,
     sharpness: float = 12.0,
 ) -> str:
-    """Saves a random Qwen3-shaped model under `path`; returns its directory.
+    """Save a random Qwen3-shaped model under `path`; return its directory.
 
-    A freshly initialised model is nearly uniform and all but ignores its context, which would hide
+    A freshly initialised model is nearly uniform and almost ignores its context, which would hide
     mistakes in temperatures, caches and masks. So the layers' weights are four times as large, and
     `sharpness` scales the final norm: 12 gives logits of standard deviation about 2.
     """
@@ -89,7 +89,7 @@ CHAT_TEMPLATE = (
 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """The tokenizer that `save_tokenizer` saves unless told otherwise."""
+    """Tokenizer that `save_tokenizer` saves by default."""
     with TemporaryDirectory() as directory:
         save_tokenizer(directory)
         return load_tokenizer(directory)
@@ -103,7 +103,7 @@ def save_tokenizer(
     eos_token: str = "<eos>",
     chat_template: str | None = CHAT_TEMPLATE,
 ) -> None:
-    """Saves a tokenizer of characters: pad 0, eos 1, unk 2, then `alphabet` from 3 on."""
+    """Save a tokenizer of characters: pad 0, eos 1, unk 2, then `alphabet` from 3 on."""
     ids = {
         token: i for i, token in enumerate(["<pad>", "<eos>", unk_token or "<unused>", *alphabet])
     }

@@ -99,8 +99,11 @@ MULTIPLY: dict[str, Any] = {
 
 
 def verifiers_python(folder: Path) -> str:
-    """An interpreter with `verifiers`, its games, and three environments: `products`, with a single
-    turn, `with-tools`, and `outdated`, which imports what `verifiers` no longer has."""
+    """Interpreter with `verifiers`, its games, and three environments.
+
+    `products` has a single turn, `with-tools` has a tool, and `outdated` imports something that
+    `verifiers` no longer has.
+    """
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     made = str(folder / "venv/bin/python")
     subprocess.run(

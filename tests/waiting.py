@@ -1,4 +1,4 @@
-"""Waiting for what another process, thread or actor does."""
+"""Wait for another process, thread or actor."""
 
 import time
 from collections.abc import Callable

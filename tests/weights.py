@@ -1,4 +1,4 @@
-"""Weights as tests need them: whole, or in shared memory as a learner offers them to engines."""
+"""Weights for tests: whole, or in shared memory as a learner offers them to engines."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from distill.weights.lending import BucketLender, LentBucket
 from distill.weights.model_weights import HeldWeights, Weights, names_of
 from distill.weights.shared_memory import SharedBlock, SharedTensors
 
-# An engine can open a block as long as its writer keeps it.
+# An engine can open a block only while its writer keeps it.
 _KEPT: deque[SharedBlock] = deque(maxlen=8)
 
 
@@ -19,12 +19,12 @@ def gather_all(weights: Weights) -> dict[str, Tensor]:
 
 
 def numbers(weights: Weights) -> dict[str, np.ndarray]:
-    """Copies of them all, to be sent from a worker or kept while the weights change."""
+    """Copies of all tensors, to be sent from a worker or kept while the weights change."""
     return {name: tensor.clone().numpy() for name, tensor in gather_all(weights).items()}
 
 
 def shared(tensors: Mapping[str, Tensor]) -> SharedTensors:
-    """The tensors in a block of their own; the last eight blocks are kept."""
+    """The tensors in a new shared block; the last eight blocks are kept."""
     block = SharedBlock()
     block.write(HeldWeights({name: tensor.detach() for name, tensor in tensors.items()}))
     _KEPT.append(block)

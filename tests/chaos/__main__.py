@@ -1,4 +1,4 @@
-"""`make chaos`: runs that are struck at random, finish all the same, and add up."""
+"""`make chaos`: strike runs at random and check that they finish and add up."""
 
 import os
 import random
@@ -49,7 +49,7 @@ class ChaosConfig:
 
 
 def strike_all(config: ChaosConfig, console: Console) -> None:
-    """Runs the parts; raises IsothermError (exit code 1) if anything is wrong with one of them."""
+    """Run the parts; raise IsothermError (exit code 1) if one of them finds a problem."""
     out = Path(config.out or tempfile.mkdtemp(prefix="chaos-")).resolve()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out={out} is not empty; choose another out=")
@@ -68,7 +68,7 @@ def _too_late(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _part(name: str, config: ChaosConfig, out: Path, seed: int) -> bool:
-    """Whether all is well with it, or it cannot run here."""
+    """True if the part found no problem, or cannot run here."""
     print(f"\n== {name}", flush=True)
     started = time.monotonic()
     try:

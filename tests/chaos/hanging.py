@@ -1,4 +1,4 @@
-"""An environment of which one episode in so many hangs, and not when its group begins again."""
+"""Environment in which one in so many episodes hangs, but not when its group restarts."""
 
 import asyncio
 import os
@@ -18,21 +18,23 @@ from distill.envs.single_turn import (
     SingleTurnGroupBuilder,
 )
 
-# Far longer than any other episode, and than a step.
+# Far longer than any other episode or step.
 _HANG_S = 30.0
 _ONE_IN = 40
 
 
 def hanging(tickets: Path) -> dict[str, object]:
-    """Settings of a run with such an environment, whose overdue groups begin again."""
+    """Settings of a run with this environment and `on_stale=restart`."""
     return {
         "env": "tests.chaos.hanging:Hanging", "env.tickets": tickets, "on_stale": "restart",
     }  # fmt: skip
 
 
 class HangingEnv(SingleTurnEnv):
-    """Every `_ONE_IN`th episode of all processes hangs: when it is played again, another's turn
-    has come."""
+    """Environment in which every `_ONE_IN`th episode of all processes hangs.
+
+    When the episode is played again, it has another number.
+    """
 
     def __init__(self, tickets: str, *given: Any) -> None:
         super().__init__(*given)
@@ -45,7 +47,7 @@ class HangingEnv(SingleTurnEnv):
 
 
 def _draw(path: str) -> int:
-    """A number that no other process draws, one more than the last."""
+    """Next number of a counter that all processes share."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(file, b".")

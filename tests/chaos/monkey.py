@@ -1,9 +1,9 @@
-"""The monkey: strikes a running job at random moments and takes the time until all is well again.
+"""Strikes at a running job at random moments, and the time until it has recovered.
 
     strike -> the victims' "restart" events     seconds until they serve again
            -> two more steps                    seconds until the run goes on as before
 
-Its moments and its victims come from one seed. What the machine makes of them does not.
+One seed decides the moments and the victims; their effect depends on the machine.
 """
 
 import os
@@ -26,13 +26,13 @@ _LONGEST_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A way to strike.
+    """Kind of strike.
 
     Attributes:
         victims: regular expression of the names of actors to choose from; "" strikes none of them.
-        act: does it, to the process of the chosen actor (0 without one).
-        deadly: somebody dies of it; otherwise nobody may.
-        answers: who is back when all is well, if not the victim itself.
+        act: strikes the process of the chosen actor (0 without one).
+        deadly: True if an actor must die, False if none may.
+        answers: actor that must be back after recovery, if not the victim itself.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """What a strike did. Seconds are from the strike; `served_s` is None where nobody dies.
+    """Result of a strike. Seconds are from the strike; `served_s` is None if no actor died.
 
     `others` died with the victim.
     """
@@ -62,12 +62,12 @@ def kill(pid: int) -> None:
 
 
 def stop(pid: int) -> None:
-    """It hangs until somebody ends it."""
+    """Stop the process until it is ended."""
     os.kill(pid, signal.SIGSTOP)
 
 
 def slow_down(pid: int, seconds: float) -> None:
-    """It does nothing for so long, and then goes on."""
+    """Stop the process for a while."""
     process = psutil.Process(pid)
     process.suspend()
     try:
@@ -77,7 +77,7 @@ def slow_down(pid: int, seconds: float) -> None:
 
 
 def kill_child(pid: int, words: str) -> None:
-    """Kills the descendant of a process whose command line or title has these words."""
+    """Kill the descendant of a process whose command line or title has these words."""
     for child in psutil.Process(pid).children(recursive=True):
         if words in " ".join(child.cmdline()) + child.name():
             child.kill()
@@ -148,16 +148,16 @@ class Monkey:
         self.say(f"the monkey's seed is {self.seed}")
 
     def plan(self, kinds: Sequence[Kind], number: int) -> list[Kind]:
-        """So many strikes, each kind as often as the others, in random order."""
+        """Random order of `count` strikes, with all kinds equally often."""
         rounds = [kinds[i % len(kinds)] for i in range(number)]
         self.random.shuffle(rounds)
         return rounds
 
     def strike(self, kind: Kind) -> Strike:
-        """Strikes once, and waits until the run has recovered.
+        """Strike once, and wait until the run has recovered.
 
         Raises:
-            ChaosError: it does not, or the run ends.
+            ChaosError: it does not recover, or the run ends.
         """
         time.sleep(self.random.uniform(0, _LONGEST_PAUSE_S))
         victim, pid = self._victim(kind)
@@ -170,7 +170,7 @@ class Monkey:
         served = self._last_return(since)
         self.run.wait_for_steps(STEPS_AFTER)
         steps_s = time.time() - since
-        # Who died because of it comes back, too, before the next strike.
+        # Other victims must be back before the next strike, too.
         self.run.wait(lambda: not self._away(since), f"those that died with {victim}")
         others = tuple(sorted(self._dead(since) - {kind.answers or victim, victim}))
         strike = Strike(
@@ -184,7 +184,7 @@ class Monkey:
         return strike
 
     def kill_the_job(self) -> None:
-        """`kill -9` to the driver; the same command goes on from the newest checkpoint."""
+        """Send SIGKILL to the driver; the same command continues from the newest checkpoint."""
         time.sleep(self.random.uniform(0, _LONGEST_PAUSE_S))
         since, step = time.time(), self.run.step
         self.run.signal(signal.SIGKILL)
@@ -207,7 +207,7 @@ class Monkey:
         return any(e["event"] == "start" and e["who"] == LEARNER for e in self._events(since))
 
     def finish(self, prompts_per_step: int, more_steps: int = 5) -> list[str]:
-        """Ends the job with SIGINT, lets the next finish by itself; returns all problems."""
+        """End the job with SIGINT, let the next one finish by itself; return all problems."""
         self.run.signal(signal.SIGINT)
         if (code := self.run.join()) != 128 + signal.SIGINT:
             self.problems.append(f"SIGINT ended the job with {code}")
@@ -219,7 +219,7 @@ class Monkey:
         return self.problems
 
     def _victim(self, kind: Kind) -> tuple[str, int]:
-        """(name, process) of an actor of a kind, once there is one."""
+        """(name, process) of a random actor of the kind; waits until there is one."""
         if not kind.victims:
             return "", 0
 
@@ -236,7 +236,7 @@ class Monkey:
         return (who in returned or (not who and bool(returned))) and not self._away(since)
 
     def _away(self, since: float) -> set[str]:
-        """Who died since then and does not serve again; a learner's worker is back with it."""
+        """Actors that died since then and do not serve again; a worker is back with its learner."""
         away: set[str] = set()
         for event in self._events(since):
             if event["event"] == "death":
@@ -266,7 +266,7 @@ def _line(strike: Strike) -> str:
 
 
 def table(strikes: Sequence[Strike]) -> list[str]:
-    """Recovery by kind, lines of a Markdown table."""
+    """Recovery by kind, as lines of a Markdown table."""
     lines = [
         "| strike | times | serves again, s: median / max | 2 more steps, s: median / max |",
         "|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The parts of the long form: runs of one set-up each, struck, finished and audited."""
+"""Parts of the long form: runs with one set-up each, struck, finished and audited."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ from tests.tiny import make_tiny_pair
 
 PROMPTS_PER_STEP = 4
 _HANG_AFTER_S = 10.0
-# More than any part takes: the monkey ends the run, not the number of steps.
+# More than any part takes, so that the monkey ends the run.
 _ENDLESS = 1_000_000
 _DISK_MIB = 48
 _DISK_FULL_S = 12.0
@@ -37,7 +37,7 @@ _CORRUPTED_SHARE = 0.15
 
 
 def settings(root: Path) -> dict[str, object]:
-    """Of a small opd run on a tiny pair, which is made under `root`."""
+    """Settings of a small opd run on a tiny pair, which is made under `root`."""
     root.mkdir(parents=True, exist_ok=True)
     pair = make_tiny_pair(root)
     return {
@@ -59,7 +59,7 @@ def struck(
     environment: Mapping[str, str] | None = None,
     deadline_s: float = 600,
 ) -> Iterator[Monkey]:
-    """A job that has done its first steps, and its monkey; nothing is left of it afterwards."""
+    """Job after its first steps, and its monkey; all of its processes end with the block."""
     numbers = {"max_restarts": 1000, "hang_after_s": hang_after_s, "stall_after_s": 30}
     run = TorturedRun(
         out, arguments, numbers=numbers, environment=environment, deadline_s=deadline_s
@@ -73,7 +73,7 @@ def struck(
 
 
 def embedded(out: Path, seed: int, strikes: int) -> Monkey:
-    """Every actor of a run with two workers of each kind, killed and frozen; the job, too."""
+    """Kill and freeze every actor of a run with two workers of each kind, and the job."""
     arguments = settings(out / "pair") | {"learner_workers": 2, "rollout_workers": 2}
     kinds = (*KILLS, *OF_FOLLOWERS, *HANGS, slow_teacher(_HANG_AFTER_S / 2))
     with struck(out / "embedded", arguments, seed) as monkey:
@@ -86,7 +86,7 @@ def embedded(out: Path, seed: int, strikes: int) -> Monkey:
 
 
 def overdue(out: Path, seed: int, strikes: int = 8) -> Monkey:
-    """Actors killed and frozen, and the job, each when a group has just begun again."""
+    """Kill and freeze actors and the job, each when a group has just restarted."""
     arguments = settings(out / "pair") | hanging(out / "tickets")
     arguments |= {"rollout_workers": 2, "policy_engines": 2, "dtype": "bfloat16"}
     kinds = [*(kind for kind in KILLS if kind.victims != EVALUATOR), WORKER_HANGS]
@@ -103,7 +103,7 @@ def overdue(out: Path, seed: int, strikes: int = 8) -> Monkey:
 
 
 def sglang(out: Path, seed: int, strikes: int = 6) -> Monkey | str:
-    """Processes of SGLang servers killed, which Ray knows nothing of."""
+    """Kill processes of SGLang servers, which Ray does not know."""
     if not sglang_installed():
         return "SGLang is not installed"
     arguments = settings(out / "pair") | {"engine": "sglang"}
@@ -115,7 +115,7 @@ def sglang(out: Path, seed: int, strikes: int = 6) -> Monkey | str:
 
 
 def corrupted(out: Path, seed: int) -> Monkey | str:
-    """A share of a teacher's answers spoilt on their way."""
+    """Corrupt a share of a teacher's answers on their way."""
     if not sglang_installed():
         return "SGLang is not installed"
     arguments = settings(out / "pair")
@@ -134,7 +134,7 @@ def corrupted(out: Path, seed: int) -> Monkey | str:
 
 
 def raylet(out: Path, seed: int, strikes: int = 3) -> Monkey:
-    """Whole nodes die, with everyone on them; the autoscaler brings others."""
+    """Kill whole nodes with all their actors; the autoscaler replaces them."""
     own = {"rollout_workers": 2, "rollout_cpus": 1, "device": "cpu"}
     arguments = settings(out / "pair") | own
     with ray_head(dashboard=False, cpus=3, workers=4) as head:
@@ -148,7 +148,7 @@ def raylet(out: Path, seed: int, strikes: int = 3) -> Monkey:
 
 
 def full_disk(out: Path, seed: int) -> Monkey | str:
-    """The disk of `out` is full for a while, and then has room again."""
+    """Fill the disk of `out` for a while."""
     disk = out / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(disk)]
@@ -171,7 +171,7 @@ def full_disk(out: Path, seed: int) -> Monkey | str:
 
 
 def _finished(monkey: Monkey, out: Path) -> Monkey:
-    """The log outlives the disk."""
+    """Problems of the finished run, and its log, which outlives the disk."""
     try:
         monkey.finish(PROMPTS_PER_STEP)
     finally:
@@ -200,5 +200,5 @@ PARTS: dict[str, Callable[[Path, int], Monkey | str]] = {
 
 
 def parts(strikes: int) -> dict[str, Callable[[Path, int], Monkey | str]]:
-    """By name, in the order in which they are run. A part returns why it cannot run here."""
+    """Parts by name, in order. A part returns the reason if it cannot run here."""
     return {"embedded": partial(embedded, strikes=strikes), **PARTS}

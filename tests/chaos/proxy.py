@@ -1,4 +1,4 @@
-"""A teacher's server whose answers are spoilt on their way: a proxy in front of a real SGLang."""
+"""Proxy in front of a real SGLang teacher server that corrupts answers on their way."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ _HOP = {"content-length", "transfer-encoding", "connection", "host", "content-en
 
 
 class SpoilingProxy:
-    """Passes everything on to `target`; spoils a share of the answers to /generate."""
+    """Pass all requests to `target`; corrupt a share of the answers to /generate."""
 
     def __init__(self, target: str, seed: int) -> None:
         self._target, self._random = target, random.Random(seed)
@@ -108,7 +108,7 @@ def _spoil_logprobs(kind: str, meta: dict[str, Any]) -> None:
 
 @contextmanager
 def served_teacher(model: str, seed: int) -> Iterator[tuple[SpoilingProxy, str]]:
-    """A server of its own for `model`: the proxy before it, and the server's key."""
+    """Start a server for `model`; yield the proxy's address and the server's key."""
     config = SglangConfig(model=model, device="cpu", start_deadline_s=DEADLINE_S)
     engine = HostedSglangEngine(config)
     server = engine.server

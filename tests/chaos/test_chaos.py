@@ -1,4 +1,4 @@
-"""Struck runs finish as if nothing had happened; `make chaos` is the long form."""
+"""Struck runs finish with the result of an undisturbed run; `make chaos` is the long form."""
 
 import json
 import os
@@ -29,7 +29,7 @@ PROMPTS_PER_STEP = 4
 
 @pytest.fixture
 def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
-    """Starts runs on the tiny pair, by name; what is left of them ends with the test."""
+    """Start runs on the tiny pair, by name; their processes end with the test."""
     runs: list[TorturedRun] = []
 
     def start(name: str, hang_after_s: float = 8, **settings: Any) -> TorturedRun:
@@ -61,8 +61,7 @@ def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> 
     assert not monkey.finish(PROMPTS_PER_STEP)
 
 
-def test_what_was_on_disk_is_not_sampled_again_whatever_dies(tortured: Start) -> None:
-    """By the queue's deaths, and by a resume, each while the learner is slow and groups wait."""
+def test_groups_on_disk_are_not_sampled_again_after_any_death(tortured: Start) -> None:
     run = tortured(
         "run", hang_after_s=300, steps=1_000_000, max_staleness=4, lr=1e-4, no_progress_s=300,
         checkpoint_every=5,
@@ -74,7 +73,7 @@ def test_what_was_on_disk_is_not_sampled_again_whatever_dies(tortured: Start) ->
         return [event for event in read_journal(journal) if event["event"] == kind]
 
     def groups_wait() -> bool:
-        """There are groups on disk that no step has taken."""
+        """True if there are groups on disk that no step has taken."""
         taken = {group_id for event in events("take") for group_id in event["ids"]}
         return bool(KeptInJournal(journal).waiting - taken)
 
@@ -90,7 +89,7 @@ def test_what_was_on_disk_is_not_sampled_again_whatever_dies(tortured: Start) ->
                     time.sleep(0.1)
             finally:
                 os.kill(learner, signal.SIGCONT)
-            run.wait_for_steps(1)  # it had taken all groups for which there are slots
+            run.wait_for_steps(1)  # all slots were taken before
         pytest.fail("no groups waited whenever the learner was stopped")
 
     for deaths in range(1, 4):
@@ -108,10 +107,7 @@ def test_what_was_on_disk_is_not_sampled_again_whatever_dies(tortured: Start) ->
     assert not run.problems(steps, PROMPTS_PER_STEP)
 
 
-def test_groups_that_begin_again_are_trained_once_whatever_dies(
-    tortured: Start, tmp_path: Path
-) -> None:
-    """Each strike comes when a group that hung has just begun again."""
+def test_restarted_groups_are_trained_once_after_any_death(tortured: Start, tmp_path: Path) -> None:
     run = tortured(
         "run", steps=1_000_000, max_staleness=2, lr=1e-4, no_progress_s=300,
         checkpoint_every=5, rollout_workers=2, **hanging(tmp_path / "tickets"),
@@ -128,10 +124,9 @@ def test_groups_that_begin_again_are_trained_once_whatever_dies(
     assert not monkey.finish(PROMPTS_PER_STEP)
 
 
-def test_a_synchronous_run_comes_out_the_same_whatever_dies(tortured: Start) -> None:
-    """The same prompts in the same order, and the same weights."""
+def test_a_synchronous_run_has_the_same_result_after_any_death(tortured: Start) -> None:
     steps = 50
-    # Nothing hangs here, and a busy machine is not to be taken for what does.
+    # Nothing hangs here, and a busy machine must not look like a hang.
     settings = {
         "hang_after_s": 300, "steps": steps, "max_staleness": 0, "lr": 1e-4, "checkpoint_every": 7,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run of the real command, watched from outside: its files, its processes, its end."""
+"""Run of the real command, watched from outside: its files, its processes and its end."""
 
 import json
 import os
@@ -26,25 +26,25 @@ from tests.leftovers import described_process, is_alive
 _LOOK_EVERY_S = 0.5
 _POLL_S = 0.05
 _SHOWN_LINES = 60
-# After the command has ended, its last processes are given so long.
+# Time for the last processes to end after the command.
 _GONE_WITHIN_S = 120.0
-# Whose raylet was killed with the job: they try to tell its head for a minute, and end.
+# If their raylet was killed with the job, they retry their head for a minute before they end.
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 _SESSION = r"session_\d{4}-[\d_-]+"
 
 
 class ChaosError(AssertionError):
-    """The run did not survive what it should have, or did not end. Shows what it printed."""
+    """The run did not survive, or did not end. The message has the run's output."""
 
 
 class TorturedRun:
-    """`python -m tests.e2e.impatient` into one directory, job after job.
+    """Run of `python -m tests.e2e.impatient` into one directory, job after job.
 
     Args:
         settings: the command's arguments, without `out`.
         numbers: of supervision, by argument (tests/e2e/impatient.py).
         environment: variables beside this process's own.
-        deadline_s: longest any one thing is waited for; against hangs only.
+        deadline_s: longest time that anything is waited for; against hangs only.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TorturedRun:
     # jobs
 
     def start(self, **changes: object) -> None:
-        """Starts a job with these settings changed, and watches its processes."""
+        """Start a job with these settings changed, and watch its processes."""
         self._settings |= changes
         arguments = [f"{name}={value}" for name, value in self._settings.items()]
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class TorturedRun:
         threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Remembers descendants and actors, so that those that outlive the command are known."""
+        """Record descendants and actors, so that those that outlive the command are known."""
         while process.poll() is None:
             with suppress(psutil.Error):
                 for child in psutil.Process(process.pid).children(recursive=True):
@@ -98,7 +98,7 @@ class TorturedRun:
         self.process.send_signal(signum)
 
     def join(self) -> int:
-        """The exit code of the job."""
+        """Wait for the exit code of the job."""
         assert self.process is not None
         try:
             return self.process.wait(self.deadline_s)
@@ -106,7 +106,7 @@ class TorturedRun:
             raise self._error(f"the command did not end within {self.deadline_s:.0f} s") from None
 
     def close(self) -> None:
-        """Ends the job and whatever is left of its processes."""
+        """End the job and all of its processes."""
         processes = self.left_over(0.0)
         if self.process is not None and self.process.poll() is None:
             with suppress(psutil.NoSuchProcess):
@@ -118,7 +118,7 @@ class TorturedRun:
                 process.kill()
 
     def wait(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
-        """Waits for a condition of the job under way; raises ChaosError if it ends first."""
+        """Wait for a condition of the running job; raise ChaosError if the job ends first."""
         assert self.process is not None
         limit = deadline_s or self.deadline_s
         deadline = time.monotonic() + limit
@@ -141,14 +141,14 @@ class TorturedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of every optimizer step."""
+        """Metrics of every optimizer step."""
         return [
             line for line in read_lines(self.out / "metrics.jsonl", {"step"}) if "time/step" in line
         ]
 
     @property
     def step(self) -> int:
-        """The newest step in metrics.jsonl; 0 before the first."""
+        """Newest step in metrics.jsonl; 0 before the first."""
         path = self.out / "metrics.jsonl"
         if not path.exists():
             return 0
@@ -158,7 +158,7 @@ class TorturedRun:
         return int(json.loads(whole[-1])["step"]) if whole else 0
 
     def wait_for_steps(self, number: int) -> None:
-        """Returns after so many more steps; a return to a checkpoint begins the count again."""
+        """Wait for this many more steps; a return to a checkpoint restarts the count."""
         start = self.step
 
         def done() -> bool:
@@ -170,16 +170,16 @@ class TorturedRun:
 
     @property
     def begun_again(self) -> int:
-        """How often groups began again so far, since they were overdue."""
+        """Number of restarts of overdue groups so far."""
         return (self.out / "ledger.jsonl").read_bytes().count(b'"event":"begin_again"')
 
     def wait_for_one_to_begin_again(self) -> None:
-        """Returns when it has just happened; some of the run's episodes hang."""
+        """Wait until a group has just restarted; some of the run's episodes hang."""
         before = self.begun_again
         self.wait(lambda: self.begun_again > before, "a group to begin again")
 
     def pids(self) -> dict[str, int]:
-        """The process of each actor that has started and not died since, by name."""
+        """Process id by name of each actor that has started and not died since."""
         found: dict[str, int] = {}
         for event in self.events:
             if event["event"] == "start":
@@ -191,7 +191,7 @@ class TorturedRun:
     # what must be true at the end
 
     def problems(self, steps: int, prompts_per_step: int) -> list[str]:
-        """Everything that is wrong with a run that should have finished after so many steps."""
+        """All problems of a run that should have finished after `steps` steps."""
         journal = self.out / "ledger.jsonl"
         found = [*audit(journal, steps=steps).problems, *KeptInJournal(journal).sampled_again]
         metrics = self.metrics
@@ -217,10 +217,10 @@ class TorturedRun:
     def left_over(
         self, patience_s: float = _GONE_WITHIN_S, *, but_agents: bool = False
     ) -> list[psutil.Process]:
-        """Processes of the jobs so far that live on after `patience_s`.
+        """Processes of the jobs so far that are still alive after `patience_s`.
 
         Args:
-            but_agents: leaves out Ray's own agents, which are late to notice that all are gone.
+            but_agents: leaves out Ray's own agents, which end late.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -232,7 +232,7 @@ class TorturedRun:
             time.sleep(_LOOK_EVERY_S)
 
     def _relatives(self) -> list[psutil.Process]:
-        """Known descendants, and whoever names the directory or one of the jobs' Ray sessions."""
+        """Known descendants, and processes that name the directory or a Ray session of a job."""
         marks = [str(self.out), *self._sessions]
         found = dict(self._family)
         for process in psutil.process_iter():

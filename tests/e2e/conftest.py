@@ -1,4 +1,4 @@
-"""Runs in processes of their own: each test leaves the machine as it was."""
+"""Check that no test leaves anything on the machine."""
 
 from tests.leftovers import nothing_left_over
 

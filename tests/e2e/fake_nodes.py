@@ -19,7 +19,7 @@ from ray.autoscaler.tags import (
 
 
 class LoopbackNodes(FakeMultiNodeProvider):
-    """Ray's fake provider, except that nodes listen where the head does, on the loopback device.
+    """Ray's fake provider, but with nodes that listen on the head's loopback address.
 
     Ray's own gives its nodes the machine's address. `provider:` takes "node_ip_address" as well.
     """

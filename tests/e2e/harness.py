@@ -1,4 +1,4 @@
-"""Runs in this process, and of the real command in a process of its own, and what they write."""
+"""Start runs in this process or as a separate command, and read their output files."""
 
 import os
 import signal
@@ -32,26 +32,26 @@ def opd_settings(pair: Any, **overrides: object) -> dict[str, Any]:
 
 
 def opd_arguments(pair: Any, out: Path, **overrides: object) -> list[str]:
-    """The same as arguments of the command."""
+    """`opd_settings` as arguments of the command."""
     return [f"{name}={value}" for name, value in opd_settings(pair, out=out, **overrides).items()]
 
 
 def train(
     recipe: str, out: Path, *, console: Any = None, observer: Any = None, **settings: Any
 ) -> list[dict[str, float]]:
-    """A run of a recipe, driven by this process; returns `metrics(out)`."""
+    """Run a recipe in this process; return `metrics(out)`."""
     config = make(recipe, out=str(out), **settings)
     cluster.run.run(config, console or Console(quiet=True), observer)
     return metrics(out)
 
 
 def distil(pair: Any, out: Path, **overrides: Any) -> list[dict[str, float]]:
-    """The small OPD run, all of it in this process."""
+    """Run the small OPD run in this process only."""
     return train("opd", out, **opd_settings(pair, **{"local": True, **overrides}))
 
 
 def taught(model: Path, rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
-    """A tiny chat model, fine-tuned on these conversations; the run is `folder`/sft."""
+    """Fine-tune a tiny chat model on these conversations in `folder`/sft."""
     out = folder / "sft"
     train(
         "sft", out, model=str(model), data=write_rows(folder / "book.jsonl", *rows), steps=80,
@@ -61,7 +61,7 @@ def taught(model: Path, rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """Starts `python -m module arguments` in a process group of its own."""
+    """Start `python -m module arguments` in its own process group."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments], cwd=REPOSITORY,
         env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
@@ -70,7 +70,7 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    """Waits for the end, which has this exit code; returns everything printed."""
+    """Wait for the end with this exit code; return all output."""
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def interrupt(process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT) -> str:
-    """Ends a run by a signal, as Ctrl-C does; returns everything printed."""
+    """End a run by a signal, like Ctrl-C; return all output."""
     process.send_signal(signum)
     return finish(process, 128 + signum)
 
@@ -97,18 +97,18 @@ def metrics(out: Path) -> list[dict[str, float]]:
 
 
 def evaluations(out: Path) -> list[dict[str, float]]:
-    """Metrics of each evaluation, the teachers' too; those in a step's line are not among them."""
+    """Metrics of each evaluation, including the teachers', without those in a step's line."""
     return [line for line in lines(out) if "time/step" not in line]
 
 
 def measured(validation: Mapping[str, float]) -> set[str]:
-    """Names of the metrics of held-out rows, without those of one source."""
+    """Names of the metrics of held-out rows, without those of single sources."""
     names = {name.partition("/source=")[0] for name in validation}
     return {name.removeprefix("validation/") for name in names} - {"time/validation"}
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    """All of metrics.jsonl. Fails for a metric that the table of metrics does not have."""
+    """All lines of metrics.jsonl. Fails for a metric that is not in the table of metrics."""
     found = read_lines(out / "metrics.jsonl", {"step"})
     assert not {name for line in found for name in line if described(name) is None}
     return found
@@ -122,18 +122,18 @@ def events(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def process_of(who: str, out: Path) -> int:
-    """The process id of an actor, by its name in messages; the newest, if it was restarted."""
+    """Process id of the newest actor with this name in messages."""
     return [event["pid"] for event in events(out, "start") if event["who"] == who][-1]
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Waits for a condition of a running process; fails with its output if it ends first."""
+    """Wait for a condition of a running process; fail with its output if it ends first."""
     until(lambda: ready() or process.poll() is not None)
     assert process.poll() is None or ready(), f"it ended too early:\n{process.communicate()[0]}"
 
 
 def trained_groups(out: Path) -> list[int]:
-    """Ids of the groups in the final weights, sorted; one that is in them twice is there twice."""
+    """Sorted ids of the groups in the final weights, with repetitions."""
     steps: dict[int, list[int]] = {}
     for event in read_journal(out / "ledger.jsonl"):
         # Again, after the learner went back to a checkpoint; and after a push beside a step.

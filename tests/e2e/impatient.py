@@ -1,4 +1,4 @@
-"""`cluster.train`, whose supervision has other numbers than the defaults; all else is as it is.
+"""`cluster.train` with other numbers for its supervision.
 
 `NUMBERS` in the environment is JSON: constructor arguments of the classes in `PARTS`, by name.
 """

@@ -25,7 +25,7 @@ def exact_reverse_kl(
     samples: int = 1,
     seed: int = 0,
 ) -> float:
-    """Mean nats per sampled token, over `samples` responses to each prompt."""
+    """Mean exact reverse KL per sampled token, over `samples` responses to each prompt."""
     tokenizer = AutoTokenizer.from_pretrained(student_dir)
     student = AutoModelForCausalLM.from_pretrained(student_dir, dtype=torch.float32).eval()
     teacher = AutoModelForCausalLM.from_pretrained(teacher_dir, dtype=torch.float32).eval()

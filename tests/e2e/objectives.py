@@ -13,7 +13,7 @@ from distill.objective.group_rewards import GroupRewards
 
 
 def global_advantage(rewards_P: Sequence[GroupRewards]) -> list[np.ndarray]:
-    """As baseline=global and scale_by_std=True."""
+    """The same as baseline=global and scale_by_std=True."""
     counted_N = np.concatenate([group.rewards_G[group.counted_G] for group in rewards_P])
     return [(g.rewards_G - counted_N.mean()) / (counted_N.std() + 1e-6) for g in rewards_P]
 
@@ -22,7 +22,7 @@ POLICY_GRADIENT = "tests.e2e.objectives:policy_gradient"
 
 
 def policy_gradient(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """As loss=importance_sampling."""
+    """The same as loss=importance_sampling."""
     return -(logprobs_N - old_N).exp() * advantages_N
 
 
@@ -31,8 +31,10 @@ FAILURE = "ISOTHERM_TEST_FAILURE"  # names a file of the worker's rank, which th
 
 
 def fails_on_a_worker(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """`policy_gradient`; if the file `FAILURE` is there, the backward pass of a worker fails, not
-    this function: an error of a user's function would end the run."""
+    """`policy_gradient` whose backward pass fails on a worker for which the file `FAILURE` exists.
+
+    An error of the function itself, which is a user's, would end the run.
+    """
     if dist.is_initialized():
         logprobs_N.register_hook(_fail_once)
     return policy_gradient(logprobs_N, old_N, advantages_N)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def reward(response: str, answer: str) -> float:
-    """Even digits pay, so that rewards differ."""
+    """Reward even digits, so that rewards differ."""
     out, _, kind = answer.partition("|")
     while not _ready(kind, _events(Path(out))):
         time.sleep(0.02)

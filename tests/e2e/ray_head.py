@@ -1,4 +1,4 @@
-"""Real Ray clusters on the loopback address: `ray start --head`, worker nodes where asked for.
+"""Real Ray clusters on the loopback address: `ray start --head`, optionally with worker nodes.
 
 Every process of a cluster ends with its block. (Ray's servers accept on all interfaces unless the
 address is 127.0.0.1, which `ray start` does not keep.)
@@ -39,7 +39,7 @@ _STARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A cluster's head, up and answering."""
+    """Running head of a cluster."""
 
     gcs_port: int
     dashboard_port: int
@@ -50,22 +50,22 @@ class Head:
 
     @property
     def address(self) -> str:
-        """What RAY_ADDRESS takes."""
+        """Value of RAY_ADDRESS."""
         return f"{HOST}:{self.gcs_port}"
 
     @property
     def url(self) -> str:
-        """What `ray job ... --address` takes."""
+        """Value of `ray job ... --address`."""
         return f"http://{HOST}:{self.dashboard_port}"
 
     def workers(self) -> list[str]:
-        """Ids of the nodes that are alive beside the head. Needs no `ray.init`."""
+        """Ids of the living nodes except the head. Needs no `ray.init`."""
         nodes = GcsClient(address=self.address).get_all_node_info().items()
         alive = [node_id.hex() for node_id, node in nodes if node.state == _ALIVE]
         return [node_id for node_id in alive if node_id != FAKE_HEAD_NODE_ID]
 
     def kill_a_worker_node(self) -> None:
-        """`kill -9` to the raylet of the oldest worker node; the node's processes go with it."""
+        """Send SIGKILL to the oldest worker node's raylet; the node's processes end with it."""
         raylets = {}
         for process in _processes(self.log.parent):
             with suppress(psutil.Error):
@@ -85,13 +85,13 @@ def ray_head(
     autoscaler: int = 2,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Head]:
-    """A head with ports, directory and processes of its own.
+    """Start a head with its own ports, directory and processes.
 
     This Python's directory comes first on its PATH, as on a node whose image has isotherm.
 
     Args:
-        workers: with any, Ray's own autoscaler starts as many nodes of one CPU as are needed.
-        idle_s: a worker node is taken away after so many seconds without work.
+        workers: if not 0, Ray's own autoscaler starts nodes of one CPU on demand, at most so many.
+        idle_s: seconds without work after which a worker node is removed.
         autoscaler: its version.
     """
     with ExitStack() as stack:
@@ -138,7 +138,7 @@ def ray_head(
 
 
 def _scaling(address: str, cpus: int, workers: int, idle_s: float) -> dict[str, Any]:
-    """What `ray start --autoscaling-config` reads."""
+    """Write the file for `ray start --autoscaling-config`."""
     commands = (
         "initialization_commands", "setup_commands", "head_setup_commands",
         "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
@@ -198,7 +198,7 @@ def _command(
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free now; all are held while they are chosen, so they differ."""
+    """Free ports; all are held while they are chosen, so they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
         for each in sockets:
@@ -223,7 +223,7 @@ def _listens(port: int) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the head's group; Ray's daemons live and die with the processes in it."""
+    """End the head's process group; Ray's daemons end with it."""
     process.send_signal(signal.SIGTERM)  # `--block` ends what it started
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=20)
@@ -233,7 +233,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _processes(root: Path) -> list[psutil.Process]:
-    """Those whose command lines name the cluster's directory: raylets of worker nodes do, too."""
+    """Processes with the cluster's directory in their command line, also worker nodes' raylets."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -243,7 +243,7 @@ def _processes(root: Path) -> list[psutil.Process]:
 
 
 def _end_all(root: Path) -> None:
-    """Kills until nobody is left; what was being started by one that is killed comes next."""
+    """Kill until none is left, because a killed process may just have started another."""
     while processes := _processes(root):
         for process in processes:
             with suppress(psutil.NoSuchProcess):

@@ -18,7 +18,7 @@ SCRIPT = "ISOTHERM_TEST_SCALING"
 
 
 class Scripted:
-    """In the autoscaler's place."""
+    """Scripted replacement of the autoscaler."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._script: list[dict[Any, int]] = json.loads(os.environ[SCRIPT])

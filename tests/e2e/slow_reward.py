@@ -11,7 +11,7 @@ LOAD_FILE = "ISOTHERM_TEST_LOAD"
 
 
 def reward(response: str, answer: str) -> float:
-    """Blocks for as many seconds as the file says. Even digits pay, so that rewards differ."""
+    """Sleep for the seconds in the file; reward even digits, so that rewards differ."""
     load = Path(os.environ[LOAD_FILE])
     if load.exists():
         time.sleep(float(load.read_text()))
@@ -19,6 +19,6 @@ def reward(response: str, answer: str) -> float:
 
 
 def loss(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """loss=importance_sampling, with the time that a large model takes."""
+    """loss=importance_sampling that takes as long as a large model's."""
     time.sleep(1.0)
     return -(logprobs_N - old_N).exp() * advantages_N

@@ -1,4 +1,4 @@
-"""A run that pushes its adapter alone to real SGLang servers."""
+"""Pushes of the adapter alone to real SGLang servers."""
 
 import json
 from pathlib import Path
@@ -19,10 +19,10 @@ pytestmark = [
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_opd_trains_an_adapter_that_servers_get_alone(
+def test_opd_pushes_the_adapter_alone(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two versions in flight, an engine for evaluations, and a second job that resumes."""
+    """Two versions in flight, an evaluation engine, and a second job that resumes."""
     out = tmp_path / "run"
 
     def arguments(steps: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Distillation through an agent that owns its loop: the example, on real engines, on Ray."""
+"""Distillation through an agent with its own loop: the example, on real engines, on Ray."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_the_page_shows_the_example() -> None:
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model that knows nothing yet."""
+    """Folder of an untrained tiny model."""
     folder = tmp_path_factory.mktemp("untrained")
     write_untrained(str(folder), book(0.0), DIGITS_APART, context_length=160, seed=1)
     return folder
@@ -42,20 +42,19 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def caller(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that was taught to call the example's calculator, barely."""
+    """Model with a little training in calls of the example's calculator."""
     return taught(untrained, book(0.0), tmp_path_factory.mktemp("caller"))
 
 
 def book(guesses: float) -> Sequence[dict[str, Any]]:
-    """Conversations with the example's calculator; a share of them guesses, and calls nothing."""
+    """Conversations with the example's calculator; a share of them guesses without a call."""
     return [{**row, "tools": TOOLS} for row in product_rows(products(300, 0), guesses=guesses)]
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_another_teacher_to_call_the_tool(
+def test_a_student_learns_tool_calls_from_a_teacher(
     untrained: Path, caller: str, tmp_path: Path
 ) -> None:
-    """One that guesses nearly always comes to call the calculator, as its teacher does."""
     student = taught(untrained, book(0.95), tmp_path)
     prompts = write_rows(tmp_path / "prompts.jsonl", *product_prompts(products(80, 1)))
     out = tmp_path / "run"
@@ -75,7 +74,7 @@ def test_a_student_learns_from_another_teacher_to_call_the_tool(
 def distilled(model: str, out: Path, trained: int, *settings: str) -> list[dict[str, float]]:
     """Metrics of a run in which a copy of the model learns from another.
 
-    Calls and answers are trained as sampled; the histories come back as they were sent.
+    Checks that calls and answers are trained as sampled, and that histories come back unchanged.
     """
     copies = [shutil.copytree(model, out.parent / name) for name in ("student", "teacher")]
     run(
@@ -123,7 +122,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def multiplier(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that was taught to call the tool of `with-tools`, barely."""
+    """Model with a little training in calls of the tool of `with-tools`."""
     folder = tmp_path_factory.mktemp("multiplier")
     rows = [_product_by_tool(number) for number in range(60)]
     write_untrained(str(folder), rows, DIGITS_APART, context_length=320, seed=1)
@@ -148,7 +147,6 @@ def _product_by_tool(number: int) -> dict[str, Any]:
 def test_a_student_is_distilled_through_verifiers(
     multiplier: str, python: str, tmp_path: Path, name: str, engine: str
 ) -> None:
-    """The environment's problems, rewards and tools."""
     steps = distilled(
         multiplier, tmp_path / "run", 2, "prompts_per_step=1", "max_new_tokens=48",
         f"engine={engine}", "eval_size=0", "env=Verifiers", f"env.name={name}",

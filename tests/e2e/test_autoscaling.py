@@ -1,7 +1,4 @@
-"""A run on Ray's own autoscaler: its pool and the cluster grow under load, and shrink after it.
-
-And engines that come and go in the middle of a run, by a script.
-"""
+"""Pools and clusters that grow under load and shrink after it."""
 
 import json
 import os
@@ -24,14 +21,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def sizes(out: Path, pool: str) -> list[dict[str, Any]]:
-    """Its members, ready, starting and draining, from each change to the next."""
+    """Ready, starting and draining members after each change of the pool."""
     return [event for event in events(out, "size") if event["pool"] == pool]
 
 
 def test_a_pool_and_the_cluster_follow_the_load(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rewards are slow, then fast again, on a cluster whose worker nodes hold one worker each."""
+    """Rewards are slow, then fast again; each worker node has room for one worker."""
     out, load = tmp_path / "run", tmp_path / "load"
     load.write_text("1.0")
     monkeypatch.setenv(slow_reward.LOAD_FILE, str(load))
@@ -76,10 +73,10 @@ def test_a_pool_and_the_cluster_follow_the_load(
     assert {"scaling", "weight pushes"} <= {lane["title"] for lane in drawn["lanes"]}
 
 
-def test_engines_that_come_and_go_lose_nothing(
+def test_joining_and_leaving_engines_lose_no_group(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They join with the present weights and a handshake; they leave when nothing is under way."""
+    """Engines join with the current weights and a handshake; they leave when idle."""
     out = tmp_path / "run"
     script = [
         {"policy": policies, "teacher": teachers}
@@ -112,10 +109,10 @@ def test_engines_that_come_and_go_lose_nothing(
     assert not found.problems, found.lines()
 
 
-def test_engines_on_nodes_of_their_own_get_weights_by_a_group_and_one_that_dies_comes_back(
+def test_engines_on_other_nodes_get_weights_collectively_and_recover(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node has a CPU for one actor, so no policy engine is on the learner's."""
+    """Each node has a CPU for one actor, so no policy engine is on the learner's node."""
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, steps=100_000, device="cpu", policy_engines=2, verify_every=1, eval_size=0,

@@ -1,6 +1,6 @@
-"""Runs whose teacher's weights change in the middle: what it scored is in no weights at the end.
+"""Runs whose teacher's weights change midway: the final weights contain none of its wrong scores.
 
-In this process (local=True), so that a test can reach into a teacher that serves; one on SGLang.
+Most run in this process (local=True), so that a test can change a serving teacher.
 """
 
 import json
@@ -38,7 +38,7 @@ UNIFORM = -math.log(VOCAB_SIZE)
 
 
 class Planted:
-    """Changes the weights of the teacher that scored first, just before its n-th chain."""
+    """Change the weights of the teacher that scored first, just before its n-th scored sequence."""
 
     def __init__(self, model: str, nth: int, change: Callable[[torch.Tensor], Any]) -> None:
         self._model, self._nth, self._change = model, nth, change
@@ -89,7 +89,7 @@ def certificate(out: Path) -> dict[str, Any]:
 
 
 def expect_proven(out: Path) -> dict[str, Any]:
-    """All that the final weights contain is proven, by certificate and by audit."""
+    """Assert by certificate and audit that all scores in the final weights are verified."""
     found = certificate(out)
     assert found["proven"] and found["groups"]["proven"] == 40 and not found["gaps"]
     proved = audit(out / "ledger.jsonl", steps=10)
@@ -101,8 +101,7 @@ def expect_proven(out: Path) -> dict[str, Any]:
 def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
     tiny_pair: TinyPair, tmp_path: Path, plant: Any
 ) -> None:
-    """The only teacher wakes with empty weights and answers -ln V; the loss converges all the
-    same."""
+    """The only teacher wakes with empty weights and answers -ln V; the loss still converges."""
     out = tmp_path / "run"
     planted = plant(187, lambda parameter: parameter.zero_())
     assert train(tiny_pair, out, max_staleness=0) == 0 and planted.done
@@ -156,7 +155,7 @@ def test_weights_swapped_in_one_of_three_servers_are_scored_again_by_the_others(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_good_runs_raise_no_alarm(tiny_pair: TinyPair, tmp_path: Path, seed: int) -> None:
-    """Neither a canary nor a detector; that a random student's samples are cut is true."""
+    """Neither a canary nor a detector fires, except that a random student's samples are cut."""
     out = tmp_path / "run"
     estimator = ("sampled", "full", "top_k")[seed % 3]
     settings = {"teacher_engines": 2, "max_staleness": 2, "lr": 1e-3, "estimator": estimator}
@@ -171,10 +170,10 @@ def test_good_runs_raise_no_alarm(tiny_pair: TinyPair, tmp_path: Path, seed: int
 
 
 @pytest.mark.slow
-def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
+def test_one_changed_number_in_the_learner_s_copy_of_the_teacher(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engines are well all the time, and the loss reads another teacher than they serve."""
+    """The engines serve correct scores; only the copy that the loss reads is wrong."""
     out = tmp_path / "run"
     passes: list[LocalTeachers] = []
     distribution_of = LocalTeachers.distribution_of
@@ -202,13 +201,13 @@ def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
     assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
 
 
-def test_hidden_states_that_change_while_log_probs_stay(
+def test_wrong_hidden_states_with_correct_log_probs(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss reads the teacher's states; its log-probs and the head in the learner are well."""
+    """The loss reads the teacher's states; its log-probs and the learner's head are correct."""
     out = tmp_path / "run"
     score = EmbeddedEngine.score
-    ill: list[EmbeddedEngine] = []  # the first teacher, from its 187th chain on
+    ill: list[EmbeddedEngine] = []  # the first teacher, from its 187th scored sequence on
     chains = 0
 
     async def watched(engine: EmbeddedEngine, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -268,7 +267,7 @@ def test_the_base_of_an_adapter_is_watched_where_it_is_the_reference(
 def test_weights_swapped_in_a_running_sglang_server(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the server's own endpoint and the run's key, as a stranger on the node might."""
+    """A process on the node uses the server's own endpoint and the run's key."""
     out, other = tmp_path / "run", tiny_model_dir(tmp_path, seed=3)
     answers: list[Any] = []
     after_step = Canaries.after_step

@@ -1,4 +1,4 @@
-"""Environments in runs, with real engines: turns, tools, games, judged from outside."""
+"""Environments in runs with real engines: turns, tools and games."""
 
 import json
 import os
@@ -44,7 +44,7 @@ ENGINES = [
 
 @pytest.fixture
 def backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The environment that docs/environments.md shows, word for word, and its words."""
+    """The exact environment of docs/environments.md, and its words."""
     page = (REPOSITORY / "docs/environments.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "backwards.py").write_text(code)
@@ -59,7 +59,7 @@ def backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.fixture
 def brief_pair(tiny_pair: TinyPair, tmp_path: Path) -> TinyPair:
-    """The pair with many tokens that end a turn: random models hardly ever sample a single one."""
+    """Pair with many stop tokens: random models hardly ever sample a single one."""
     copies = {}
     for role in ("student", "teacher"):
         copies[role] = str(shutil.copytree(getattr(tiny_pair, role), tmp_path / role))
@@ -75,14 +75,14 @@ def without_prompts(pair: TinyPair, out: Path, words: Path, **settings: object) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_page_s_environment_trains_as_it_stands(
+def test_the_environment_of_the_docs_trains(
     brief_pair: TinyPair,
     tmp_path: Path,
     backwards: Path,
     engine: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two turns an episode; what the engine sampled and the teacher scored is what is trained."""
+    """Two turns per episode; what is trained equals what was sampled and scored."""
     out = tmp_path / "run"
     arguments = without_prompts(brief_pair, out, backwards, steps=3, engine=engine,
         keep="all", max_staleness=0, local=engine == "embedded",
@@ -100,7 +100,7 @@ def test_the_page_s_environment_trains_as_it_stands(
         assert step["rollout/turns"] > 1
         assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
         assert step["opd/reverse_kl/turn=1"] > 0 and step["opd/reverse_kl/turn=2"] > 0
-        if engine == "sglang":  # a second turn goes to that of two engines which has its prefix
+        if engine == "sglang":  # a second turn goes to the engine that has its prefix
             assert step["rollout/cached_share"] > 0.5
     kept = read_rows(out / "rollouts.jsonl")
     assert {group["step"] for group in kept} == {1, 2, 3}
@@ -137,10 +137,10 @@ def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
+def test_groups_of_a_failing_environment_are_dropped(
     tiny_pair: TinyPair, tmp_path: Path, backwards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every fourth word raises, or earns what is no number."""
+    """Every fourth word raises, or has a reward that is not a number."""
     code = (tmp_path / "backwards.py").read_text()
     bad = 'if self.word[1] == "h":\n            raise RuntimeError("no such word")\n        '
     code = code.replace("self.tries += 1\n        ", f"self.tries += 1\n        {bad}")
@@ -157,7 +157,7 @@ def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
 
 @pytest.mark.slow
 def test_opd_on_tool_calls(tmp_path: Path) -> None:
-    """A model that was taught to call, barely: the calls are run, and both turns are trained."""
+    """A little-trained model: its calls are executed, and both turns are trained."""
     pairs = products(300, 0)
     book = product_rows(pairs, guesses=0.0)
     untrained = tmp_path / "untrained"
@@ -195,7 +195,7 @@ def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponen
         reference=student if frozen else None, local=True,
     )  # fmt: skip
     for step in steps:
-        assert step["env/illegal"] > 0  # it was taught nothing
+        assert step["env/illegal"] > 0  # an untrained model
         assert -2 <= step["reward/mean"] <= 0
         assert step["train/tokens"] > 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())

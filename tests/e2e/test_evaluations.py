@@ -1,4 +1,4 @@
-"""Evaluations beside training (eval_engines=): steps go on, and every number is as without."""
+"""Concurrent evaluations (eval_engines=): steps continue, and no number changes."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def rows(path: Path, answer: str) -> str:
 def distil(
     pair: TinyPair, out: Path, *, waits_for: str, training: str = "none", **overrides: object
 ) -> Path:
-    """A run whose evaluations wait for an event; with `training`, so do its rollouts."""
+    """Run whose evaluations wait for an event; with `training`, its rollouts wait too."""
     settings = {
         "max_new_tokens": 6, "lr": 1e-3, "checkpoint_every": 100, "local": False,
         "max_staleness": 0, "eval_every": 2, "eval_engines": 1, "eval_size": 4,
@@ -44,14 +44,14 @@ def distil(
 
 
 def measured(out: Path) -> dict[int, Mapping[str, float]]:
-    """Evaluations of the policy between the first step and the last, by step."""
+    """Evaluations of the policy between the first and the last step, by step."""
     found = [line for line in lines(out) if "time/eval" in line and 0 < line["step"] < 6]
     assert len(found) == len({line["step"] for line in found})
     return {int(line["step"]): line for line in found}
 
 
 def place(out: Path, event: str, **fields: object) -> int:
-    """Number of the line of events.jsonl that has these fields."""
+    """Index of the line of events.jsonl that has these fields."""
     written = read_rows(out / "events.jsonl")
     wanted = {"event": event, **fields}
     [found] = [i for i, line in enumerate(written) if wanted.items() <= line.items()]

@@ -1,4 +1,4 @@
-"""fork_from=: runs that begin from a checkpoint of another, in one process each."""
+"""fork_from=: runs that begin from another run's checkpoint, in one process each."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_a_fork_begins_with_the_weights_and_resumes_by_itself(
     assert origin["run_id"] == of(first, "config.json")["run_id"]
     assert not audit(second / "ledger.jsonl").problems
 
-    shutil.rmtree(first)  # what it took is its own
+    shutil.rmtree(first)  # the fork has copies
     assert main([*fork_arguments(tiny_pair, second, **fork), "fork_from=None"]) == 2
     assert f"fork_from was '{first}:2' there and is None now" in capsys.readouterr().err
     assert main(fork_arguments(tiny_pair, second, **fork | {"steps": 3})) == 0

@@ -1,4 +1,4 @@
-"""`teacher.head=`: a served teacher's distributions, by its hidden states and its head alone."""
+"""`teacher.head=`: a served teacher's distributions from its hidden states and its head."""
 
 import asyncio
 import json
@@ -50,22 +50,22 @@ def kls(steps: list[dict[str, float]]) -> list[float]:
 
 
 def arrived(out: Path) -> int:
-    """Deliveries so far."""
+    """Number of deliveries so far."""
     return sum(event["event"] == "put" for event in read_journal(out / "ledger.jsonl"))
 
 
 @pytest.fixture(scope="module")
 def by_copy(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """KL of each step with the whole teacher in the learner."""
+    """KL of each step, with a whole copy of the teacher in the learner."""
     out = tmp_path_factory.mktemp("by_copy") / "run"
     return kls(distil(tiny_pair, out, **SETTINGS))
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_head_alone_teaches_what_the_whole_teacher_does(
+def test_the_head_alone_gives_the_divergences_of_the_whole_teacher(
     tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float]
 ) -> None:
-    """With two learner workers, which fetch the states of their own rows."""
+    """Two learner workers fetch the states of their own rows."""
     out = tmp_path / "run"
     settings = SETTINGS | {"learner_workers": 2, "teacher.head": tiny_pair.teacher}
     assert by_copy[-1] < 0.6 * by_copy[0]
@@ -81,7 +81,7 @@ def test_the_head_alone_teaches_what_the_whole_teacher_does(
 
 
 def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """Each row has the states of its own teacher; one is whole in the learner for comparison."""
+    """Each row has the states of its own teacher; a whole copy of one is for comparison."""
     small = tiny_model_dir(tmp_path, seed=7, hidden_size=32)
     save_tokenizer(small)
     rows = read_rows(tiny_pair.prompts)
@@ -103,10 +103,10 @@ def test_two_teachers_of_different_hidden_sizes(tiny_pair: TinyPair, tmp_path: P
     assert one == pytest.approx(whole, rel=1e-3) and both == pytest.approx(whole, rel=1e-3)
 
 
-def test_a_head_that_the_teacher_does_not_serve_is_named(
+def test_a_head_that_differs_from_the_served_teacher_is_refused(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one of the checkpoint before its weights were quantised, head and all."""
+    """The head is, for example, that of the checkpoint before quantisation."""
     model = load_causal_lm(tiny_pair.teacher, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         head: Any = model.get_output_embeddings()

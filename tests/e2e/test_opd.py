@@ -31,9 +31,9 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
 
 
 def judged(student: str | Path, pair: TinyPair, temperature: float) -> float:
-    """Outside the training code, on fresh samples of the run's own prompts.
+    """Exact divergence on fresh samples of the run's own prompts, without training code.
 
-    On other prompts it says little: a random teacher has nothing in common between prompts.
+    Other prompts say little: a random teacher has nothing in common between prompts.
     """
     prompts = [f"{a} + {b} =" for a in range(4) for b in (1, 3)]
     return exact_reverse_kl(
@@ -63,7 +63,7 @@ def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperatur
 
 
 def far_apart(pair: TinyPair, root: Path) -> TinyPair:
-    """A student that says anything, and a teacher that is sure of what it says."""
+    """An almost uniform student and a sharp teacher."""
     student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1, sharpness=1)
     teacher = tiny_model_dir(root, seed=2, sharpness=30)
     for directory in (student, teacher):
@@ -76,7 +76,7 @@ def far_apart(pair: TinyPair, root: Path) -> TinyPair:
 def test_a_bad_student_learns_faster_from_the_teacher_s_samples(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """On Ray: 2.6 nats of 13 in ten steps, to 1.1 by its own samples."""
+    """On Ray. Of 13 nats, ten steps remove 2.6; with the student's own samples 1.1."""
     pair = far_apart(tiny_pair, tmp_path)
     before, steps = judged(pair.student, pair, 0.7), 10
     fallen = {}
@@ -136,7 +136,7 @@ def test_overlapped_runs_are_stale_by_at_most_the_bound(
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_several_engines_and_workers_share_the_work(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """With pushes to engines in bfloat16, beside the next step."""
+    """Pushes to bfloat16 engines are concurrent with the next step."""
     out = distil(
         tiny_pair, tmp_path / "run", policy_engines=2, teacher_engines=2, rollout_workers=2,
         steps=4, local=False, dtype="bfloat16", lr=1e-6, verify_every=1,

@@ -1,4 +1,4 @@
-"""teacher=policy: who scored what is held against the weights that it should have had."""
+"""teacher=policy: scores are compared with those of the weights that the teacher should have."""
 
 import json
 import os
@@ -34,7 +34,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
-    """A synchronous run in this process, which keeps all that it trained on."""
+    """Synchronous run in this process that keeps all that it trained on."""
     given = {
         "teacher": "policy", "temperature": T, "steps": 12, "prompts_per_step": 8, "group_size": 4,
         "lr": 1e-3, "checkpoint_every": 100, "max_staleness": 0, "keep": "all",
@@ -53,14 +53,14 @@ def weights(directory: str | Path) -> Weights:
 
 
 def distribution(model: torch.nn.Module, before: list[int], said: list[int]) -> torch.Tensor:
-    """log-probs at T where each of the tokens was said, (N, V)."""
+    """log-probs (N, V) at T of the positions at which the tokens were sampled."""
     with torch.no_grad():
         logits_TV = model(torch.tensor([before + said])).logits[0] / T
     return logits_TV.log_softmax(-1)[len(before) - 1 : -1]
 
 
 def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, Any]) -> None:
-    """The kept segment's teacher log-probs are the model's, after what the teacher was told."""
+    """Assert that the segment's teacher log-probs are the model's with the teacher's context."""
     [(start, _)] = segment["actions"]
     said = segment["tokens"][start:]
     log_q_NV = distribution(model, told, said)
@@ -69,8 +69,10 @@ def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, An
 
 
 def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set[int]:
-    """The first group of each step, of `hinted` prompts, is scored by the weights that its
-    teacher's version has by the checkpoints of the run. Returns these versions."""
+    """Assert which weights scored the first group of each step of `hinted` prompts.
+
+    Returns the teacher's versions, whose weights come from the checkpoints of the run.
+    """
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     found = set()
     groups = reversed(read_rows(out / "rollouts.jsonl"))
@@ -81,13 +83,15 @@ def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set
         found.add(version)
         assert version <= group["version"]
         model.load_state_dict(at_version(versions, version, rule))
-        expect_scored(model, told_of(tokenizer, segment), segment)
+        expect_scored(model, teacher_context(tokenizer, segment), segment)
     return found
 
 
 def expect_diverged(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> None:
-    """The divergence of each step is that of all that it trained on (kept with keep=all),
-    between the weights that it began with and those that its teacher had by then."""
+    """Assert that each step's divergence is that of all groups it trained on (kept with keep=all).
+
+    It is between the weights at the step's begin and those of its teacher at that time.
+    """
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     student, teacher = (AutoModelForCausalLM.from_pretrained(pair.student) for _ in range(2))
     groups = read_rows(out / "rollouts.jsonl")
@@ -101,34 +105,36 @@ def expect_diverged(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> Non
                 [(start, _)] = segment["actions"]
                 tokens = segment["tokens"]
                 log_p_NV = distribution(student, tokens[:start], tokens[start:])
-                log_q_NV = distribution(teacher, told_of(tokenizer, segment), tokens[start:])
+                log_q_NV = distribution(
+                    teacher, teacher_context(tokenizer, segment), tokens[start:]
+                )
                 kls += (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1).tolist()
         assert len(kls) == step["train/tokens"]
         assert step["opd/divergence"] == pytest.approx(sum(kls) / len(kls), rel=2e-3, abs=1e-5)
 
 
 def versions_of(pair: TinyPair, out: Path) -> list[Weights]:
-    """The weights of each version, of a run that has kept all its checkpoints."""
+    """Weights of each version of a run that has kept all its checkpoints."""
     steps = len(list((out / "checkpoints").glob("step-*")))
     checkpoints = [out / f"checkpoints/step-{step:06d}/model" for step in range(1, steps + 1)]
     return list(map(weights, [pair.student, *checkpoints]))
 
 
 def at_version(versions: list[Weights], version: int, rule: Mapping[str, float]) -> Weights:
-    """The teacher's, once the student has these versions, up to that one."""
+    """Weights of the teacher when the student has had the versions up to that one."""
     if "teacher_ema" in rule:
         return averaged(versions[: version + 1], rule["teacher_ema"])
     return versions[version - version % int(rule.get("teacher_lag", 1))]
 
 
-def told_of(tokenizer: Any, segment: dict[str, Any]) -> list[int]:
-    """What a teacher sees of a segment of `hinted` prompts before the response."""
+def teacher_context(tokenizer: Any, segment: dict[str, Any]) -> list[int]:
+    """Context of the teacher before the response of a segment of `hinted` prompts."""
     prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
     return tokenizer.encode(f"{int(prompt.split()[0]) + 1}! {prompt}")
 
 
 def averaged(versions: list[Weights], ema: float) -> Weights:
-    """Written out, from the first weights on."""
+    """Average written out, from the first weights on."""
     newest = len(versions) - 1
     mixed = {name: ema**newest * values for name, values in versions[0].items()}
     for i in range(1, newest + 1):
@@ -146,10 +152,10 @@ def expect_no_canaries(out: Path) -> None:
     assert not certificate["proven"] and "teacher=policy" in certificate["verdict"]
 
 
-def test_a_policy_teaches_itself_by_what_became_of_each_answer(
+def test_a_policy_teaches_itself_with_the_result_of_each_answer(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """The live policy scores what it sampled, told the right answer and whether its own was."""
+    """The live policy scores its samples, with the answer and the result in its context."""
     out, text = tmp_path / "run", "{answer}{outcome}{prompt}"
     rows = ({"prompt": f"{a} + 1 =", "answer": "e"} for a in range(9))
     steps = opd(
@@ -174,10 +180,8 @@ def test_a_policy_teaches_itself_by_what_became_of_each_answer(
     expect_no_canaries(out)
 
 
-def test_right_answers_earn_what_the_hint_makes_of_them(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
-    """By the rollouts that were kept: of each token, log q - log mu, where the answer was right."""
+def test_hint_bonus_of_right_answers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Each token of a right answer earns log q - log mu, by the kept rollouts."""
     out = tmp_path / "run"
     rows = ({"prompt": f"{a} + 1 =", "answer": "(?s).*[a-m].*"} for a in range(9))
     steps = opd(
@@ -231,7 +235,7 @@ def test_a_teacher_follows_the_policy_across_a_resume(
     ids=["ema", "live", "lag"],
 )
 def test_a_mixture_teaches_itself(tmp_path: Path, rule: dict[str, Any]) -> None:
-    """Its experts are pushed, averaged and routed: those of each answer as the engine did."""
+    """Experts are pushed, averaged and routed; each answer is routed as its engine did."""
     pair = TinyPair(student=family_dir(tmp_path, "qwen3_moe"), teacher="", prompts="")
     out = tmp_path / "run"
     steps = opd(
@@ -247,11 +251,10 @@ def test_a_mixture_teaches_itself(tmp_path: Path, rule: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [{"teacher_lag": 3}, {"teacher_ema": 0.8}], ids=["lag", "ema"])
-def test_a_teacher_follows_on_ray_across_deaths(
+def test_a_teacher_that_follows_the_policy_survives_deaths_on_ray(
     tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
 ) -> None:
-    """Its engine dies and is handed the teacher's weights again; the learner dies and goes back to
-    its checkpoint, which has them."""
+    """The engine dies and gets the teacher's weights again; the learner resumes with them."""
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, teacher="policy", prompts=hinted(tmp_path / "prompts.jsonl"), steps=14,
@@ -275,7 +278,7 @@ def test_a_teacher_follows_on_ray_across_deaths(
 def test_a_policy_teaches_itself_on_sglang_servers(
     tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
 ) -> None:
-    """With estimator=full: the servers score as before, and the learner has the distribution."""
+    """With estimator=full the servers score as well, and the learner has the distribution."""
     out = tmp_path / "run"
     distil(
         tiny_pair, out, local=False, engine="sglang", teacher="policy", max_staleness=0, steps=4,

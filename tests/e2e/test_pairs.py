@@ -1,4 +1,4 @@
-"""A base model learns from the model that was made of it: other ends, another chat template."""
+"""A base model learns from its instruction-tuned model: other stop tokens and chat template."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def checkpoint(
 
 @pytest.fixture(params=["qwen3", "llama"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TinyPair, str]:
-    """A base student without a template of chats, its teacher, and the teacher's end."""
+    """Base student without a chat template, its teacher, and the teacher's stop token."""
     family = request.param
     template = chat_tokenizer(family).chat_template
     assert isinstance(template, str)
@@ -100,7 +100,7 @@ def test_the_user_s_stop_tokens_are_the_run_s(pair: tuple[TinyPair, str], tmp_pa
 
 
 def padded(teacher: str, out: Path) -> str:
-    """The teacher with more rows of embeddings than its tokenizer has tokens: zeros."""
+    """Teacher with more embedding rows (zeros) than its tokenizer has tokens."""
     model: Any = AutoModelForCausalLM.from_pretrained(teacher)
     size = model.config.vocab_size
     model.resize_token_embeddings(size + 32)

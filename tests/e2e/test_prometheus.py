@@ -1,4 +1,4 @@
-"""Ray's exporter has a run's metrics as metrics.jsonl has them, and the dashboard no others."""
+"""Ray's exporter has the metrics of metrics.jsonl, and the dashboard queries no others."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Pushes beside the learner's next step, in whole runs in this process."""
+"""Pushes that are concurrent with the learner's next step, in whole runs in this process."""
 
 import asyncio
 import io
@@ -38,10 +38,10 @@ def taken(out: Path) -> int:
     return sum(event["event"] == "take" for event in read_journal(out / "ledger.jsonl"))
 
 
-def test_a_step_goes_on_while_no_engine_has_the_weights_of_the_one_before(
+def test_a_step_does_not_wait_for_the_push_before_it(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines load a version only when the step after it has been taken: else all would wait."""
+    """Engines load a version only when the step after it has been taken."""
     out, load = tmp_path / "run", EmbeddedEngine.load_weights
 
     async def load_late(self: EmbeddedEngine, weights: WeightSource, version: int) -> float:
@@ -71,10 +71,10 @@ def test_a_run_that_does_not_overlap_has_every_engine_acknowledge_within_the_ste
     assert "push" not in events and events.count("train") == 2
 
 
-def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
+def test_the_next_step_s_rollouts_are_fetched_during_a_step(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step ends only when the learner has those of the second, which nobody has taken."""
+    """The first step ends only when the learner has fetched those of the second."""
     out, step = tmp_path / "run", Learner.step
 
     def step_late(self: Learner, *parts: Part) -> dict[str, float]:
@@ -93,10 +93,10 @@ def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
     assert found.problems == [] and found.ended
 
 
-def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
+def test_a_failed_concurrent_push_ends_the_run_without_loss(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots are not freed, so that no group comes which the learner could wait for."""
+    """The push's slots are not freed, so that the learner waits for no group."""
     out = tmp_path / "run"
 
     async def refuse(self: EmbeddedEngine, weights: WeightSource, version: int) -> float:
@@ -117,10 +117,10 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
+def test_a_dead_engine_is_restored_during_a_step(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step that its death falls into ends only when it serves: the learner cannot help it."""
+    """The step ends only when the engine serves again, so the learner cannot help."""
     out, learnt, policies = tmp_path / "run", Learner.step, {}
     steps = 0
 
@@ -145,7 +145,9 @@ def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
     said = io.StringIO()
     found = run(tiny_pair, out, policy_engines=2, console=Console(file=said, width=200))
     assert "policy engine 1 joins: its handshake agrees to" in said.getvalue()
-    assert all(step["push/probe_gap"] < 1e-4 for step in found)  # its log-probs are the learner's
+    assert all(
+        step["push/probe_gap"] < 1e-4 for step in found
+    )  # equal log-probs in engine and learner
     assert found[-1]["push/engines"] == 2
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     assert audit(out / "ledger.jsonl", steps=STEPS).problems == []

@@ -1,4 +1,4 @@
-"""Every recipe and estimator does what it is for, in one process, judged from outside."""
+"""Every recipe and estimator reaches its purpose, in one process, measured without its own code."""
 
 import json
 import shutil
@@ -73,10 +73,10 @@ def test_whole_distributions_lower_the_exact_kl(
     assert all(step["train/updates"] == 1 for step in steps)
 
 
-def test_a_share_of_scores_changes_what_is_shown_and_nothing_that_is_learnt(
+def test_a_share_of_scores_changes_metrics_but_not_training(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """estimator=full asks the learner's own copy; the teacher's engine is for the meters.
+    """estimator=full asks the learner's own copy; the teacher's engine only feeds metrics.
 
     A custom loss reads the engine's scores of all groups. Advantages are 0, so it adds nothing.
     """
@@ -102,7 +102,7 @@ def test_a_share_of_scores_changes_what_is_shown_and_nothing_that_is_learnt(
         assert every["opd/reverse_kl"] != some["opd/reverse_kl"], "as many were scored"
 
 
-def test_each_prompt_is_scored_by_the_teacher_it_names(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_each_prompt_is_scored_by_its_own_teacher(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """One teacher is the student itself: its KL is zero at the start, the other's is not."""
     prompts = write_rows(
         tmp_path / "prompts.jsonl",
@@ -160,10 +160,10 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
     assert summary["eval after"]["eval/accuracy"] >= summary["eval before"]["eval/accuracy"]
 
 
-def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
+def test_custom_advantage_and_loss_train_like_the_built_in_ones(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """Beside them, long responses cost, and what was cut off does not count."""
+    """Also: long responses cost, and truncated ones do not count."""
     prompts = write_rows(
         tmp_path / "prompts.jsonl", *({"prompt": f"{a} + 1 =", "answer": "e"} for a in range(9))
     )
@@ -186,7 +186,7 @@ def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
         assert [s[name] for s in own] == pytest.approx([s[name] for s in built_in], rel=1e-4)
     assert built_in[0]["rollout/stop/length"] > 0
     for step in built_in:
-        # Whatever is cut off is as long as can be, and loses 1.
+        # Truncated responses have the maximum length and lose 1.
         assert step.get("rollout/stop/length", 0.0) <= step["env/overlong"] + 1e-6
         assert step["train/grad_norm"] > 0
 
@@ -235,7 +235,7 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     assert straight[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert straight[-1]["train/loss"] < 0.6 and straight[-1]["dpo/accuracy"] == 1
     dpo(tmp_path / "halves", 4)
-    (tmp_path / "halves/summary.json").unlink()  # as if it was killed when it had evaluated
+    (tmp_path / "halves/summary.json").unlink()  # as if killed after the evaluation
     dpo(tmp_path / "halves", 4)
     resumed = dpo(tmp_path / "halves", 8)
     assert resumed[-1]["train/loss"] == pytest.approx(straight[-1]["train/loss"], abs=1e-6)
@@ -259,8 +259,8 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
             assert straightly[name] == pytest.approx(resumedly[name], abs=1e-6)
 
 
-def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """Of several sources each by itself, too; an epoch is of the others."""
+def test_sft_evaluates_held_out_rows(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Each source by itself, too; an epoch has the other rows."""
     for name, ask, text in (("ones", "?", "1"), ("twos", " is what?", "2")):
         rows = ({"prompt": f"{a}{b}{ask}", "completion": text} for a in range(4) for b in range(5))
         write_rows(tmp_path / f"{name}.jsonl", *rows)

@@ -1,4 +1,4 @@
-"""A whole rehearsal, and one of a run that would fail."""
+"""A complete rehearsal, and one of a run that would fail."""
 
 import json
 from pathlib import Path

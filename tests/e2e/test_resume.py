@@ -1,6 +1,6 @@
-"""Death and return: whatever ends a run, the same command finishes it, once per group.
+"""Resume: the same command finishes an interrupted run, with every group trained once.
 
-Of a killed driver: tests/chaos.
+tests/chaos kills the driver.
 """
 
 import json
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.e2e
 
 
 def fails_after(steps: int, error: Exception) -> Callable[..., Any]:
-    """The learner's step, which raises the error after so many steps."""
+    """The learner's step, which raises the error after this many steps."""
     step, calls = Learner.step, count(1)
 
     def failing(self: Learner, *parts: Any) -> Any:
@@ -67,7 +67,7 @@ def summary(out: Path) -> dict:
 
 
 def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
-    """Every step once, every group once, in order."""
+    """Assert that every step and every group occurs once, in order."""
     assert [step["step"] for step in metrics(out)] == list(range(1, steps + 1))
     assert trained_groups(out) == list(range(steps * prompts_per_step))
     assert summary(out)["status"] == "finished"
@@ -99,7 +99,7 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
     assert (out / f"checkpoints/step-{done:06d}/manifest.json").is_file(), (
         "metrics and weights part"
     )
-    if signum == signal.SIGTERM:  # what a scheduler sends
+    if signum == signal.SIGTERM:  # sent by a scheduler
         assert main(["recipe=opd", *arguments, f"steps={done + 2}", "local=True"]) == 0, (
             capsys.readouterr()
         )
@@ -165,10 +165,10 @@ def test_a_run_that_only_keeps_outlives_its_actors(tiny_pair: TinyPair, tmp_path
     assert not (out / "checkpoints").exists() and not (out / "final").exists()
 
 
-def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
+def test_failing_groups_are_dropped_until_they_are_too_many(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One bad prompt costs a group; a reward that is broken costs the run, and says why."""
+    """One bad prompt costs a group; a broken reward function ends the run with its error."""
     unanswered = write_rows(tmp_path / "eval.jsonl", {"prompt": "1 + 1 ="})
     out = tmp_path / "run"
     distil(
@@ -194,10 +194,10 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_warm_up_goes_on_where_it_ended(
+def test_a_resumed_warm_up_continues_bit_for_bit(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit as if it had not: the teacher samples the same groups, in the same way."""
+    """The teacher samples the same groups bit for bit as without the interruption."""
 
     def arguments(out: Path) -> list[str]:
         return opd_arguments(
@@ -264,7 +264,7 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     assert main(["recipe=opd", *arguments, "temperature=0.9"]) == 2
     assert "temperature was 0.7 there and is 0.9 now" in capsys.readouterr().err
     finished = summary(out)
-    (out / "summary.json").unlink()  # as if it was killed when it had evaluated
+    (out / "summary.json").unlink()  # as if killed after the evaluation
     assert main(["recipe=opd", *arguments]) == 0
     assert summary(out)["eval after"] == finished["eval after"]
     longer = opd_arguments(tiny_pair, out, steps=4, local=True)

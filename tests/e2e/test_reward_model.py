@@ -1,4 +1,4 @@
-"""A reward model learns preferences, and then rewards; in one process, judged from outside."""
+"""A reward model learns preferences, then rewards a policy, in one process."""
 
 import json
 import os
@@ -30,7 +30,7 @@ RIGHT, WRONG = "e", "f"
 
 
 def preference(a: int, b: int, chat: bool) -> dict:
-    """The answer with an `e` in it is the better one."""
+    """Preference for the answer with an `e` in it."""
     chosen, rejected = (f"{a}{letter}{b}" for letter in (RIGHT, WRONG))
     if chat:
         asked = [{"role": "user", "content": f"{a}+{b}?"}]
@@ -39,7 +39,7 @@ def preference(a: int, b: int, chat: bool) -> dict:
 
 
 def scores(model_dir: Path, rows: list[dict]) -> list[tuple[float, float]]:
-    """Scores of (chosen, rejected) as transformers makes them of the text, row by row."""
+    """Scores (chosen, rejected) of the text by transformers, row by row."""
     model = AutoModelForSequenceClassification.from_pretrained(model_dir).eval()
     tokenizer = load_tokenizer(str(model_dir))
 
@@ -58,7 +58,7 @@ def scores(model_dir: Path, rows: list[dict]) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def trained(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of recipe=reward_model over text and chats, with pairs of its own held out."""
+    """Run of recipe=reward_model over text and chats, with its own held-out pairs."""
     root = tmp_path_factory.mktemp("reward")
     data, apart = root / "pairs.jsonl", root / "apart.jsonl"
     write_rows(data, *(preference(a, b, a % 2 == 0) for a in range(8) for b in range(8)))
@@ -119,8 +119,8 @@ def rose(steps: list[dict[str, float]], name: str = "reward/mean") -> float:
     return sum(values[-5:]) / 5 - sum(values[:5]) / 5
 
 
-def test_a_policy_earns_more_of_it(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """Text and chats; and the reward is not empty: the letter that it is for is written."""
+def test_a_policy_raises_its_reward(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Text and chats; the policy also writes the letter that is rewarded."""
     rows: list[dict] = [{"prompt": f"{a}+1="} for a in range(6)]
     rows += [{"messages": [{"role": "user", "content": f"{a}+1?"}]} for a in range(6)]
     steps = rl(tiny_pair, tmp_path / "run", rows, reward=f"model:{trained / 'final'}")
@@ -198,7 +198,7 @@ def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
 
     def watched(model: EmbeddedRewardModel, rows: Any) -> list[float]:
         models.append(model)
-        if len(models) == 40:  # the head turns round: the worst is paid best
+        if len(models) == 40:  # the head's sign is flipped
             with torch.no_grad():
                 model._model.score.weight.neg_()
         return score(model, rows)

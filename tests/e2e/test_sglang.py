@@ -1,4 +1,4 @@
-"""The main job on real SGLang servers: it learns, it refuses, and it survives their deaths."""
+"""The main job on real SGLang servers: training, refusals, and deaths of servers."""
 
 import asyncio
 import json
@@ -75,12 +75,13 @@ def test_opd_on_sglang_servers_trains_on_their_log_probs(
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_mixture_is_trained_through_the_experts_that_servers_chose(
+def test_a_mixture_is_trained_with_the_servers_routing(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
 ) -> None:
-    """Policy servers in half precision, of one rank and of two, and routers of two minds at every
-    token: the learner's, in float32, choose others. (Handshake and weight probe compare without
-    replay, and would refuse such a model.)"""
+    """Half-precision policy servers with one rank and two route otherwise than the float32 learner.
+
+    Handshake and weight probe compare without replay, and would refuse such a model.
+    """
     pair = replace(
         tiny_pair,
         student=family_dir(tmp_path / "student", "qwen3_moe"),
@@ -137,9 +138,11 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_student_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """One server names the tokens as it samples, the other says what it thinks of them; in the
-    first two steps it samples itself, at its own log q_T."""
+def test_top_k_of_the_student_on_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """One server names the tokens as it samples, the other scores them.
+
+    In the first two steps the teacher samples itself, at its own log q_T.
+    """
     steps = distil(
         tiny_pair, tmp_path / "run", local=False, engine="sglang", estimator="top_k",
         teacher_top_k=16, divergence="jsd", top_k_from="student", max_staleness=0, sft_steps=2,
@@ -162,7 +165,7 @@ _WAKE = [
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_engines_sleep_while_the_learner_computes(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """On real SGLang, samples under way among others; the server's own log has the order."""
+    """With samples in flight; the order comes from the server's own log."""
     out = tmp_path / "run"
     steps = distil(
         tiny_pair, out, local=False, engine="sglang", colocate="sleep", max_staleness=1, steps=5,
@@ -198,8 +201,7 @@ def launcher_of(engine: str, out: Path) -> psutil.Process:
 
 
 def output_after_death(engine: str, out: Path, process: subprocess.Popen[str]) -> str:
-    """Kill an engine's server; once three more steps are done, end the run, and return what it
-    printed."""
+    """Kill an engine's server; end the run three steps later and return its output."""
     launcher_of(engine, out).kill()
     wait_until(lambda: bool(events(out, "restart")), process)
     again = len(metrics(out))
@@ -209,10 +211,10 @@ def output_after_death(engine: str, out: Path, process: subprocess.Popen[str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pushed", [{}, {"weights": "adapter", "lora.rank": 4}])
-def test_a_policy_server_that_dies_is_started_again(
+def test_a_dead_policy_server_is_restarted(
     tiny_pair: TinyPair, tmp_path: Path, pushed: dict[str, object]
 ) -> None:
-    """The new one serves only with the present weights, and after its own handshake."""
+    """The new server serves only current weights, after its own handshake."""
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", checkpoint_every=2, max_staleness=0, **pushed
@@ -231,7 +233,7 @@ def test_a_policy_server_that_dies_is_started_again(
 
 
 def sleeps(out: Path, role: str, index: int = 0) -> bool:
-    """True if the server was told last to release its memory, by its own log."""
+    """True if the last request of the server's log released its memory."""
     log = (out / f"logs/{role.replace(' ', '-')}-{index}.log").read_text()
     asked = re.findall(r'"POST /(\w+)[^"]*" 200', log)
     turns = [path for path in asked if path in {"release_memory_occupation", _WAKE[-1]}]
@@ -240,10 +242,10 @@ def sleeps(out: Path, role: str, index: int = 0) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus, dies", [("shared", "teacher a"), ("policy", "policy")])
-def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
+def test_engines_take_turns_and_recover_from_a_death_while_asleep(
     tiny_pair: TinyPair, tmp_path: Path, gpus: str, dies: str
 ) -> None:
-    """On real servers, which prove their weights whenever they wake."""
+    """Real servers verify their weights at each wake-up."""
     second = tiny_model_dir(tmp_path, seed=7)
     save_tokenizer(second)
     rows = read_rows(tiny_pair.prompts)
@@ -276,7 +278,7 @@ def test_engines_take_turns_and_one_that_dies_asleep_comes_back(
 
 
 def has_turn(pid: int, out: Path, index: int) -> bool:
-    """True if the process has the turn on this set of GPUs, by the kernel's list of its locks."""
+    """True if the process holds the lock of this set of GPUs in the kernel's list of locks."""
     turn = str(out / f"logs/gpus-{index}.turn")
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -288,7 +290,7 @@ def has_turn(pid: int, out: Path, index: int) -> bool:
 
 
 def killed_in_its_turn(who: str, out: Path, index: int, process: subprocess.Popen[str]) -> None:
-    """Kill an actor that has the turn on a set of GPUs; returns once three more steps are done."""
+    """Kill an actor that has the turn on a set of GPUs; return three steps later."""
     victim = psutil.Process(process_of(who, out))
 
     def stopped() -> bool:
@@ -310,10 +312,10 @@ def killed_in_its_turn(who: str, out: Path, index: int, process: subprocess.Pope
 
 
 @pytest.mark.slow
-def test_learner_policy_and_teacher_take_turns_and_each_may_die_in_its_own(
+def test_learner_policy_and_teacher_take_turns_and_survive_deaths(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """Two learner workers, each with a policy server and a teacher's on its GPU."""
+    """Two learner workers; each shares its GPU with a policy and a teacher server."""
     out, log = tmp_path / "run", "--log-level-http info"
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", colocate="sleep", max_staleness=1,
@@ -343,7 +345,7 @@ def test_learner_policy_and_teacher_take_turns_and_each_may_die_in_its_own(
 
 
 class ExternalTeacher:
-    """A server that the run does not own; a second one has its port and its keys after it."""
+    """Server that the run does not own; its replacement has the same port and keys."""
 
     def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._model, self._monkeypatch = model, monkeypatch

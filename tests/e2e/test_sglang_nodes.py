@@ -1,6 +1,6 @@
-"""A policy server over two nodes of a cluster: the run's pushes reach both, and they die as one.
+"""A policy server over two nodes of a cluster: pushes reach both ranks, and they restart together.
 
-The nodes are raylets of a cluster on this machine, and SGLang's ranks know one another by address.
+The nodes are raylets on this machine; SGLang's ranks know one another by address.
 """
 
 import json
@@ -88,7 +88,7 @@ def test_a_run_with_a_policy_over_two_nodes_goes_on_when_one_is_lost(
         tiny_pair, out, engine="sglang", steps=5000, max_staleness=0, eval_size=0, verify_every=1,
         policy_server_flags="--tp-size 2 --nnodes 2",
     )  # fmt: skip
-    # Where Ray would leave word of this cluster for whoever starts Ray here next.
+    # Where Ray would record this cluster for later `ray.init` calls on this machine.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         ended = subprocess.Popen(
             [sys.executable, "-c", _RUN, str(out), *arguments], cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""The batch script for SLURM, with one node: this machine, and a `srun` that starts things here."""
+"""The batch script for SLURM with one node: this machine, and a local stand-in for `srun`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Rows train as they come: GSM8K's columns, sources by weight, functions; edits are noticed."""
+"""Data sources: GSM8K's columns, weights of sources, functions; edits are detected."""
 
 import csv
 from collections import Counter
@@ -36,7 +36,7 @@ def pairs() -> list[dict[str, str]]:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """A CSV of 30 rows as a spreadsheet writes it."""
+    """CSV of 30 rows as a spreadsheet writes it."""
     path = tmp_path / "words.csv"
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.DictWriter(file, ["question", "answer"], lineterminator="\r\n")

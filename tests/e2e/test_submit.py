@@ -53,10 +53,10 @@ def summary(out: Path) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 
-def test_two_jobs_at_once_train_stream_their_steps_and_are_not_done_twice(
+def test_two_concurrent_jobs_stream_their_steps_and_are_submitted_once(
     head: Head, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """One with engines in its actors, and one with servers of its own where SGLang is installed."""
+    """One has engines in its actors, and one has its own servers where SGLang is installed."""
     outs = [tmp_path / name for name in ("one", "two")]
     engines = ["embedded", "sglang" if sglang_installed() else "embedded"]
     jobs = [

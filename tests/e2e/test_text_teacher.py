@@ -1,4 +1,4 @@
-"""A warm-up by an endpoint that gives text, and nothing else, through whole runs."""
+"""Warm-up by an endpoint that returns only text, in whole runs."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextServer]:
 
 
 def answered(body: dict[str, Any]) -> Says:
-    """The sum; of a first number of 3 it is cut off, of 2 it is far too long."""
+    """The sum; truncated for a first number of 3, and far too long for 2."""
     a, b = map(int, re.findall(r"\d+", body["messages"][-1]["content"]))
     return [Says(f" {a + b}!"), Says(f" {a + b}!"), Says("ab" * 99), Says("yes", "length")][a]
 
@@ -54,7 +54,7 @@ def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[
 
 
 def expect_written(pair: TinyPair, group: KeptGroup, end: str = "<eos>") -> None:
-    """The group's tokens are those of the text, and end where it did."""
+    """Assert that the group's tokens are those of the text and end where it did."""
     tokenizer = AutoTokenizer.from_pretrained(pair.student)
     for member in group.trajectories_G:
         [segment] = member.segments

@@ -1,4 +1,4 @@
-"""Environments and rewards that end or hold up the process they run in."""
+"""Environments and rewards that end or block the process they run in."""
 
 from pathlib import Path
 

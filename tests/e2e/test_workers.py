@@ -1,4 +1,4 @@
-"""A learner of several Ray actors: trained, killed, and resumed with another number of them."""
+"""Learners of several Ray actors: trained, killed, and resumed with another number of them."""
 
 import json
 import os
@@ -51,10 +51,10 @@ def opd(pair: TinyPair, out: Path, **changes: Any) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_adapter_on_two_replicas_goes_on_with_one_worker(
+def test_an_adapter_on_two_replicas_resumes_with_one_worker(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """The engines hold the merged weights, as the handshake and the probe of every push prove."""
+    """The handshake and the probe of every push check the engines' merged weights."""
     base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
     before = logits(base)
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_an_adapter_on_two_replicas_goes_on_with_one_worker(
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_share_of_scores_on_two_workers_of_a_mixture(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """What the engine does not score is trained alike, wherever its rows are: long answers, too."""
+    """Rows that the engine does not score are trained alike on each worker, also long ones."""
     mixtures = {
         "student": family_dir(tmp_path / "student", "qwen3_moe"),
         "teacher": family_dir(tmp_path / "teacher", "qwen3_moe", seed=2),
@@ -150,11 +150,14 @@ def test_a_dead_worker_takes_all_back_to_the_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_fails_while_others_wait_for_it_takes_all_back(
+def test_a_failed_worker_resets_the_workers_that_wait_for_it(
     rank: int, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process lives, so no collective of the leader fails: the leader must not wait for it
-    until `cluster.no_progress_s`, which is longer than the harness waits."""
+    """The failed worker's process lives, so no collective of the leader fails.
+
+    The leader must not wait for it until `cluster.no_progress_s`, which exceeds the harness's own
+    deadline.
+    """
     out, failure = tmp_path / "run", tmp_path / "failure"
     monkeypatch.setenv(FAILURE, str(failure))
     arguments = opd_arguments(
@@ -174,10 +177,10 @@ def test_a_worker_that_fails_while_others_wait_for_it_takes_all_back(
 
 
 @pytest.mark.slow
-def test_whatever_work_of_the_learner_fails_takes_it_back_to_the_checkpoint(
+def test_any_failed_call_of_the_learner_resumes_from_the_checkpoint(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scores, a push, a canary, the copy for a checkpoint."""
+    """Scores, a push, a canary, and the copy for a checkpoint."""
     out, broken = tmp_path / "run", tmp_path / "broken"
     broken.mkdir()
     monkeypatch.setenv(BROKEN, str(broken))
@@ -202,8 +205,8 @@ def test_whatever_work_of_the_learner_fails_takes_it_back_to_the_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_supervised_run_survives_its_learner(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """Struck or not, it ends with the same weights."""
+def test_a_supervised_run_survives_a_learner_failure(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """The final weights are the same with and without the failure."""
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(30)]
     data = write_rows(tmp_path / "rows.jsonl", *rows)
     made = []

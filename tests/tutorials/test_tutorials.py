@@ -1,4 +1,4 @@
-"""The tutorials run as scripts, which show what they tell; their last cells assert it."""
+"""Run the tutorials as scripts; their last cells assert their results."""
 
 import ast
 import os
@@ -27,7 +27,7 @@ for path in sys.argv[1:]:
 
 
 def run_python(directory: Path, *arguments: str) -> str:
-    """Runs Python in the directory to its end; returns what it printed."""
+    """Run Python in the directory to its end; return its output."""
     pytest.importorskip("marimo")
     path_of_this_process = os.pathsep.join(filter(None, [str(FOLDER), *sys.path]))
     done = subprocess.run(
