@@ -45,8 +45,8 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "json_values", "lookup", "rules", "settings", "sampling", "privileged", "routing",
-        "types",
+        "errors", "durable_files", "json_values", "lookup", "rules", "settings", "sampling",
+        "privileged", "routing", "types",
         "states",
         "columns", "records", "stops", "group_share",
         "model_paths",

@@ -22,6 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from distill.durable_files import disk_remedy
 from distill.errors import EngineError
 from distill.gpu import readable
 from distill.main_memory import free_main_memory
@@ -136,13 +137,14 @@ class _AnonymousFile:
     def __init__(self, nbytes: int) -> None:
         # Checked first: the kernel would not refuse the allocation, but later kill a process.
         if (available := free_main_memory()) < nbytes:
-            raise _no_room(nbytes, f"{readable(available)} are available")
+            free_some = "Free some, or use weights=disk"
+            raise _no_room(nbytes, f"{readable(available)} are available", free_some)
         self._file = os.fdopen(os.memfd_create("isotherm-weights"), "r+b", buffering=0)
         try:
             os.posix_fallocate(self.descriptor, 0, nbytes)
             block = mmap.mmap(self.descriptor, nbytes)
         except OSError as error:
-            raise _no_room(nbytes, str(error)) from error
+            raise _no_room(nbytes, str(error), disk_remedy(error)) from error
         self.bytes = torch.frombuffer(block, dtype=torch.uint8)
 
     @property
@@ -189,8 +191,7 @@ def _gone(why: str) -> EngineError:
     )
 
 
-def _no_room(nbytes: int, why: str) -> EngineError:
+def _no_room(nbytes: int, why: str, remedy: str) -> EngineError:
     return EngineError(
-        f"{readable(nbytes)} of weights do not fit into shared memory ({why}): free some, or use "
-        "weights=disk"
+        f"{readable(nbytes)} of weights do not fit into shared memory ({why}). {remedy}"
     )

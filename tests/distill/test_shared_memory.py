@@ -19,6 +19,7 @@ import distill.weights.shared_memory
 from distill.errors import EngineError
 from distill.weights.model_weights import HeldWeights, first_non_finite
 from distill.weights.shared_memory import SharedBlock, SharedTensors
+from tests.full_disk import files_of_at_most
 from tests.leftovers import shared_memory_of
 
 
@@ -151,6 +152,11 @@ def test_blocks_that_are_dropped_are_closed() -> None:
 def test_no_room_is_an_error_and_not_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill.weights.shared_memory, "free_main_memory", lambda: 10)
     with pytest.raises(EngineError):
+        SharedBlock().write(held(1.0))
+
+
+def test_a_limit_on_the_size_of_a_file_is_named() -> None:
+    with files_of_at_most(1), pytest.raises(EngineError, match="ulimit -f"):
         SharedBlock().write(held(1.0))
 
 
