@@ -67,7 +67,7 @@ _NOT_USERS = (
     sysconfig.get_path("platlib"),
     "<frozen",
 )
-_KIND = re.compile(r"\b(?!times:)(\w+): .*?(\([^()]+:\d+\))", re.DOTALL)
+_TYPE, _LINE = re.compile(r"\b(?!times:)(\w+): "), re.compile(r"\([^()]+:\d+\)")
 
 
 def first_line(error: BaseException) -> str:
@@ -97,5 +97,6 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def kind_of(description: str) -> str:
     """Kind of a described error: its type and line if it names them, else its first characters."""
-    found = _KIND.search(description)
-    return f"{found[1]} {found[2]}" if found else description[:60]
+    named = _TYPE.search(description)
+    line = named and _LINE.search(description, named.end())
+    return f"{named[1]} {line[0]}" if named and line else description[:60]

@@ -15,7 +15,9 @@ _HIDDEN = "***"
 _NOTIFY = "tracking.notify"
 _SECRET_NAME = r"(?:key|token|secret|password|passwd|credential|signature)"
 _USER_INFO = re.compile(r"(?<=://)[^\s/?#]+@")
-_PARAMETER = re.compile(rf"([?&][^\s=&#]*{_SECRET_NAME}[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
+_PARAMETER = re.compile(
+    rf"([?&](?=[^\s=&#?]*{_SECRET_NAME})[^\s=&#?]*+=)[^\s&#'\"]+", re.IGNORECASE
+)
 _HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(_SECRET_NAME, re.IGNORECASE)
 # Minimum length of a secret. Shorter values are words or flags (TOKENIZERS_PARALLELISM=false).

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Decoders write this for bytes that are not (yet) a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# Tokens of one character at most, and tokens without a complete character that are read together.
+_CHARACTER, _STRAY = 4, 16
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) -> str:
@@ -41,24 +43,38 @@ def token_spans(
 ) -> tuple[str, np.ndarray, np.ndarray]:
     """Return the text, and the start and end of each token's part of it, in characters.
 
-    Tokens that together spell one character, byte by byte, share its part. A token is decoded after
-    the tokens before it, since some decoders drop a leading space. Only the last piece of these is
-    needed, so the work is linear in the length.
+    Tokens that together spell one character, byte by byte, share its part, and so do stray bytes. A
+    token is decoded after the tokens before it, since some decoders drop a leading space. Only the
+    last piece of these is needed, so the work is linear in the length.
     """
     text, anchor, read = "", 0, 0
     starts_T, stops_T = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
     for t in range(len(ids)):
         before, now = decode(tokenizer, ids[anchor:read]), decode(tokenizer, ids[anchor : t + 1])
-        if now.endswith(_INCOMPLETE) and t + 1 < len(ids):
-            continue  # the following tokens have the rest of the character
+        stop = t + 1
+        if now.endswith(_INCOMPLETE) and stop < len(ids):
+            # The following tokens have the rest of the character, or these are stray bytes.
+            cut = _cut(tokenizer, ids[anchor:stop], now) if stop - read > _STRAY else None
+            if cut is None:
+                continue
+            stop, now = anchor + cut[0], cut[1]
         piece = now[len(before) :]
-        starts_T[read : t + 1] = len(text)
+        starts_T[read:stop] = len(text)
         text += piece
-        stops_T[read : t + 1] = len(text)
+        stops_T[read:stop] = len(text)
         if piece:
             anchor = read
-        read = t + 1
+        read = stop
     return text, starts_T, stops_T
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> tuple[int, str] | None:
+    """Number of tokens before the last character of `text`, and their text; None if unknown."""
+    for cut in range(len(ids) - 1, len(ids) - _CHARACTER, -1):
+        before = decode(tokenizer, ids[:cut])
+        if before + decode(tokenizer, ids[cut:]) == text:
+            return cut, before
+    return None
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str | None]:

@@ -31,9 +31,11 @@ def phrase_bonuses(
     if not any(phrase in text for phrase in bonuses):
         return rewards_T.astype(np.float32)
     text, starts_T, stops_T = token_spans(tokenizer, ids)
-    has_text_T = stops_T > starts_T
+    texts_N = np.flatnonzero(stops_T > starts_T)  # tokens that have text
+    starts_N, stops_N = starts_T[texts_N], stops_T[texts_N]  # neither ever decreases
     for phrase, value in bonuses.items():
         for found in re.finditer(re.escape(phrase), text):
-            overlaps_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
-            rewards_T[overlaps_T] += value / overlaps_T.sum()
+            first = np.searchsorted(stops_N, found.start(), side="right")
+            overlaps = texts_N[first : np.searchsorted(starts_N, found.end())]
+            rewards_T[overlaps] += value / len(overlaps)
     return rewards_T.astype(np.float32)

@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.on_policy import OpdConfig
 from cluster.run_files.metric_table import HEADLINES
+from cluster.run_files.redact import redacted
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
@@ -279,6 +280,11 @@ def scripted(
     directory.append_event("death", who="policy 0", why="no https://me:pass-word@host/ there")
     trackers.finish({"status": "failed", "reason": "no s3cr3t-s3cr3t there"}, 1)
     return said
+
+
+def test_a_long_text_is_searched_for_secrets() -> None:
+    text = "?a" * 200_000 + "?" + "key" * 50_000  # in quadratic time, it would be hours
+    assert redacted(f"{text}&token=abc") == f"{text}&token=***"
 
 
 @pytest.mark.parametrize("at", ["start", "log 2", "finish"])

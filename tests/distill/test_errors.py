@@ -54,6 +54,12 @@ def test_a_kind_is_an_error_type_and_a_line(first: str, second: str, same: bool)
     assert (kind_of(first) == kind_of(second)) is same
 
 
+def test_the_kind_of_a_long_description() -> None:
+    text = "a: " * 200_000  # in quadratic time, it would be hours
+    assert kind_of(text) == text[:60]
+    assert kind_of(f"{text}(m.py:3)") == "a (m.py:3)"
+
+
 def test_an_error_keeps_its_field_and_value_between_processes() -> None:
     error = ConfigError("lr=0 must be above 0", field="lr", value=0)
     there = pickle.loads(pickle.dumps(error))

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.chat.token_text import decode, token_texts
 from distill.rewards.token_rewards import phrase_bonuses
 from tests.tiny import token_id
 
@@ -111,6 +112,27 @@ def test_bytes_as_tokens_of_their_own() -> None:
     tokenizer = llama_tokenizer()
     assert tokenizer.decode([2, 7, 8, 2]) == "soé so"
     assert paid(tokenizer, [2, 7, 8, 2], {"é": 1.0, " so": 2.0}) == [0, 0.5, 0.5, 2]
+
+
+@pytest.mark.parametrize("before", ["", "so"])
+def test_stray_bytes_are_read_in_linear_time(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, decoded = byte_tokenizer(), 0
+    [first, *others] = tokenizer("🙂")["input_ids"]
+    ids = [*tokenizer(before)["input_ids"], *[first] * 500, *others, *tokenizer("né")["input_ids"]]
+    whole = decode(tokenizer, ids)
+    decode_all = tokenizer.decode
+
+    def counting(tokens: list[int], **options: bool) -> str | list[str]:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode_all(tokens, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    texts = token_texts(tokenizer, ids)
+    assert "".join(text or "" for text in texts) == whole
+    assert texts[-3:] == ["n", "é", None] and texts[-4] is None
+    assert whole.endswith("🙂né")
+    assert decoded < 100 * len(ids)
 
 
 PHRASES = {"a": 0.5, "ab": -1.25, "é": 2.0, "你好": 3.0, " b": 0.125, "🙂a": -4.0}

@@ -25,7 +25,9 @@ from distill.lookup import known_names
 from distill.settings import with_default
 
 # Games that list their moves do so in one line: "Available Moves: '[0]', '[4]'".
-_LISTED = re.compile(r"\b(?:available|valid|legal) (?:moves|actions)[^:\n]*:(.*)", re.IGNORECASE)
+_HEAD = r"\b(?:available|valid|legal) (?:moves|actions)"
+# The last head of a line, so that a line of many heads is read once.
+_LISTED = re.compile(rf"{_HEAD}(?:(?!{_HEAD})[^:\n])*+:(.*)", re.IGNORECASE)
 _MOVE = re.compile(r"\[[^\[\]\n]+\]")
 # Largest number of players of any game in the library.
 _MOST_PLAYERS = 15
