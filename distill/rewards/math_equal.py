@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distill.errors import DataError
-from distill.rewards.math_text import answer_text, response_text
+from distill.rewards.math_text import answer_text, response_text, without_unclosed
 from distill.sandbox.bounded_calls import OverLimit, in_child
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _standard_form(response: str) -> str | None:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    found = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] - None: no limit
+    found = parse(without_unclosed(text), parsing_timeout=None)  # pyright: ignore[reportArgumentType] - None: no limit
     return [_solutions(each) for each in found]
 
 

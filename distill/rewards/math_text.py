@@ -14,6 +14,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _MARKED = re.compile(r"\$[^$]+\$|\\\((?:[^\\]|\\(?![()]))++\\\)|\\\[(?:[^\\]|\\(?![\[\]]))++\\\]")
+# \( and \[ that nothing closes, or after which another one opens first.
+_UNCLOSED = re.compile(
+    r"(?<!\\)(?:\\\((?!(?:[^\\]|\\\\|\\(?![()]))*+\\\))|\\\[(?!(?:[^\\]|\\\\|\\(?![\[\]]))*+\\\]))"
+)
 # US$18, and \$18, which is how LaTeX writes money.
 _CURRENCY = re.compile(
     r"\b(?:US|USD|AU|CA|HK|NZ|A|C)\s*\\?\$|\\\$|\bUSD\s*(?=\d)|(?<=\d)\s*USD\b|[€£¥₹]"
@@ -74,6 +78,12 @@ def answer_text(answer: str) -> Iterator[str]:
     if marks and marks.count("$") % 2 == 0:
         yield _latex(answer)
     yield _boxed(answer)
+
+
+def without_unclosed(text: str) -> str:
+    """Remove marks that open no expression. math-verify would search to the end for each of them,
+    several times."""
+    return _UNCLOSED.sub("", text)
 
 
 def _last_box(text: str) -> str | None:

@@ -82,6 +82,15 @@ def test_equality_is_exact_but_for_decimals() -> None:
         # Each of these would take seconds in quadratic time.
         (rf"\boxed{{{'√(' * 3000}1{')' * 3000}}}", "1", 0),
         (rf"\boxed{{{'. ' * 8000}7}}", "7", 1),
+        ("\\(" * 9_000 + " so it is 7.", "7", 1),
+        ("\\[" * 9_000 + r"\boxed{7}", "7", 1),
+        (r"\boxed{" + r"\(" * 9_000 + r"7\)}", "7", 1),
+        (r"\( 5 \( 7 \)", "7", 1),
+        (
+            r"so \[ \begin{pmatrix} 1 \\(2) \end{pmatrix} \]",
+            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+            1,
+        ),
         ("The answer is √(√(√(256))).", "2", 1),
         (r"\boxed{5\, .}", "5", 1),
         ("The answer is 3.2e8.", "320000000", 1),
