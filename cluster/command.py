@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from cluster.base.outcomes import complaint, exit_code, outcome
+from cluster.base.signals import end, handled
 from cluster.config.arguments import Arguments, HelpAsked, built, help_asked
 from cluster.config.early_checks import check_early
 from cluster.config.help import help_text
@@ -54,7 +56,8 @@ def run_and_report(run: Callable[[Console], Any]) -> int:
     """Run a command, print an error to stderr, and return the exit code."""
     console = make_console()
     try:
-        run(console)
+        with handled(end, signal.SIGTERM, signal.SIGHUP):
+            run(console)
     except HelpAsked as asked:
         console.print(str(asked), highlight=False)
     except BaseException as raised:

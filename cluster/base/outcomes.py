@@ -95,18 +95,22 @@ class Interrupted(Exception):
         self.only_kept = False
 
 
-class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal: the run ends without a checkpoint."""
+class Ended(KeyboardInterrupt):
+    """A signal ends a command that has nothing to save."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
 
 
+class StoppedAtOnce(Ended):
+    """A second signal: the run ends without a checkpoint."""
+
+
 def exit_code(error: BaseException) -> int | None:
     """Exit code of a command that ends with this error; None for an internal error."""
     match error:
-        case IsothermError() | Interrupted() | StoppedAtOnce():
+        case IsothermError() | Interrupted() | Ended():
             return error.exit_code
         case RunFailed() | EngineError() | NonFiniteError():
             return 1
@@ -140,5 +144,5 @@ def complaint(error: BaseException) -> str:
         case StoppedAtOnce():
             return f"stopped at once, without a checkpoint: the {_RESUMES}"
         case KeyboardInterrupt():
-            return "interrupted (SIGINT)"
+            return f"interrupted ({error if isinstance(error, Ended) else 'SIGINT'})"
     return str(error)

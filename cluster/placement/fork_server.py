@@ -77,6 +77,9 @@ def serve(listener: socket.socket, ended: int) -> None:
     _close_all_but(listener.fileno(), ended)
     directory, modules = os.path.dirname(listener.getsockname()), _plain_path()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
+    for ends in (signal.SIGTERM, signal.SIGHUP):  # the driver's handlers are not for its forks
+        if signal.getsignal(ends) is not signal.SIG_IGN:
+            signal.signal(ends, signal.SIG_DFL)
     while ended not in select.select([listener, ended], [], [])[0]:
         channel, _ = listener.accept()
         if os.fork() == 0:

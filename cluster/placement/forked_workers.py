@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -69,8 +70,9 @@ class Parent:
 
     def end(self) -> None:
         """Make the parent end, without waiting for it. Its workers end with their stand-ins."""
-        os.environ.pop(SETTING)
+        directory = os.path.dirname(os.environ.pop(SETTING))
         os.close(self._open)
+        shutil.rmtree(directory, ignore_errors=True)  # there may be no parent that removes it
 
 
 def parent_of_workers() -> Parent | None:

@@ -61,15 +61,20 @@ class LocalHead:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_task_events_report_interval_ms": "0",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(cpus)],
-            env={**defaults, **os.environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        if self._workers is not None:
-            self._workers.start()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(cpus)],
+                env={**defaults, **os.environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            if self._workers is not None:
+                self._workers.start()
+        except BaseException:  # above all a signal, during the imports of `start`
+            if self._workers is not None:
+                self._workers.end()
+            raise
         self._address: str | None = None
 
     def address(self) -> str:

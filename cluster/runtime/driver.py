@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -32,6 +31,7 @@ from cluster.base.outcomes import (
     RunFailed,
     StoppedAtOnce,
 )
+from cluster.base.signals import handled
 from cluster.handles import calls, errors
 from cluster.handles.failures import dead_among, is_death, reason_of, root_cause
 from cluster.placement.roles import LEARNER
@@ -50,34 +50,19 @@ _ENDING = "ends with a checkpoint of the last whole step; once more ends at once
 
 
 class Signals:
-    """Records the first SIGINT, SIGTERM or SIGHUP; the driver checks for it between waits.
-
-    A SIGHUP that the process was started to ignore (nohup) stays ignored.
-    """
+    """Records the first SIGINT, SIGTERM or SIGHUP; the driver checks for it between waits."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._received_at = 0.0
         self._ending = False
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Install the handlers; call it after `ray.init`, which installs its own for SIGTERM.
+    def installed(self) -> AbstractContextManager[None]:
+        """Context with the handlers; enter it after `ray.init`, which installs its own for SIGTERM.
 
         A second signal ends the process immediately.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield  # handlers can be set in the main thread only; tests may run in another thread
-            return
-        caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            caught.append(signal.SIGHUP)
-        previous = {signum: signal.signal(signum, self._handle) for signum in caught}
-        try:
-            yield
-        finally:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
+        return handled(self._handle, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def check(self) -> None:
         """Raise Interrupted if a signal has come in, except while the run is `ending`."""

@@ -1,14 +1,18 @@
 """The head of a run's own Ray ends when its driver does, whatever has become of Ray."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
+from cluster.placement.forked_workers import SETTING
 from tests.waiting import DEADLINE_S, until
 
 HEAD = """
@@ -73,3 +77,32 @@ def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> Non
         assert process.stderr.read() == b""
     _, alive = psutil.wait_procs(started, timeout=DEADLINE_S)
     assert not alive
+
+
+COMMAND = """
+import sys
+from cluster.command import run_and_report
+from cluster.placement.local_head import local_head
+
+def run(console):
+    with local_head(1):
+        sys.stdin.read()
+
+sys.exit(run_and_report(run))
+"""
+
+
+def test_a_signal_during_the_start_ends_the_command_and_leaves_no_file() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {name: value for name, value in os.environ.items() if name != SETTING}
+        with subprocess.Popen(
+            [sys.executable, "-c", COMMAND],
+            env={**environment, "TMPDIR": directory},
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            until(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
+            process.send_signal(signal.SIGTERM)  # during the imports of the workers' parent
+            _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert signal.SIGTERM.name in said.decode()
+        assert not list(Path(directory).glob("isotherm-fork-*"))
