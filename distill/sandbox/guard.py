@@ -7,7 +7,7 @@ The guard ends the program and its descendants when the program has ended, on SI
 starter or the front has died for any reason. Then it removes the program's scratch folder, which it
 has created, and ends as the program did, or with exit code 1; so does the front. On Linux,
 descendants that left the program's process group are also ended: orphans become children of the
-guard.
+guard. If the guard is killed, they become children of the front, which does the same.
 
 The front is the starter's only child. A Ray worker kills its children as it ends; if the guard were
 one of them, nothing would end the program's processes.
@@ -76,9 +76,10 @@ def main() -> None:
     starter, scratch = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(starter, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     front = os.getpid()
     if guard := os.fork():
-        _be_front(guard)
+        _be_front(guard, scratch)
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != front:  # the front died before
@@ -97,21 +98,18 @@ def main() -> None:
         _become(sys.argv[3:])
     _close_standard()
     status = _until_the_end(program, starter, signals)
-    _end_all(program)
-    if scratch:
-        import shutil  # a guard without a folder starts faster
-
-        shutil.rmtree(scratch, ignore_errors=True)
+    _clean_up(program, scratch)
     _end_as(status)
 
 
-def _be_front(guard: int) -> NoReturn:
-    """Forward SIGTERM to the guard, and end as the guard does."""
+def _be_front(guard: int, scratch: str) -> NoReturn:
+    """Forward SIGTERM to the guard, and end as the guard does; clean up if it was killed."""
     _close_standard()
     while True:
         if signal.sigwait(_AWAITED) == signal.SIGTERM:
             os.kill(guard, signal.SIGTERM)
         elif (ended := os.waitpid(guard, os.WNOHANG)) != (0, 0):
+            _clean_up(None, scratch)
             _end_as(ended[1])
 
 
@@ -154,11 +152,21 @@ def _until_the_end(program: int, starter: int, signals: int) -> int | None:
                 return ended[1]
 
 
-def _end_all(program: int) -> None:
-    """Kill the remaining processes; those whose parent has ended are children of the guard."""
+def _clean_up(program: int | None, scratch: str) -> None:
+    """Kill the remaining processes, and remove the scratch folder."""
+    _end_all(program)
+    if scratch and os.path.exists(scratch):
+        import shutil  # a guard without a folder starts faster
+
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _end_all(program: int | None) -> None:
+    """Kill the remaining processes; those whose parent has ended are children of this one."""
     if not _ON_LINUX:
-        with suppress(ProcessLookupError, PermissionError):  # the whole group has ended
-            os.killpg(program, signal.SIGKILL)
+        if program is not None:
+            with suppress(ProcessLookupError, PermissionError):  # the whole group has ended
+                os.killpg(program, signal.SIGKILL)
         return
     while _has_children():
         for pid in _children():

@@ -1,5 +1,6 @@
 """The guard of a program, as the starters of processes that we use start it."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,18 @@ def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path, children_fi
         starter.kill()
     until(lambda: not any(map(is_alive, started)))
     until(lambda: not scratch.exists())
+
+
+def test_nothing_is_left_of_a_guard_that_is_killed(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    with subprocess.Popen(
+        guarded([sys.executable, "-c", PROGRAM], scratch=str(scratch)), start_new_session=True,
+        pass_fds=(lifeline(),), stdout=subprocess.PIPE, text=True,
+    ) as front:  # fmt: skip
+        assert front.stdout is not None and front.stdout.readline() == "started\n"
+        [guard] = psutil.Process(front.pid).children()
+        started = guard.children(recursive=True)
+        assert len(started) == 2 and scratch.is_dir()
+        guard.kill()
+    assert front.returncode == -signal.SIGKILL
+    assert not any(map(is_alive, started)) and not scratch.exists()
