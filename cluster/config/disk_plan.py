@@ -35,7 +35,10 @@ class DiskPlan:
         written = 1  # the oldest is deleted after the newest is complete
         return DiskPlan(
             checkpoint=estimate.parameters * (held.weights + held.moments),
-            count=kept.keep_last + written + apart + bool(kept.keep_best),
+            count=max(kept.keep_last, config.replayed_checkpoints)
+            + written
+            + apart
+            + bool(kept.keep_best),
             final=estimate.parameters * FROZEN.weights,
         )
 
@@ -54,7 +57,7 @@ class DiskPlan:
         if self.bytes > free + mine:
             raise ConfigError(
                 f"out={out} needs {self} and has {readable(free)} free; keep fewer "
-                "(keep_last=1, keep_every=, keep_best=), train an adapter (lora.rank=), or "
+                "(keep_last=1, keep_every=, keep_best=, keep=), train an adapter (lora.rank=), or "
                 "give an out= on a larger disk",
                 field="out",
             )

@@ -264,6 +264,15 @@ class RolloutConfig(
         """Number of newest steps of which all training data is kept; 0: none."""
         return self.keep if isinstance(self.keep, int) else 0
 
+    @property
+    def replayed_checkpoints(self) -> int:
+        if not self.whole_steps:
+            return 0
+        # Replays of the oldest steps begin from a checkpoint before them.
+        steps, rules = min(self.whole_steps, self.steps), self.checkpoint
+        evaluated = steps // self.eval.every if rules.keep_best else 0
+        return -(-steps // rules.every) + 1 + evaluated
+
     def replays_routing(self) -> bool:
         return bool(self.learner.routing_replay)
 

@@ -187,3 +187,8 @@ class OutputSettings:
     def only_keeps(self) -> bool:
         """True if the run only samples and stores groups, without training (rollout_only=True)."""
         return False
+
+    @property
+    def replayed_checkpoints(self) -> int:
+        """Largest number of checkpoints that replays of the kept steps (keep=N) begin from."""
+        return 0

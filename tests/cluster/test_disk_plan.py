@@ -29,6 +29,11 @@ def test_checkpoints_are_counted_by_what_stays(opd: NewOpd) -> None:
         keep_best="eval/reverse_kl",
     )  # fmt: skip
     assert plan(more).count == 2 + 5 + 1
+    replayed = {"keep_last": 1, "keep": 30, "checkpoint_every": 10}
+    assert plan(opd(**replayed, steps=100)).count == 3 + 1 + 1  # the oldest step begins before it
+    assert plan(opd(**replayed, steps=20)).count == 2 + 1 + 1
+    best = {"eval_every": 15, "keep_best": "eval/reverse_kl"}
+    assert plan(opd(**replayed, **best, steps=100)).count == 3 + 1 + 2 + 1 + 1
     assert plan(opd(keep_last=1, lora_rank=4)).checkpoint == least.final
     follows = {"keep_last": 1, "teacher": "policy", "teacher_ema": 0.9}
     assert plan(opd(**follows)).checkpoint == 4 * least.final
