@@ -26,7 +26,7 @@ from cluster.config.rows import ROWS, PromptSettings, RowCheck, reader_of, unwei
 from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json
 from distill.data.row_reader import RowReader
-from distill.envs.base import EnvContext, EnvDataset, problems_of
+from distill.envs.base import TEACHER, EnvContext, EnvDataset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
@@ -214,6 +214,7 @@ async def _measure(
         flags = config.teacher.server_flags
         engines.append(config.engine_config(config.teacher.model, stops, flags))
     async with running_engines(*engines) as (engine, *teachers):
+        asked |= zip([TEACHER], teachers, strict=False)
         for name, evaluator in evaluators.items():
             responses = await evaluator.respond(engine, decoder, asked)
             metrics = evaluator.summarise(responses)

@@ -16,7 +16,7 @@ from actors.together import together
 from distill.chat.segments import SegmentBuilder
 from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.asking import AskingEnv
-from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
+from distill.envs.base import Env, EnvGroupBuilder, Episode, QueriedModels, Turn
 from distill.errors import DataError, EngineError
 from distill.rewards.length import LengthRules
 from distill.rewards.registry import LARGEST_REWARD
@@ -203,7 +203,7 @@ async def play_group(
             not finite, or too large to average.
     """
     async with user_code():
-        envs_G = builder.make_envs({**(models or {}), "policy": policy})
+        envs_G = builder.make_envs(QueriedModels({**(models or {}), "policy": policy}))
     seeds_G = [partial(_mix, seed, group_id, member) for member in range(len(envs_G))]
     group = _GroupPlay(policy, sampling, f"{seed}-{group_id}", user_code)
 

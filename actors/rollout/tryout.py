@@ -31,7 +31,7 @@ import numpy as np
 
 from actors.rollout.episode import play_group
 from distill.engine import GenerateRequest, Sample, SamplingModel
-from distill.envs.base import Env, EnvGroupBuilder, Episode
+from distill.envs.base import Env, EnvGroupBuilder, Episode, QueriedModels
 from distill.errors import DataError, IsothermError, described
 from distill.rewards.registry import RewardFunction, judge
 from distill.sampling import EvalSampling
@@ -77,7 +77,9 @@ class EpisodeTrial:
         asked: list[str] = []
         builder = _Modelless(
             inner=self.builder,
-            models={name: _NoModel(name, asked) for name in (*self.models, "policy")},
+            models=QueriedModels(
+                {name: _NoModel(name, asked) for name in (*self.models, "policy")}
+            ),
         )
         sampling = EvalSampling(temperature=0.0, max_new_tokens=self.max_new_tokens)
         try:

@@ -126,8 +126,7 @@ class RolloutWorker:
         policy: engine that samples.
         teachers: teacher engines by the names that groups use; empty for plain RL.
         reference: policy of the objective's reference (KL) term; None without such a term.
-        models: models that environments may sample from, besides the policy and the teachers, by
-            name.
+        models: models that environments may query, besides the policy, by name.
         policy_top_k: number of the policy's likeliest tokens at each action at which the objective
             needs the teacher's log-probs.
         teacher_top_k: number of the teacher's likeliest (other) tokens at each action for which the
@@ -345,7 +344,7 @@ class RolloutWorker:
             self.sampling,
             group_id=under_way.lease.group_id,
             seed=self.seed,
-            models={**self.teachers, **self.models},
+            models=self.models,
             user_code=partial(self._user_code, under_way),
             ended=ended,
             lengths=self.lengths,

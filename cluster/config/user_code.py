@@ -14,7 +14,7 @@ import numpy as np
 from actors.rollout.tryout import EpisodeTrial, NotTried, RewardTrial, Trials, tried
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
-from distill.envs.base import EnvGroupBuilder, EnvStream
+from distill.envs.base import TEACHER, EnvGroupBuilder, EnvStream
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.objective.custom import (
@@ -186,5 +186,9 @@ def _trial(
         builder=builder,
         said_T=said_T,
         max_new_tokens=config.sampling.max_new_tokens,
-        models=[*filter(None, config.teacher_models()), *config.env.asks, REWARD_MODEL],
+        models=[
+            *(name or TEACHER for name in config.teacher_models()),
+            *config.env.asks,
+            REWARD_MODEL,
+        ],
     )

@@ -43,6 +43,7 @@ from cluster.placement.roles import (
     REFERENCE,
     REWARD,
     ROLLOUT,
+    queried_roles,
     served_teachers,
     teacher_roles,
     turn_roles,
@@ -66,7 +67,6 @@ from distill.handshake.comparison import looser
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
 from distill.rewards.length import LengthRules
-from distill.rewards.model_reward import REWARD_MODEL
 
 # A separate thread for heartbeats, which a long call would delay.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
@@ -163,7 +163,7 @@ class RolloutCast:
                 policy=POLICY,
                 teachers=teacher_roles(config),
                 reference=REFERENCE if config.scored_by_reference else None,
-                models=self._models_to_ask,
+                models=queried_roles(config),
                 policy_top_k=config.objective.asked_of_policy,
                 teacher_top_k=config.objective.asked_of_teacher,
                 lengths=LengthRules.of(config.objective, config.sampling.max_new_tokens),
@@ -186,12 +186,6 @@ class RolloutCast:
         if not config.rollout.cpus:
             return self._role(ROLLOUT, worker_title, create)
         return self._role(ROLLOUT, worker_title, create, **self._place(ROLLOUT))
-
-    @property
-    def _models_to_ask(self) -> dict[str, str]:
-        """Roles of the models that environments may call, by the names that they use."""
-        models = dict.fromkeys(self.config.env.asks, REFERENCE)
-        return models if self.config.reward_model is None else models | {REWARD_MODEL: REWARD}
 
     def reward_specs(self) -> list[ActorSpec]:
         """Spec of the reward model, if any: one for all rollout workers and evaluations."""

@@ -16,6 +16,8 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig
 from cluster.placement.engines import RunEngines
 from cluster.placement.resources import ResourceDemand
+from distill.envs.base import TEACHER
+from distill.rewards.model_reward import REWARD_MODEL
 from distill.settings import changed
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
@@ -39,6 +41,13 @@ def teacher_roles(config: RolloutConfig) -> dict[str, str]:
 def served_teachers(config: RolloutConfig) -> dict[str, str]:
     """Roles of the teachers with their own engines, by teacher name."""
     return {name: role for name, role in teacher_roles(config).items() if role != POLICY}
+
+
+def queried_roles(config: RolloutConfig) -> dict[str, str]:
+    """Roles of the models, besides the policy, that environments may query, by model name."""
+    roles = {name or TEACHER: role for name, role in teacher_roles(config).items()}
+    roles |= dict.fromkeys(config.env.asks, REFERENCE)
+    return roles if config.reward_model is None else roles | {REWARD_MODEL: REWARD}
 
 
 def following_role(config: RolloutConfig) -> str | None:

@@ -20,13 +20,18 @@ from cluster.base.background import forget
 from cluster.base.outcomes import LearnerLost
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles.engine_pool import EnginePool
-from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
+from cluster.placement.roles import (
+    EVALUATION,
+    POLICY,
+    queried_roles,
+    served_teachers,
+    teacher_roles,
+)
 from cluster.recipes.context import RunContext
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.tracking import measured_line
 from cluster.runtime.fleet import Fleet
 from distill.errors import CheckpointError
-from distill.rewards.model_reward import REWARD_MODEL
 
 # Number of problems of an evaluation whose responses keep=sample keeps.
 _SAMPLED_PROBLEMS = 8
@@ -318,12 +323,9 @@ class Evaluations(NoEvaluations):
                 "evaluation",
                 lambda evaluator: evaluator.reverse_kl.remote(
                     policy(),
-                    {
-                        name: policy() if role == POLICY else self._pool(role)
-                        for name, role in teachers.items()
-                    },
+                    self._pools(teachers, policy),
                     self._config.sampling.train(),
-                    models=self._models(),
+                    models=self._queried(policy),
                 ),
             )
         metrics["time/eval"] = time.perf_counter() - started
@@ -337,14 +339,21 @@ class Evaluations(NoEvaluations):
         keep = {"all": None, "none": 0}.get(str(self._config.keep), _SAMPLED_PROBLEMS)
         return await self._fleet.evaluator_calls.ask(
             f"evaluation, {when}",
-            lambda evaluator: evaluator.evaluate.remote(engines(), sampling, self._models(), keep),
+            lambda evaluator: evaluator.evaluate.remote(
+                engines(), sampling, self._queried(engines), keep
+            ),
         )
 
-    def _models(self) -> dict[str, EnginePool]:
-        """Models that environments may call in an evaluation, besides the policy."""
-        if self._config.reward_model is None:
-            return {}
-        return {REWARD_MODEL: self._pool(REWARD)}
+    def _queried(self, policy: Callable[[], EnginePool]) -> dict[str, EnginePool]:
+        """Models that environments may query in an evaluation, besides the policy."""
+        return self._pools(queried_roles(self._config), policy)
+
+    def _pools(
+        self, roles: Mapping[str, str], policy: Callable[[], EnginePool]
+    ) -> dict[str, EnginePool]:
+        return {
+            name: policy() if role == POLICY else self._pool(role) for name, role in roles.items()
+        }
 
     def _pool(self, role: str) -> EnginePool:
         return self._fleet.pool(role, patience_s=self._patience_s)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import chz
 
@@ -23,11 +23,29 @@ from distill.data.order import MixedPart, MixedStream, part_of
 from distill.data.prompts import ChatStyle, Prompt, PromptContext, load_prompts
 from distill.data.sources import Source
 from distill.engine import Sample, SamplingModel
-from distill.errors import ConfigError, IsothermError, described
+from distill.errors import ConfigError, DataError, IsothermError, described
+from distill.lookup import known_names
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import Reward, RewardFunction, check_answers
 from distill.text.foreign import neutralised
 from distill.types import FloatArray, StopReason, TokenArray
+
+# Name under which environments query the teacher of a run that has one.
+TEACHER = "teacher"
+
+
+class QueriedModels(dict[str, Any]):
+    """The models that environments may query, by name: see `EnvGroupBuilder.make_envs`.
+
+    Raises:
+        DataError: no model has the name.
+    """
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise DataError(
+            f"the environment queries models[{name!r}], which is not a model that it may query "
+            f"here; {known_names(name, self)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +198,9 @@ class EnvGroupBuilder(ABC):
         """Create the group's environments.
 
         Args:
-            models: models that environments may query, by name: `policy`, the run's teachers, its
-                `reference`, and its `reward_model` (`distill.rewards.model_reward.scores_of`).
+            models: models that environments may query, by name: `policy`, the run's `teacher` (or
+                its teachers by their names), its `reference` if `EnvConfig.asks` names it, and its
+                `reward_model` (`distill.rewards.model_reward.scores_of`).
         """
 
     async def group_rewards(
@@ -280,7 +299,7 @@ class EnvConfig(ABC):
 
     @property
     def asks(self) -> Sequence[str]:
-        """Models of the run, besides its policy, that the environments query: `reference`."""
+        """Models that a run has to have because the environments query them: `reference`."""
         return ()
 
     @property

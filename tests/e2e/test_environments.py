@@ -200,3 +200,31 @@ def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponen
         assert step["train/tokens"] > 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert {"eval/won", "eval/illegal", "eval/drawn"} <= summary["eval after"].keys()
+
+
+def test_an_environment_s_user_is_played_by_the_teacher(
+    brief_pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The environment of docs/environments/users.md, in a run, its evaluations, and by itself."""
+    [code] = re.findall(
+        r"```py\n(.*?)```", (REPOSITORY / "docs/environments/users.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "helpdesk.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = tmp_path / "words.txt"
+    words.write_text("\n".join(f"{a}{b}" for a in "abcd" for b in "efgh"))
+    played = ["env=helpdesk:Guesses", f"env.file={words}", "env.max_turns=3", "max_new_tokens=4"]
+    out = tmp_path / "run"
+    arguments = opd_arguments(brief_pair, out, local=True, steps=2, reward_coef=1)
+    arguments = [one for one in arguments if not one.startswith(("prompts=", "max_new_tokens="))]
+    assert main(["recipe=opd", *arguments, *played]) == 0
+    assert all(step["rollout/turns"] > 1 for step in metrics(out))
+    assert json.loads((out / "summary.json").read_text())["eval after"]["eval/reverse_kl"] > 0
+    common = [f"model={out / 'final'}", *played, "engine=embedded", "eval.size=3"]
+    assert evaluate([*common, f"teacher={brief_pair.teacher}", "temperature=0.7"]) == 0
+    assert evaluate(common) == 2
+    assert "'teacher'" in capsys.readouterr().err

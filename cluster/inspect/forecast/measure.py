@@ -15,7 +15,7 @@ import torch
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import score_group
 from distill.engine import Engine
-from distill.envs.base import EnvDataset
+from distill.envs.base import TEACHER, EnvDataset
 from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.objective.rows import policy_rows, rows_by_group
 from distill.sampling import TrainSampling
@@ -112,7 +112,12 @@ async def measure(
         return await asyncio.gather(
             *(
                 rollout_group(
-                    engine, problems.builder(p, samples), sampling, group_id=p, seed=_SEED
+                    engine,
+                    problems.builder(p, samples),
+                    sampling,
+                    group_id=p,
+                    seed=_SEED,
+                    models={TEACHER: teacher},
                 )
                 for p in chosen_P
             )
