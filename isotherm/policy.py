@@ -112,7 +112,7 @@ class Policy(Samples):
         Raises:
             DataError: there is no EOS, the text cannot be encoded, or it exceeds the context.
         """
-        chain = self._encoder.completion(prompt, completion)
+        chain = self._encoder.written_completion(prompt, completion, "completion")
         return supervised_row(chain, f"prompt {prompt[:20]!r}")
 
     @cached_property

@@ -88,6 +88,20 @@ def conversation_chains(
     return chains
 
 
+def check_stops(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop_ids: Collection[int], what: str, field: str
+) -> None:
+    """Raise DataError if the text, described by `what`, has a stop token before its end."""
+    added, text = added_tokens(tokenizer), text.rstrip()
+    for stop in sorted(added[id_] for id_ in stop_ids if id_ in added):
+        if stop in text.removesuffix(stop):
+            raise DataError(
+                f"{what} has the stop token {stop} before its end, where a served model would "
+                "stop; remove it",
+                field=field,
+            )
+
+
 def _turn(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -98,15 +112,9 @@ def _turn(
     """Render assistant turn i as served: the context that the model gets, then its answer."""
     if i == 0:
         raise DataError("messages[0] is an assistant message with nothing before it; drop it")
+    said = str(messages[i].get("content") or "")
+    check_stops(tokenizer, said, stop_ids, f"messages[{i}], the assistant's,", "messages")
     added = added_tokens(tokenizer)
-    said = str(messages[i].get("content") or "").rstrip()
-    for stop in sorted(added[id_] for id_ in stop_ids if id_ in added):
-        if stop in said.removesuffix(stop):
-            raise DataError(
-                f"messages[{i}], the assistant's, has the stop token {stop} before its end, where "
-                "a served model would stop; remove it",
-                field="messages",
-            )
     prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
     upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)
     if not upto.startswith(prefix) or upto == prefix:

@@ -11,7 +11,7 @@ import numpy as np
 from distill.chat.continuation import closest_continuation, require_continuation
 from distill.chat.template import Message, check_vocabulary, render_text
 from distill.chat.unwritten import check_written
-from distill.data.assistant_masks import MaskedTokens, conversation_chains
+from distill.data.assistant_masks import MaskedTokens, check_stops, conversation_chains
 from distill.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,6 +56,17 @@ class ExampleEncoder:
         tokens_T = np.concatenate([prompt_T, answer_T])
         mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
         return self._checked(MaskedTokens(tokens_T=tokens_T, loss_mask_T=mask_T))
+
+    def written_completion(self, prompt: str, completion: str, field: str) -> MaskedTokens:
+        """`completion` for the text in a row's `field`. Whitespace after its stop token is dropped.
+
+        Raises:
+            DataError: see `completion`; or the text has a stop token before its end.
+        """
+        check_stops(self.tokenizer, completion, self.ends, f"`{field}`", field)
+        stripped = completion.rstrip()
+        ends = any(stripped.endswith(self.tokenizer.decode([end])) for end in self.ends)
+        return self.completion(prompt, stripped if ends else completion)
 
     @property
     def end(self) -> int:

@@ -99,7 +99,9 @@ def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[MaskedToke
         prompt = check_text(row, "prompt")
         if any(isinstance(row.get(side), list) for side in SIDES):
             return _chains(encoder, _as_chat(row, prompt))
-        chosen, rejected = (encoder.completion(prompt, check_text(row, side)) for side in SIDES)
+        chosen, rejected = (
+            encoder.written_completion(prompt, check_text(row, side), side) for side in SIDES
+        )
     else:
         context, continuations = _split(row)
         tools = check_tools(row)

@@ -91,7 +91,8 @@ def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Maske
     """Chains of `prompt` and `completion`: plain texts, or a chat if the completion is messages."""
     prompt, completion = check_text(example, "prompt"), example["completion"]
     if not isinstance(completion, list):
-        return [encoder.completion(prompt, check_text(example, "completion"))]
+        text = check_text(example, "completion")
+        return [encoder.written_completion(prompt, text, "completion")]
     asked: Message = {"role": "user", "content": prompt}
     return encoder.written_conversation([asked, *_answer(example)], check_tools(example), context=1)
 

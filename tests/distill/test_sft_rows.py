@@ -46,9 +46,9 @@ def test_the_loss_is_on_the_completion_and_its_eos(load) -> None:
 
 
 def test_a_completion_that_ends_with_the_eos_gets_no_other(load) -> None:
-    ended = GOOD | {"completion": GOOD["completion"] + str(TOKENIZER.eos_token)}
-    first, second = load(GOOD, ended)
-    assert facts(first) == facts(second)
+    ended = GOOD["completion"] + str(TOKENIZER.eos_token)
+    rows = load(GOOD, GOOD | {"completion": ended}, GOOD | {"completion": f"{ended}\n"})
+    assert facts(rows[0]) == facts(rows[1]) == facts(rows[2])
 
 
 def test_messages_answer_a_prompt_as_what_the_user_says(load) -> None:
@@ -67,6 +67,7 @@ def test_messages_answer_a_prompt_as_what_the_user_says(load) -> None:
         ({"prompt": "a", "completion": 3}, "completion"),
         ({"prompt": "a", "completion": "x" * 63}, None),
         ({"prompt": "a", "completion": "\ud800"}, None),
+        ({"prompt": "a", "completion": f"b{TOKENIZER.eos_token}c"}, "completion"),
         ({"messages": []}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         (
