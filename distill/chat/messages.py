@@ -29,6 +29,11 @@ def parsed_json(value: Any) -> Any:
     return value
 
 
+def is_sharegpt(message: Message) -> bool:
+    """True if a message is in ShareGPT's format, which is not read."""
+    return {"from", "value"} <= message.keys()
+
+
 def normal_message(message: Message, field: str = "a message") -> dict[str, Any]:
     """Convert a message to the normal form.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.chat.messages import REASONING, Message, normal_message, parsed_json
+from distill.chat.messages import REASONING, Message, is_sharegpt, normal_message, parsed_json
 from distill.errors import DataError
 from distill.types import TokenArray
 
@@ -299,7 +299,7 @@ def check_messages(value: object, field: str) -> list[Message]:
 
 def _checked(message: Any, field: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
+        sharegpt = isinstance(message, dict) and is_sharegpt(message)
         remedy = ' (write "role" and "content" for "from" and "value")' if sharegpt else ""
         raise DataError(
             f"`{field}` must be an object with a `role`{remedy}, got {message!r}", field=field

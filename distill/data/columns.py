@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import chz
 
-from distill.chat.messages import parsed_json
+from distill.chat.messages import is_sharegpt, parsed_json
 from distill.data.answers import answer_text
 from distill.data.row_files import Rows, located
 from distill.errors import DataError
@@ -110,8 +110,10 @@ def _parsed_chat(value: Any) -> Any:
     parsed = parsed_json(value)
     if not isinstance(parsed, list) or not parsed:
         return value
-    chat = all(isinstance(each, Mapping) and "role" in each for each in parsed)
-    return parsed if chat else value
+    chat = all(
+        isinstance(each, Mapping) and ("role" in each or is_sharegpt(each)) for each in parsed
+    )
+    return parsed if chat else value  # ShareGPT's messages are refused like those of a list
 
 
 @chz.chz
