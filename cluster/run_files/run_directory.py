@@ -329,13 +329,15 @@ class RunDirectory:
         self._keep_metrics(step)
 
     def _keep_metrics(self, step: int) -> None:
-        """Delete lines of metrics and evaluations of later steps."""
-        for file in (self._metrics, self._evaluations):
-            file.close()
-            lines = file.path.read_bytes().splitlines() if file.path.exists() else []
-            kept = [line for line in lines if step_of(line) <= step]
-            if lines or file is self._metrics:
-                _replace(file.path, b"".join(line + b"\n" for line in kept))
+        """Delete lines of metrics of later steps, and responses of evaluations without metrics.
+
+        A process that was killed after it had written the responses wrote no metrics. The
+        evaluation is repeated.
+        """
+        kept = _keep(self._metrics, lambda line: step_of(line) <= step)
+        measured = {step_of(line) for line in kept if b'"eval/' in line}
+        if self._evaluations.path.exists():
+            _keep(self._evaluations, lambda line: step_of(line) in measured)
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         self._metrics.append(json.dumps(dict(metrics)).encode())
@@ -400,6 +402,15 @@ def _copy(source: str, target: Path) -> None:
         raise CheckpointError(
             f"cannot write {target}: {error}. The model is safe in {source}. {disk_remedy(error)}"
         ) from error
+
+
+def _keep(file: LineFile, wanted: Callable[[bytes], bool]) -> list[bytes]:
+    """Delete the other lines of a file; returns those that it keeps."""
+    file.close()
+    lines = file.path.read_bytes().splitlines() if file.path.exists() else []
+    kept = [line for line in lines if wanted(line)]
+    _replace(file.path, b"".join(line + b"\n" for line in kept))
+    return kept
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -119,6 +119,18 @@ def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
     assert [json.loads(line)["step"] for line in evaluations] == left
 
 
+def test_responses_whose_metrics_a_kill_has_prevented_are_not_kept(opd: NewOpd) -> None:
+    directory = started(opd())
+    checkpoint = save(directory, opd().model.path, 2)
+    directory.append_evaluation(1, "step 1", [])
+    directory.append_metrics({"step": 1, "time/step": 1.0, "eval/accuracy": 0.5})
+    directory.append_metrics({"step": 2, "time/step": 1.0})
+    directory.append_evaluation(2, "after", [])
+    again = started(opd(), checkpoint)
+    evaluations = (again.path / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [1]
+
+
 @pytest.mark.parametrize(
     ("given", "name", "value"),
     [
