@@ -568,6 +568,16 @@ def test_each_line_is_smoothed_by_its_own_length() -> None:
     assert steps[500] == 500 and steps[0] == 12.5, "a mean of 51 points, at the end of 26"
 
 
+def test_a_line_of_one_point_is_a_dot() -> None:
+    """A short run measures its pools once: a path of one place would draw nothing."""
+    asked = """[1, 2, 1000].map((count) => ["after", undefined].map(
+      (stairs) => dotted({ values: Array(count).fill(0) }, stairs)))"""
+    one, two, many = answer_of_script(
+        "curves.js", [r"^const SPARSE = \d+;", function("dotted")], asked
+    )
+    assert (one, two, many) == ([True, True], [False, True], [False, False])
+
+
 def test_what_a_chart_says_of_a_place_is_what_it_draws_there() -> None:
     """Pools keep a size from its event on; a window measured what was before its end."""
     parts = [function("path"), function("nearest"), function("held")]

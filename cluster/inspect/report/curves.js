@@ -113,7 +113,7 @@ function drawLine(svg, line, look, x, y, share, stairs) {
     }));
   }
   svg.append(shape("path", { class: "stroke", ...style, d: path(line.at, values, x, y, stairs) }));
-  if (line.values.length <= SPARSE && !stairs) {
+  if (dotted(line, stairs)) {
     line.at.forEach((place, i) =>
       svg.append(shape("circle", { cx: x(place), cy: y(line.values[i]), r: 2.4, fill: style.stroke })));
   }
@@ -121,6 +121,11 @@ function drawLine(svg, line, look, x, y, share, stairs) {
     const at = { cx: x(line.best), cy: y(line.values[nearest(line.at, line.best)]), r: 6 };
     svg.append(shape("circle", { class: "best", stroke: style.stroke, ...at }));
   }
+}
+
+// A single point has no line.
+function dotted(line, stairs) {
+  return line.values.length === 1 || (line.values.length <= SPARSE && !stairs);
 }
 
 function makeChart(chart, axis) {
