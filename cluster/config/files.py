@@ -93,10 +93,11 @@ def as_yaml(config: CommonConfig, leave: Collection[str] = ()) -> str:
     kept: dict[str, Any] = {"recipe": config.recipe}
     tree = as_tree(config)
     for path, field in fields_of(type(config)).items():
-        if path not in leave and get(config, path) != default_of(field):
+        value = get(config, path)
+        if path not in leave and value != default_of(field):
             section, _, name = path.rpartition(".")
             within = kept.setdefault(section, {}) if section else kept
-            within[name] = _readable(at_path(tree, path))
+            within[name] = _readable(at_path(tree, path), value)
     return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
 
 
@@ -107,11 +108,17 @@ def at_path(tree: Mapping[str, Any], path: str) -> Any:
     return within.get(name) if isinstance(within, Mapping) else None
 
 
-def _readable(value: Any) -> Any:
-    """Value of a setting, with the class of an object under the key `class`."""
-    if not isinstance(value, dict) or WRITTEN_CLASS not in value:
-        return value
-    return {_CLASS: value.pop(WRITTEN_CLASS), **value}
+def _readable(written: Any, value: Any) -> Any:
+    """A setting for a file. Of an object whose class can be chosen: the class, under the key
+    `class`, and the fields that differ from the defaults of that class."""
+    if not isinstance(written, dict) or WRITTEN_CLASS not in written:
+        return written
+    fields = chz.chz_fields(value)
+    return {_CLASS: written.pop(WRITTEN_CLASS)} | {
+        name: each
+        for name, each in written.items()
+        if getattr(value, name) != default_of(fields[name])
+    }
 
 
 def _settings_of(tree: Any) -> dict[str, Any] | None:

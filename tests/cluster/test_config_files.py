@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.command import parse
 from cluster.config.arguments import built
-from cluster.config.files import by_name, read_settings
+from cluster.config.files import as_yaml, by_name, read_settings
 from cluster.config.learning_rate import Stage, suggested_lr
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
@@ -190,6 +191,11 @@ def test_a_run_s_own_config_repeats_it(
         given = by_name(OpdConfig, tree)
         assert built(OpdConfig, given) == config
         assert built(OpdConfig, given | {"out": "elsewhere"}) == changed(config, out="elsewhere")
+
+
+def test_a_file_has_of_an_environment_only_what_is_not_its_default(opd: NewOpd) -> None:
+    env = yaml.safe_load(as_yaml(opd(env=ToolUse(max_turns=3, tools="calculator"))))["env"]
+    assert env.pop("class").endswith("ToolUse") and env == {"max_turns": 3}
 
 
 def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -> None:
