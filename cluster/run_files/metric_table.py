@@ -25,7 +25,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Step": (
         Metric("step", "", "number of the optimizer step; 0 before the first"),
         Metric("weight_version", "", "version of the weights after the step"),
-        Metric("tokens_per_s", "tokens/s", "trained tokens per second of the whole step"),
+        Metric(
+            "tokens_per_s", "tokens/s", "trained tokens (of kept groups: sampled) per `time/step`"
+        ),
     ),
     "Teacher and divergence": (
         Metric(
@@ -145,7 +147,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/repeated_share",
             "share",
-            "sampled tokens that end a run of eight tokens which occurred before in the response",
+            "sampled tokens of a response that end a run of eight tokens which occurred before in "
+            "it, mean over responses",
         ),
         Metric(
             "rollout/equal_groups",
@@ -359,7 +362,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "bytes",
             "size of all tensors in the precision of the engines, not multiplied by the engines",
         ),
-        Metric("push/engines", "engines", "engines that acknowledged the push"),
+        Metric(
+            "push/engines",
+            "engines",
+            "engines that acknowledged the push; this, seconds and pause are those of the push "
+            "before if it overlapped the step",
+        ),
         Metric(
             "push/seconds", "s", "from the start of the push until the last engine has acknowledged"
         ),
@@ -396,7 +404,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Time": (
-        Metric("time/step", "s", "whole step"),
+        Metric("time/step", "s", "wait, training and push; without checkpoints and evaluations"),
         Metric("time/wait", "s", "wait for the step's groups"),
         Metric(
             "time/rows",
