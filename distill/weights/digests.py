@@ -3,7 +3,7 @@
 On a CPU a digest is the first eight bytes of SHA-256. On a GPU it is a sum of hashed words, which
 SGLang and isotherm (`word_sum_kernel.py`) each compute by a Triton kernel. This file has the same
 sum in torch: the kernel is compared with it before its first use, and replaced by it if the kernel
-does not work. Comparisons without a server use `checksum`, which is a tenth of the work.
+does not work. Comparisons without a server use `tensor_checksum`, which is a tenth of the work.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,7 +25,7 @@ _WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
 # Words per tile, each tile with its own hash; tiles that torch hashes at a time, to bound memory.
 TILE = 8192
 TILES = 256
-_ROW = 1024  # 8-byte words in a row of `checksum`
+_ROW = 1024  # 8-byte words in a row of `tensor_checksum`
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
 _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of each half of a hash
@@ -75,45 +72,24 @@ def digest(tensor: Tensor) -> str:
     return digests.read()[0]
 
 
-def checksum(data: npt.NDArray[Any]) -> str:
-    """Checksum of the array's values and their positions, at the speed of memory.
-
-    A hash of sums over rows and columns of words: it detects accidental changes, but not forgery.
-
-    Args:
-        data: contiguous array.
-    """
-    data = data.reshape(-1).view(np.uint8)
-    whole = len(data) - len(data) % (8 * _ROW)
-    rows_RC = data[:whole].view(np.int64).reshape(-1, _ROW)
-    return _name(rows_RC.sum(axis=0), rows_RC.sum(axis=1), data[whole:])
-
-
 def tensor_checksum(tensor: Tensor) -> str:
-    """`checksum` of a tensor's values, summed on the tensor's device."""
+    """Checksum of a tensor's values and their positions, at the speed of memory, on its device.
+
+    A hash of sums over rows and columns of words, which wrap at 2^64: it detects accidental
+    changes, but not forgery.
+    """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if not data.is_cuda:
-        return checksum(data.cpu().numpy())
-    return checksum_by_torch(data)
-
-
-def digest_of(checksums: Mapping[str, str]) -> str:
-    """Sixteen hexadecimal digits for many tensors, from their checksums in any order."""
-    return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()[:16]
-
-
-def checksum_by_torch(data: Tensor) -> str:
-    """`checksum` of bytes with torch's sums, which wrap at 2^64 like numpy's."""
     if data.storage_offset() % 8:  # a view of a larger tensor, not aligned to words
         data = data.clone()
     whole = len(data) - len(data) % (8 * _ROW)
     rows_RC = data[:whole].view(torch.int64).reshape(-1, _ROW)
     sums = (rows_RC.sum(dim=0), rows_RC.sum(dim=1), data[whole:])
-    return _name(*(part.cpu().numpy() for part in sums))
+    return hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in sums)).hexdigest()
 
 
-def _name(*sums: npt.NDArray[Any]) -> str:
-    return hashlib.sha256(b"".join(part.tobytes() for part in sums)).hexdigest()
+def digest_of(checksums: Mapping[str, str]) -> str:
+    """Sixteen hexadecimal digits for many tensors, from their checksums in any order."""
+    return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()[:16]
 
 
 def word_sum(data: Tensor) -> int:

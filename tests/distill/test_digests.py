@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from distill.weights.digests import checksum, checksum_by_torch, digest, tensor_checksum, word_sum
+from distill.weights.digests import digest, tensor_checksum, word_sum
 
 
 def slow(data: bytes) -> int:
@@ -102,27 +101,28 @@ def test_on_a_cpu_it_is_sha_256() -> None:
 
 
 def test_a_checksum_sees_every_value_and_its_place() -> None:
-    data = np.random.default_rng(0).integers(0, 2**16, 3 * 4096 + 40, dtype=np.uint16)
-    seen = {checksum(data)}
+    data = torch.randint(0, 2**15, (3 * 4096 + 40,), dtype=torch.int16)
+    seen = {tensor_checksum(data)}
     for i in (0, 4096, len(data) - 1):  # of the first row, another, and what makes no row
-        other = data.copy()
+        other = data.clone()
         other[i] ^= 1
-        seen.add(checksum(other))
+        seen.add(tensor_checksum(other))
     for shift in (4, 4096, 4092):  # words, rows, both
-        seen.add(checksum(np.roll(data, shift)))
-    seen |= {checksum(data[:n]) for n in (1, 5, 4097)}  # of any length
-    assert len(seen) == 10 and checksum(data.copy()) in seen
-    assert checksum(data[:0]) == checksum(data[:0].view(np.uint32))
-
-
-def test_torch_s_checksum_is_numpy_s() -> None:
-    """It is what a GPU computes; from a share that begins between two words, too."""
-    data = torch.randint(0, 256, (5 * 8192 + 77,), dtype=torch.uint8)
-    for start, end in [(0, None), (0, 100), (3, None), (0, 0)]:
-        part = data[start:end]
-        assert checksum_by_torch(part) == checksum(part.numpy())
+        seen.add(tensor_checksum(data.roll(shift)))
+    seen |= {tensor_checksum(data[:n]) for n in (1, 5, 4097)}  # of any length
+    assert len(seen) == 10 and tensor_checksum(data.clone()) in seen
+    assert tensor_checksum(data[:0]) == tensor_checksum(data[:0].view(torch.uint8))
     weight = torch.randn(300, 70).to(torch.bfloat16).T
-    assert tensor_checksum(weight) == checksum(weight.contiguous().view(torch.uint8).numpy())
-    huge = torch.full((4096,), 255, dtype=torch.uint8).repeat(64)
-    huge.view(torch.int64).fill_(2**62)
-    assert checksum_by_torch(huge) == checksum(huge.numpy()), "sums go round"
+    assert tensor_checksum(weight) == tensor_checksum(weight.contiguous())
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, None), (0, 100), (3, None), (0, 0)])
+def test_a_checksum_is_of_sums_of_words(start: int, end: int | None) -> None:
+    """Also of a share that begins between two words, and of sums that wrap."""
+    data = torch.randint(0, 256, (5 * 8192 + 77,), dtype=torch.uint8)[start:end]
+    words_RC = data[: len(data) // 8192 * 8192].clone().view(torch.int64).view(-1, 1024).tolist()
+    columns = [sum(column) % 2**64 for column in zip(*words_RC, strict=True)] or [0] * 1024
+    rows = [sum(row) % 2**64 for row in words_RC]
+    sums = b"".join(total.to_bytes(8, "little") for total in columns + rows)
+    rest = data[len(data) // 8192 * 8192 :].numpy().tobytes()
+    assert tensor_checksum(data) == hashlib.sha256(sums + rest).hexdigest()
