@@ -94,6 +94,8 @@ def _context(plan: RunPlan, console: Console, observer: Observer) -> RunContext:
     on_ray = not config.cluster.local
     progress = Progression(console, first_step, config.steps, bar=on_ray)
     settings = chz.asdict(config)
+    best = BestCheckpoint(directory.store, config.checkpoint.keep_best)
+    best.recall(directory.read_metrics())
     return RunContext(
         config=config,
         tokenizer=plan.tokenizer,
@@ -106,7 +108,7 @@ def _context(plan: RunPlan, console: Console, observer: Observer) -> RunContext:
             config.tracking, directory, settings, first_step, progress.note, on_ray=on_ray
         ),
         notifier=Notifier(receiver_of(config.tracking.notify), directory.path, progress.note),
-        best=BestCheckpoint(directory.store, config.checkpoint.keep_best),
+        best=best,
         last_step=first_step,
         summary={"forked_from": origin} if (origin := directory.forked_from) else {},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from distill.errors import CheckpointError, ConfigError
 from learner.checkpoint import Best, CheckpointStore
@@ -57,6 +57,13 @@ class BestCheckpoint:
         if measured and (best is None or best.metric != found.metric or self._better(found, best)):
             self._found = found
             self.saved({each.step for each in self._store.complete()})
+
+    def recall(self, lines: Iterable[Mapping[str, float]]) -> None:
+        """Process the metrics of earlier attempts: a killed one may have left its best unmarked."""
+        kept = {each.step for each in self._store.complete()}
+        for line in lines:
+            if line["step"] in kept and self._metric in line:
+                self.see(line)
 
     def pass_over(self) -> None:
         """Drop the best evaluation: its weights are gone, and no checkpoint has them."""

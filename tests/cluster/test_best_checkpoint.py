@@ -71,6 +71,24 @@ def test_the_best_evaluation_s_checkpoint_is_asked_for_and_stays(
     }  # fmt: skip
 
 
+def test_a_kill_before_the_mark_does_not_lose_the_best(store: CheckpointStore) -> None:
+    metrics = [
+        {"step": step, "time/eval": 1.0, "eval/accuracy": value}
+        for step, value in {1: 0.8, 2: 0.9, 3: 0.1}.items()
+    ]
+    watch = BestCheckpoint(store, "eval/accuracy")
+    for line in metrics[:2]:
+        watch.see(line)
+    save(store, 2)  # killed before the driver knew that it is complete
+    watch = BestCheckpoint(store, "eval/accuracy")
+    watch.recall(metrics[:2])
+    watch.see(metrics[2])
+    assert not watch.due
+    save(store, 3)
+    assert steps(store) == [2, 3]
+    assert store.best() == Best(step=2, metric="eval/accuracy", value=0.9)
+
+
 def test_weights_that_were_not_saved_are_not_the_best(store: CheckpointStore) -> None:
     watch = BestCheckpoint(store, "eval/accuracy")
     watch.see({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.9})
