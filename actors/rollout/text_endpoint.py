@@ -40,7 +40,7 @@ _FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 _SHOWN = 200
 # Tags of an HTML page, and those whose content is no text of the page.
-_MARKUP = re.compile(r"<(head|script|style)\b.*?</\1>|<[^>]*>", re.IGNORECASE | re.DOTALL)
+_MARKUP = re.compile(r"<(head|script|style)\b.*?(?:</\1>|\Z)|<[^<>]*>", re.IGNORECASE | re.DOTALL)
 LARGEST_ANSWER = 64 << 20
 # Some models reject the first name, with an error that mentions the second.
 _LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"

@@ -191,6 +191,12 @@ def test_of_a_page_its_text_is_shown() -> None:
     assert "GET here, ***" in said and "Oh" not in said and "<" not in said
 
 
+@pytest.mark.parametrize("mark", ["<", "<head>", "<script>a"])
+def test_a_page_of_marks_is_read(mark: str) -> None:
+    page = "<html>Oh " + mark * 300_000  # in quadratic time, it would be minutes
+    assert in_a_line(ValueError(page), "key").startswith("Oh")
+
+
 @pytest.fixture
 def teacher(server: TextServer, tmp_path: Path) -> TextTeacher:
     save_tokenizer(tmp_path)
