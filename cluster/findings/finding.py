@@ -20,16 +20,17 @@ class Finding:
     """A fault of a run.
 
     Attributes:
-        name: name of the detector; a run has at most one finding of each.
         text: the observation, in numbers.
         settings: settings that the remedy names.
+        name: name of the detector; a run has at most one finding of each. `Watch` sets it, the step
+            and the evidence of a detector's finding.
     """
 
-    name: str
-    step: int
     text: str
     remedy: str
     settings: tuple[str, ...]
+    name: str = ""
+    step: int = 0
     evidence: Evidence | None = None
 
     def told(self) -> str:

@@ -25,8 +25,6 @@ def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding |
     if not at_bound or waits < _WAITS:
         return None
     return Finding(
-        name="staleness_at_its_bound",
-        step=history.step,
         text=f"in each of {2 * SPAN} steps some tokens were {most} versions old, "
         f"which is max_staleness, and the learner waits {waits:.0%} of the time",
         remedy="the learner waits for the oldest groups. Raise max_staleness, lower "
@@ -42,8 +40,6 @@ def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
     if waits is None or waits < _STARVED or alone:
         return None
     return Finding(
-        name="learner_starves",
-        step=history.step,
         text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
         remedy="raise policy.engines and rollout.workers (a range such as 2..8 adds them as "
         "needed), or groups_in_flight",
@@ -67,8 +63,6 @@ def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
     if work >= _IDLE:
         return None
     return Finding(
-        name="teachers_idle",
-        step=history.step,
         text=f"{engines} engines of the teacher share work that keeps one engine busy for at most "
         f"{work:.0%} of the time",
         remedy="set teacher.engines=1, and use the freed resources for policy.engines",
@@ -86,8 +80,6 @@ def turns_take_long(history: History, _config: RolloutConfig) -> Finding | None:
     if share < _CHANGES:
         return None
     return Finding(
-        name="turns_take_long",
-        step=history.step,
         text=f"engines that share GPUs change turns {changes.now:.1f} times per step, which takes "
         f"{share:.0%} of the time (turns/seconds)",
         remedy="longer turns need fewer changes: raise groups_in_flight or "

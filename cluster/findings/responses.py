@@ -23,8 +23,6 @@ def responses_are_cut(history: History, config: RolloutConfig) -> Finding | None
     if cut is None or cut.values[-1] <= _CUT:
         return None
     return Finding(
-        name="responses_are_cut",
-        step=history.step,
         text=f"{cut.values[-1]:.0%} of the episodes were cut off by "
         f"max_new_tokens={config.sampling.max_new_tokens} or the context (rollout/stop/length)",
         remedy="raise max_new_tokens, unless this is intended",
@@ -38,8 +36,6 @@ def members_are_equal(history: History, _config: RolloutConfig) -> Finding | Non
     if equal is None or equal.values[-1] <= _EQUAL:
         return None
     return Finding(
-        name="members_are_equal",
-        step=history.step,
         text=f"in {equal.values[-1]:.0%} of the groups all members have the same tokens, although "
         "they were sampled at a temperature above 0 (rollout/equal_groups)",
         remedy="the engine samples all members with one seed. Remove the flag from "
@@ -60,8 +56,6 @@ def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
         return None
     why = "more of them are cut off" if cut_more else "the reward has not risen"
     return Finding(
-        name="responses_grow",
-        step=history.step,
         text=f"responses have grown from {length.start:.3g} to {length.now:.3g} tokens, and {why}",
         remedy="read the kept responses. If they ramble, use a third of the lr, or "
         "reference_kl_coef=0.05 with reference=; if they need the length, raise max_new_tokens",
@@ -75,8 +69,6 @@ def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None
     if repeated is None or repeated.now <= max(_REPEATED, repeated.start + _REPEATED_MORE):
         return None
     return Finding(
-        name="responses_repeat",
-        step=history.step,
         text=f"{repeated.now:.0%} of the sampled tokens repeat earlier text of the response "
         f"({repeated.start:.0%} at the start)",
         remedy="within a loop, a teacher also predicts the repetition, so its scores do not "
@@ -92,8 +84,6 @@ def eos_vanishes(history: History, config: RolloutConfig) -> Finding | None:
     if ended is None or ended.start < _ENDED or ended.now >= _STILL_END * ended.start:
         return None
     return Finding(
-        name="eos_vanishes",
-        step=history.step,
         text=f"{ended.now:.0%} of the episodes end with a stop token, {ended.start:.0%} at the "
         "start",
         remedy="student and teacher may have different end tokens (set stop_tokens=), or the "

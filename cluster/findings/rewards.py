@@ -35,8 +35,6 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
             "a larger group_size"
         )
     return Finding(
-        name="advantages_are_zero",
-        step=history.step,
         text=f"all advantages are 0 so far: {why}",
         remedy=remedy,
         settings=settings,
@@ -51,8 +49,6 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | N
     if constant.now < _CONSTANT or gained(reward) or _masked(history, config):
         return None  # for masked rewards, `advantages_are_zero` names the cause
     return Finding(
-        name="rewards_are_constant",
-        step=history.step,
         text=f"in {constant.now:.0%} of the groups all members have the same reward "
         f"(mean {reward.now:.3g}), so the reward gives them no advantage",
         remedy="test the reward on the kept responses; use other prompts, a larger group_size, or, "
@@ -76,8 +72,6 @@ def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | Non
         return None
     best = reward.means[reward.highest()]
     return Finding(
-        name="format_pays_alone",
-        step=history.step,
         text=f"the share of responses in the format (env/format) has grown from "
         f"{format_.start:.0%} to {format_.now:.0%}, and the task's reward has fallen from "
         f"{best:.3g} to {reward.now:.3g}",

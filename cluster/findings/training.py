@@ -39,8 +39,6 @@ def kl_rises(history: History, config: RolloutConfig) -> Finding | None:
     if kl.now <= _RISEN * least or not (above_its_start or with_a_cause):
         return None
     return Finding(
-        name="kl_rises",
-        step=history.step,
         text=f"the reverse KL has risen to {kl.now:.3g}, from {first:.3g} at the start and "
         f"{least:.3g} at step {then} (means of {SPAN} steps; since then gradient norm x "
         f"{grown:.1f}, entropy {moved:+.2f} nats)",
@@ -71,8 +69,6 @@ def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
     if share.now < max(_FEW, share.start + 0.1) or kl.now <= _RISEN_BY_FEW * least:
         return None
     return Finding(
-        name="kl_on_few_tokens",
-        step=history.step,
         text=f"1% of the tokens account for {share.now:.0%} of the KL to the teacher "
         f"({share.start:.0%} at the start), and the reverse KL has risen from {least:.3g} to "
         f"{kl.now:.3g}",
@@ -95,8 +91,6 @@ def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None
     if rewarded and reward is not None and gained(reward) and not declined(reward):
         return None
     return Finding(
-        name="entropy_collapses",
-        step=history.step,
         text=f"the entropy has fallen from {entropy.start:.3g} to {entropy.now:.3g} nats per "
         "token, but neither the KL nor the reward has improved",
         remedy="samples are nearly equal, so there is little left to learn from. Start another "
@@ -114,8 +108,6 @@ def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
     if config.objective.has_advantages:  # losses over ratios have something to weigh
         bound, bounds = "Bound the ratios with correction=truncate, lower", ("correction",)
     return Finding(
-        name="engine_gap_grows",
-        step=history.step,
         text=f"engines and learner differ by a mean of {gap.now:.3g} nats per token "
         f"(train/logprob_gap), {_settled(gap):.3g} at first",
         remedy=f"samples deviate more and more from the trained policy. {bound} "
@@ -135,8 +127,6 @@ def updates_are_lost(history: History, _config: RolloutConfig) -> Finding | None
     if lost is None or lost.values[-1] <= _LOST:
         return None
     return Finding(
-        name="updates_are_lost",
-        step=history.step,
         text=f"push/lost_share={lost.values[-1]:.2f} after {len(lost)} steps: the adapter's change "
         "is too small for the engines' precision, and most of it is rounded away",
         remedy="raise lr (1e-4 or more is usual for an adapter), or give the engines dtype=float32",

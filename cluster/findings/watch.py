@@ -45,7 +45,10 @@ Detect = Callable[[History, RolloutConfig], Finding | None]
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """A detector, and the score that ranks kept trajectories as evidence of its finding."""
+    """A detector, and the score that ranks kept trajectories as evidence of its finding.
+
+    The finding has the name of the function `detect`.
+    """
 
     detect: Detect
     worst: Callable[[KeptTrajectory], float] | None = None
@@ -135,10 +138,11 @@ class Watch:
         self._history.add(metrics)
         found = []
         for detector in DETECTORS:
-            finding = detector.detect(self._history, self._config)
-            if finding is not None and finding.name not in self._said:
-                self._said.add(finding.name)
-                found.append(replace(finding, evidence=self._evidence(detector)))
+            name, finding = detector.detect.__name__, detector.detect(self._history, self._config)
+            if finding is not None and name not in self._said:
+                self._said.add(name)
+                step, evidence = self._history.step, self._evidence(detector)
+                found.append(replace(finding, name=name, step=step, evidence=evidence))
         return found
 
     def rewound(self, step: int) -> None:

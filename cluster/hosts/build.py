@@ -33,7 +33,7 @@ from cluster.hosts.learners import (
 )
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.engines import RunEngines, by_turns
-from cluster.placement.places import Places, place_of
+from cluster.placement.places import Places, lacking_in
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
@@ -185,7 +185,7 @@ class RolloutCast:
 
         if not config.rollout.cpus:
             return self._role(ROLLOUT, worker_title, create)
-        return self._role(ROLLOUT, worker_title, create, **self._place(ROLLOUT))
+        return self._role(ROLLOUT, worker_title, create, lacking=self._lacking(ROLLOUT))
 
     def reward_specs(self) -> list[ActorSpec]:
         """Spec of the reward model, if any: one for all rollout workers and evaluations."""
@@ -209,7 +209,7 @@ class RolloutCast:
         return [
             self._role(
                 REWARD, lambda _: REWARD, create, heartbeat=health_call, model=path,
-                **self._place(REWARD),
+                lacking=self._lacking(REWARD),
             )
         ]  # fmt: skip
 
@@ -295,7 +295,7 @@ class RolloutCast:
             create,
             heartbeat=health_call,
             follow=follow,
-            **self._place(role),
+            lacking=self._lacking(role),
             gated=True,
             start_is=start_is,
             model=model,
@@ -331,8 +331,8 @@ class RolloutCast:
             **changes,
         )
 
-    def _place(self, role: str) -> dict[str, Any]:
-        return place_of(self.placement, role, self.config.cluster.no_progress_s)
+    def _lacking(self, role: str) -> Callable[[int], str]:
+        return lacking_in(self.placement, role, self.config.cluster.no_progress_s)
 
     def _name(self, role: str, index: int, attempt: int) -> str:
         return self._name_of(f"{role}-{index}", attempt)

@@ -28,7 +28,7 @@ from cluster.hosts.learner_actor import (
     policy_losses,
     supervised_losses,
 )
-from cluster.placement.places import Places, place_of
+from cluster.placement.places import Places, lacking_in
 from cluster.placement.roles import KEEPER, LEARNER, learner_title
 from cluster.run_files.replay_log import KeptGroupSource, KeptSteps
 from cluster.run_files.run_directory import RunDirectory
@@ -193,16 +193,18 @@ def make_learners(
 def learner_spec(config: CommonConfig, places: Places) -> ActorSpec:
     """Spec of the learner's workers. If one is lost, all are."""
     read = 0 if config.only_keeps else _learner_bytes(config)
-    place = {} if config.only_keeps else place_of(places, LEARNER, config.cluster.no_progress_s)
-    return ActorSpec(
-        **place,
+    spec = ActorSpec(
         name=LEARNER,
-        title=(lambda _: KEEPER) if config.only_keeps else learner_title,
+        title=learner_title,
+        lacking=lacking_in(places, LEARNER, config.cluster.no_progress_s),
         create=None,
         heartbeat=progress_call,
         critical=True,
         start_deadline_s=max(config.cluster.no_progress_s, START_S + loading_s(read)),
     )
+    if config.only_keeps:  # the keeper reserves no resources
+        return replace(spec, title=lambda _: KEEPER, lacking=lambda _: "")
+    return spec
 
 
 def _learner_bytes(config: CommonConfig) -> int:

@@ -5,7 +5,7 @@
     actor_class.options(**placement.options("policy", 0))  in its bundle
     actor_class.options(**placement.options("policy", 0, 1))  on the second of its nodes
     index = placement.add("policy")                        another member, perhaps on a future node
-    placement.ready("policy", index)
+    placement.lacking("policy", index)                     "" once its bundle has a node
     placement.remove("policy", index)
     placement.release()
 
@@ -186,18 +186,17 @@ class Placement:
             self._bundles[role, index] = _Bundle(self._groups[name], 0, demand.nodes)
         return index
 
-    def ready(self, role: str, index: int) -> bool:
-        """True if the member's bundle has a node. Bundles of a lost node have none until moved."""
-        if not self._demands[role].needed:
-            return True
-        placed = self._bundles.get((role, index))
-        if placed is None:
-            return False
-        alone = placed.bundle if placed.many == 1 else None
-        return _is_placed(self._table(placed.group), alone)
-
     def lacking(self, role: str, index: int) -> str:
-        """Message for a member whose bundle has no node: needed resources, and the cluster's."""
+        """Needed resources, and the cluster's, if the member's bundle has no node; else empty.
+
+        Bundles of a lost node have none until they are moved.
+        """
+        if not self._demands[role].needed:
+            return ""
+        if (placed := self._bundles.get((role, index))) is not None:
+            alone = placed.bundle if placed.many == 1 else None
+            if _is_placed(self._table(placed.group), alone):
+                return ""
         return f"{self._demands[role].each}: {_what_there_is()}"
 
     def _table(self, group: PlacementGroup) -> dict[str, Any]:

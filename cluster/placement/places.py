@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -17,12 +17,8 @@ class Places(Protocol):
         """Number of places on one node that a member of this role shares with others."""
         ...
 
-    def ready(self, role: str, index: int) -> bool:
-        """True if the member's place has a node."""
-        ...
-
     def lacking(self, role: str, index: int) -> str:
-        """Message for a member whose place has no node: needed and available resources."""
+        """Needed and available resources, if the member's place has no node; else empty."""
         ...
 
     def add(self, role: str) -> int:
@@ -34,19 +30,15 @@ class Places(Protocol):
         ...
 
 
-def place_of(places: Places, role: str, no_progress_s: float) -> dict[str, Any]:
-    """Arguments `placed` and `lacking` for the `ActorSpec` of a role.
-
-    `no_progress_s`: deadline of the run, seconds.
-    """
+def lacking_in(places: Places, role: str, no_progress_s: float) -> Callable[[int], str]:
+    """`ActorSpec.lacking` of a role. `no_progress_s`: deadline of the run, seconds."""
 
     def lacking(index: int) -> str:
-        return (
-            f"{places.lacking(role, index)}. The run fails after {no_progress_s:g} s without "
-            "progress (no_progress_s)"
-        )
+        fails = f"The run fails after {no_progress_s:g} s without progress (no_progress_s)"
+        what = places.lacking(role, index)
+        return f"{what}. {fails}" if what else ""
 
-    return {"placed": partial(places.ready, role), "lacking": lacking}
+    return lacking
 
 
 class LocalPlaces:
@@ -58,11 +50,8 @@ class LocalPlaces:
     def span(self, role: str) -> int:
         return 1
 
-    def ready(self, role: str, index: int) -> bool:
-        return True
-
     def lacking(self, role: str, index: int) -> str:
-        raise AssertionError(f"this process has room for {role} {index}")
+        return ""
 
     def add(self, role: str) -> int:
         raise AssertionError(f"a local run adds no {role}")

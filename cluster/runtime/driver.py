@@ -98,7 +98,7 @@ def _starts(members: Sequence[Member]) -> list[str]:
 
 def _start_of(member: Member) -> str:
     """Activity of a member's start; "" if it is not known."""
-    if not member.spec.placed(member.index):
+    if member.spec.lacking(member.index):
         return "no node has room for it"
     return member.spec.start_is(member.index)
 

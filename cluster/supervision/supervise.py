@@ -77,8 +77,8 @@ class ActorSpec:
         restarted_by_ray: Ray restarts the actor, and its handle stays valid; only a hang is handled
             here. Its heartbeat reports its process.
         last_words: returns what an actor that is being terminated was doing, for the message.
-        placed: whether the cluster has a place for the actor with an index.
-        lacking: what the actor with an index waits for if it has lost its place, and until when.
+        lacking: what the actor with an index waits for if the cluster has no place for it, and
+            until when; "" if it has one.
         start_deadline_s: longest time from its creation to its first heartbeat.
         start_is: description of its start, and its log, for messages; "" for none.
     """
@@ -88,7 +88,6 @@ class ActorSpec:
     create: Callable[[int, int], Any] | None
     heartbeat: Callable[[Any], Any]
     follow: Callable[[int, int, Any], Mapping[Any, Any]] = lambda _index, _attempt, _handle: {}
-    placed: Callable[[int], bool] = lambda _index: True
     lacking: Callable[[int], str] = lambda _index: ""
     last_words: Callable[[], str] = lambda: ""
     gated: bool = False
@@ -299,7 +298,7 @@ class Supervisor:
             RunFailed: the member died at the run's start, or too often.
         """
         spec = member.spec
-        while member in self._members and not spec.placed(member.index):
+        while member in self._members and spec.lacking(member.index):
             await asyncio.sleep(_BEAT_S)
         while member in self._members:
             asked = time.monotonic()
@@ -328,8 +327,7 @@ class Supervisor:
     async def _report_lost_place(self, member: Member) -> None:
         """Report an actor that cannot restart: its node is gone, and no other has room."""
         while member in self._members and member.state is State.STARTING:
-            if not member.spec.placed(member.index):
-                lacking = member.spec.lacking(member.index)
+            if lacking := member.spec.lacking(member.index):
                 self.say(f"{member.name} has lost its node, and waits for {lacking}")
                 return
             await asyncio.sleep(_BEAT_S)

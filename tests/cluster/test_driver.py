@@ -30,7 +30,7 @@ class Starting:
         spec = SimpleNamespace(
             start_deadline_s=start_deadline_s,
             start_is=lambda _: "",
-            placed=lambda index: index < room,
+            lacking=lambda index: "" if index < room else "1 GPU",
         )
         self._members = [
             SimpleNamespace(name=f"{role} {i}", index=i, role=role, state=State.STARTING, spec=spec)

@@ -244,18 +244,18 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
         placement(ResourceDemand(name="other", count=1, resources={"CPU": 3})),
     )
     reserve(second)
-    assert first == 1 and mine.ready("policy", 0) and not mine.ready("policy", 1)
+    assert first == 1 and not mine.lacking("policy", 0) and mine.lacking("policy", 1)
     mine.remove("policy", 1)  # while it still waits
-    assert not mine.ready("policy", 1)
+    assert mine.lacking("policy", 1)
     second.release()
     assert mine.add("policy") == 2
-    assert not mine.ready("policy", 2), "5 of 8 are taken"
+    assert mine.lacking("policy", 2), "5 of 8 are taken"
     mine.release()
 
     mine = placement(ResourceDemand(name="policy", count=1, resources=ONE))
     reserve(mine)
     assert mine.add("policy") == 1
-    until(lambda: mine.ready("policy", 1))
+    until(lambda: not mine.lacking("policy", 1))
     added = start(mine, "policy", 1)
     assert ray.get(added.group.remote())
     until(lambda: free_cpus() == 6)
@@ -263,7 +263,7 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
     until(lambda: free_cpus() == 7)
     mine.remove("policy", 0)
     assert [mine.add("policy"), mine.add("policy")] == [0, 2], "what is reserved has the first"
-    until(lambda: mine.ready("policy", 2))
+    until(lambda: not mine.lacking("policy", 2))
     assert free_cpus() == 6
     mine.release()
 
@@ -329,11 +329,11 @@ members = [kind.options(**mine.options("policy", i), **forever).remote() for i i
 before = ray.get([member.node.remote() for member in members])
 lost = next(worker for worker in workers if worker.node_id == before[1])
 cluster.remove_node(lost, allow_graceful=False)
-until(lambda: not mine.ready("policy", 1))
-others = mine.ready("policy", 0)
+until(lambda: mine.lacking("policy", 1))
+others = not mine.lacking("policy", 0)
 lacking = mine.lacking("policy", 1)
 new = cluster.add_node(num_cpus=1, resources={"work": 1}).node_id
-until(lambda: mine.ready("policy", 1))
+until(lambda: not mine.lacking("policy", 1))
 after = ray.get([member.node.remote() for member in members], timeout=120)
 ray.kill(members[1])
 again = ray.get(kind.options(**mine.options("policy", 1)).remote().node.remote(), timeout=120)

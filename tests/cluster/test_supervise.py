@@ -265,7 +265,9 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
         asked.append(actor)
         return whereabouts_call(actor)
 
-    house = new_house(placed=lambda _index: there, start_deadline_s=1, heartbeat=heartbeat)
+    house = new_house(
+        lacking=lambda _index: "" if there else "1 GPU", start_deadline_s=1, heartbeat=heartbeat
+    )
     house.supervisor.add(house.spec, 0)
     end_of_wait = time.monotonic() + 2
     house.until(lambda: time.monotonic() > end_of_wait)
@@ -279,7 +281,7 @@ def test_an_actor_that_has_lost_its_node_says_what_it_waits_for(
     new_house: Callable[..., House],
 ) -> None:
     there = True
-    house = new_house(placed=lambda _index: there, lacking=lambda index: f"{index + 1} GPU")
+    house = new_house(lacking=lambda index: "" if there else f"{index + 1} GPU")
     house.started(0)
     there = False
     os.kill(house.pid(), signal.SIGKILL)
