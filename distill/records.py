@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from distill.errors import CheckpointError
-from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
+from distill.types import GroupFacts, Segment, StopReason, Trajectory, TrajectoryGroup
 
 # Treatment of groups that cannot be trained in time (cluster/queue/step_rule.py).
 OnStale = Literal["wait", "train_late", "restart"]
@@ -86,7 +86,7 @@ Sum: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryGroupMeta:
+class TrajectoryGroupMeta(GroupFacts):
     """A `TrajectoryGroup` without its tokens: all that the queue and the learner's leader read.
 
     Its size is at most a hundredth of the group's. It determines which rows run together and on
@@ -104,14 +104,6 @@ class TrajectoryGroupMeta:
         sums: sums for the metrics, by name; sums that the group lacks are omitted.
     """
 
-    group_id: int
-    teacher: str
-    tag: str | None
-    source: str
-    answer: str | None
-    by_teacher: bool
-    as_text: bool
-    metrics: Mapping[str, float]
     rewards_G: tuple[float, ...]
     reward_counts_G: tuple[bool, ...]
     stop_reasons_G: tuple[StopReason, ...]
@@ -140,17 +132,7 @@ class TrajectoryGroupMeta:
 
     def group(self, trajectories_G: Sequence[Trajectory]) -> TrajectoryGroup:
         """The whole group, from its trajectories."""
-        return TrajectoryGroup(
-            group_id=self.group_id,
-            trajectories_G=tuple(trajectories_G),
-            metrics=self.metrics,
-            teacher=self.teacher,
-            tag=self.tag,
-            source=self.source,
-            answer=self.answer,
-            by_teacher=self.by_teacher,
-            as_text=self.as_text,
-        )
+        return TrajectoryGroup(trajectories_G=tuple(trajectories_G), **self.facts())
 
     def group_of_segments(self, segments: Iterable[Segment]) -> TrajectoryGroup:
         """The whole group, from the segments of its trajectories in order."""

@@ -17,7 +17,7 @@ and never changed in place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from statistics import fmean
 from typing import Any
@@ -209,8 +209,8 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrajectoryGroup:
-    """The G trajectories of one prompt: the unit of delivery and of advantage.
+class GroupFacts:
+    """Facts of a group of trajectories as a whole.
 
     Attributes:
         group_id: the prompt's position in the run's seeded prompt stream. It is the same in every
@@ -227,7 +227,6 @@ class TrajectoryGroup:
     """
 
     group_id: int
-    trajectories_G: tuple[Trajectory, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     teacher: str = ""
     tag: str | None = None
@@ -235,6 +234,17 @@ class TrajectoryGroup:
     answer: str | None = None
     by_teacher: bool = False
     as_text: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The facts by name, without what a subclass adds."""
+        return {each.name: getattr(self, each.name) for each in fields(GroupFacts)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrajectoryGroup(GroupFacts):
+    """The G trajectories of one prompt: the unit of delivery and of advantage."""
+
+    trajectories_G: tuple[Trajectory, ...]
 
     def segments(self) -> Iterator[Segment]:
         for trajectory in self.trajectories_G:

@@ -263,7 +263,7 @@ class GroupQueueActor:
         except OSError as error:
             self._not_kept(f"{error}. {disk_remedy(error)}")
             return set()
-        return {row.fields.group_id for row in rows}
+        return {row.facts.group_id for row in rows}
 
     def _score_again(self, ids: Sequence[int]) -> bool:
         """Move groups that the ledger made pending again from the delivered ones to `_to_score`.

@@ -40,7 +40,7 @@ from cluster.jsonl_log import LineFile, step_of
 from distill.errors import CheckpointError, DataError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
-from distill.types import BoolArray, Segment, TopLogprobs, Trajectory, TrajectoryGroup
+from distill.types import BoolArray, GroupFacts, Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
@@ -147,14 +147,8 @@ def _group(
     remaining = iter(rows)
     return {
         "step": step,
-        "group_id": group.group_id,
         "version": version,
-        "teacher": group.teacher,
-        "by_teacher": group.by_teacher,
-        "as_text": group.as_text,
-        "tag": group.tag,
-        "source": group.source,
-        "answer": group.answer,
+        **group.facts(),
         "temperature": group.temperature,
         "metrics": _metrics(group.metrics),
         "trajectories": [
@@ -273,27 +267,14 @@ class KeptTrajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptGroup:
-    """A kept group that `step` trained on, starting from the weights of `version`.
-
-    Attributes:
-        by_teacher: True if the teacher sampled the group.
-        as_text: True if it was sampled as text, so that its log-probs are unknown and stored as 0.
-    """
+class KeptGroup(GroupFacts):
+    """A kept group that `step` trained on, starting from the weights of `version`."""
 
     step: int
-    group_id: int
     version: int
-    teacher: str
-    tag: str | None
-    source: str
-    answer: str | None
     temperature: float
-    metrics: Mapping[str, float]
     trajectories_G: Sequence[KeptTrajectory]
     step_tokens: Sequence[TokenGap] = ()
-    by_teacher: bool = False
-    as_text: bool = False
 
 
 class KeptGroups(Sequence[KeptGroup]):

@@ -26,8 +26,7 @@ import numpy as np
 from distill.columns import MEMBER_FIELDS, PER_TOKEN, GroupColumns, pack
 from distill.durable_files import sync_directory, whole_write
 from distill.errors import DataError
-from distill.records import TrajectoryGroupMeta
-from distill.types import StopReason, TopLogprobs, TrajectoryGroup
+from distill.types import GroupFacts, StopReason, TopLogprobs, TrajectoryGroup
 
 if TYPE_CHECKING:
     import pyarrow
@@ -42,7 +41,7 @@ _DTYPES = {
     _EXPERTS: np.dtype(np.uint8),
     **{f"teacher_top.{name}": dtype for name, dtype in _TOP.items()},
 }
-_GROUP_FIELDS = [each.name for each in fields(TrajectoryGroup) if each.name != "trajectories_G"]
+_FACTS = [each.name for each in fields(GroupFacts)]
 # Errors of reading a file that is damaged or of another version, Arrow's errors included.
 UNREADABLE = (
     *(DataError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError),
@@ -54,12 +53,12 @@ class GroupRow(NamedTuple):
     """A group to write.
 
     Attributes:
-        fields: the group or its metadata, for all fields except the trajectories.
+        facts: the group or its metadata.
         columns: the group's trajectories.
         attempt: attempt of the lease that delivered the group; None if unknown.
     """
 
-    fields: TrajectoryGroup | TrajectoryGroupMeta
+    facts: GroupFacts
     columns: GroupColumns
     attempt: int | None = None
 
@@ -127,7 +126,7 @@ def batch_of(rows: Sequence[GroupRow]) -> pyarrow.RecordBatch:
 
     flat = [_flat(row) for row in rows]
     columns: list[pyarrow.Array] = [
-        pyarrow.array([row.fields.group_id for row in rows], pyarrow.int64()),
+        pyarrow.array([row.facts.group_id for row in rows], pyarrow.int64()),
         pyarrow.array([row.attempt for row in rows], pyarrow.int32()),
         pyarrow.array([text for text, _ in flat], pyarrow.large_string()),
     ]
@@ -182,8 +181,7 @@ def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
         for name in _TOP:
             parts = [getattr(top, name).reshape(-1) for top in there]
             arrays[f"teacher_top.{name}"] = np.concatenate(parts)
-    described = {name: getattr(row.fields, name) for name in _GROUP_FIELDS}
-    described |= {
+    described = row.facts.facts() | {
         "members": dict(zip(MEMBER_FIELDS, zip(*columns.members_G, strict=True), strict=True)),
         "segments_G": columns.segments_G,
         "lengths": columns.lengths,
@@ -229,8 +227,8 @@ def _group(described: dict[str, Any], flat: dict[str, np.ndarray]) -> Trajectory
         lengths=lengths,
         values=values,
     )
-    of_group = {name: described[name] for name in _GROUP_FIELDS if name in described}
-    return TrajectoryGroup(trajectories_G=tuple(columns.trajectories()), **of_group)
+    facts = {name: described[name] for name in _FACTS if name in described}
+    return TrajectoryGroup(trajectories_G=tuple(columns.trajectories()), **facts)
 
 
 def _shaped(

@@ -43,14 +43,7 @@ def meta_of(group: TrajectoryGroup, columns: GroupColumns | None = None) -> Traj
         prefixes_S.append(_digest(context[: -tokens_L.itemsize]))
         start += length
     return TrajectoryGroupMeta(
-        group_id=group.group_id,
-        teacher=group.teacher,
-        tag=group.tag,
-        source=group.source,
-        answer=group.answer,
-        by_teacher=group.by_teacher,
-        as_text=group.as_text,
-        metrics=group.metrics,
+        **group.facts(),
         rewards_G=tuple(member.reward for member in group.trajectories_G),
         reward_counts_G=tuple(member.reward_counts for member in group.trajectories_G),
         stop_reasons_G=tuple(member.stop_reason for member in group.trajectories_G),
