@@ -40,6 +40,7 @@ from distill.envs.base import (
     EnvDataset,
     EnvGroupBuilder,
     Episode,
+    ProblemFacts,
     require_path,
 )
 from distill.errors import DataError, kind_of
@@ -61,22 +62,16 @@ _logged: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentProblem:
+class AgentProblem(ProblemFacts):
     """One problem of an agent.
 
     Attributes:
         row: the row that the agent receives.
         line: number of the row in its source.
-        answer: reference answer; None if there is none.
-        teacher, tag, feedback: see `EnvGroupBuilder`.
     """
 
     row: Mapping[str, Any]
     line: int
-    answer: str | None
-    teacher: str
-    tag: str | None
-    feedback: FeedbackContext | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,15 +257,11 @@ class AgentDataset(EnvDataset):
 
     def builder(self, problem: int, group_size: int) -> AgentGroupBuilder:
         chosen = self._problems_P[problem]
+        facts = chosen.facts()
+        row = json.dumps(chosen.row, sort_keys=True, default=str)
+        facts["prompt_key"] = prompt_key(row.encode())
         return AgentGroupBuilder(
-            problem=chosen,
-            setting=self._setting,
-            group_size=group_size,
-            teacher=chosen.teacher,
-            tag=chosen.tag,
-            answer=chosen.answer,
-            feedback=chosen.feedback,
-            prompt_key=prompt_key(json.dumps(chosen.row, sort_keys=True, default=str).encode()),
+            **facts, problem=chosen, setting=self._setting, group_size=group_size
         )
 
     def longest_row(self, max_new_tokens: int) -> int:

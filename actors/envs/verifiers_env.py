@@ -162,9 +162,7 @@ class Verifiers(AgentLimits):
         teacher = teacher_named({}, setting.teachers)
         feedback = feedback_on_agent(setting, teacher, None)
         problems_P = [
-            AgentProblem(
-                row=row, line=number, answer=None, teacher=teacher, tag=None, feedback=feedback
-            )
+            AgentProblem(row=row, line=number, teacher=teacher, feedback=feedback)
             for number, row in enumerate(program.problems(), start=1)
         ]
         return AgentDataset(problems_P, AgentSetting.of(self, program, setting))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NoReturn
 
 import chz
@@ -127,8 +127,8 @@ class Env(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvGroupBuilder(ABC):
-    """Builder of the single-use environments of one group. Must pickle.
+class ProblemFacts:
+    """Facts of a problem that do not depend on how its episodes are played.
 
     Attributes:
         teacher: the name of the teacher that scores the group; empty if teachers have no names.
@@ -152,6 +152,15 @@ class EnvGroupBuilder(ABC):
     pays_bonuses: bool = False
     answer: str | None = None
     prompt_key: bytes | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The facts by name, without what a subclass adds."""
+        return {each.name: getattr(self, each.name) for each in fields(ProblemFacts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvGroupBuilder(ProblemFacts, ABC):
+    """Builder of the single-use environments of one group. Must pickle."""
 
     @property
     def gives_words(self) -> bool:

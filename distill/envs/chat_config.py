@@ -14,7 +14,6 @@ import chz
 
 from distill.chat.template import Message, render_messages
 from distill.chat.tool_calls import detect_format
-from distill.data.feedback import FeedbackContext
 from distill.engine import SamplingModel
 from distill.envs.base import (
     Env,
@@ -23,6 +22,7 @@ from distill.envs.base import (
     EnvDataset,
     EnvGroupBuilder,
     Episode,
+    ProblemFacts,
     only_teacher,
 )
 from distill.envs.chat import (
@@ -49,7 +49,6 @@ from distill.text.condense import (
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.tools.read_block import Blocks, ReadBlock
-from distill.types import TokenArray
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -61,8 +60,8 @@ CompareBy = Callable[[Sequence[Sequence[Message]], Mapping[str, Any]], Awaitable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageProblem:
-    """One problem. The other fields are those of `EnvGroupBuilder`.
+class MessageProblem(ProblemFacts):
+    """One problem.
 
     Attributes:
         make: creates a single-use environment. Must pickle.
@@ -81,14 +80,6 @@ class MessageProblem:
     compare_by: CompareBy | None = None
     line: int | None = None
     num_tokens: int | None = None
-    teacher: str = ""
-    tag: str | None = None
-    teacher_tokens_T: TokenArray | None = None
-    feedback: FeedbackContext | None = None
-    judged: bool = True
-    pays_bonuses: bool = False
-    answer: str | None = None
-    prompt_key: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +142,11 @@ class ChatDataset(EnvDataset):
 
     def builder(self, problem: int, group_size: int) -> ChatGroupBuilder:
         chosen = self._problems_P[problem]
+        facts = chosen.facts()
+        facts["teacher"] = chosen.teacher or self._teacher
+        facts["pays_bonuses"] = chosen.pays_bonuses or self._setting.malformed_penalty > 0
         return ChatGroupBuilder(
-            problem=chosen,
-            setting=self._setting,
-            group_size=group_size,
-            teacher=chosen.teacher or self._teacher,
-            tag=chosen.tag,
-            teacher_tokens_T=chosen.teacher_tokens_T,
-            feedback=chosen.feedback,
-            judged=chosen.judged,
-            pays_bonuses=chosen.pays_bonuses or self._setting.malformed_penalty > 0,
-            answer=chosen.answer,
-            prompt_key=chosen.prompt_key,
+            **facts, problem=chosen, setting=self._setting, group_size=group_size
         )
 
     def longest_row(self, max_new_tokens: int) -> int:
