@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -138,19 +138,21 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     read.require_columns()
     _check_evaluations(config, held_out)
     _check_signal(config, train)
-    sft_rows_D, sft_parts = _load_sft(config, tokenizer, student, stops, read_sft)
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer,
+        vocab_size=vocabulary,
+        max_length=context_length(student),
+        stop_ids=stops.ids,
+    )
+    sft_rows_D, sft_parts = _load_sft(config, encoder, read_sft)
     longest_row = max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)])
     states: dict[str, States] = {
         name: _check_states(config, teacher_setting(name), head, scorers, longest_row)
         for name, head in config.teacher_heads.items()
     }
     readers = {"data.source": read, "eval.source": read, "sft.data": read_sft}
-    encoder = ExampleEncoder(
-        tokenizer=tokenizer,
-        vocab_size=vocabulary,
-        max_length=sys.maxsize,  # text_teachers truncates at max_new_tokens
-        stop_ids=stops.ids,
-    )
+    # An endpoint's samples are truncated at max_new_tokens instead.
+    unlimited = replace(encoder, max_length=sys.maxsize)
     return RolloutInputs(
         tokenizer=tokenizer,
         train=train,
@@ -161,7 +163,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         sft_parts=sft_parts,
         digests=digests_of(config, readers),
         stops=stops,
-        text_teachers=text_teachers(config, encoder, train),
+        text_teachers=text_teachers(config, unlimited, train),
         states=states,
     )
 
@@ -221,25 +223,14 @@ def _check_evaluations(config: RolloutConfig, held_out: EnvDataset) -> None:
 
 
 def _load_sft(
-    config: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    student: Any,
-    stops: StopTokens,
-    read: RowReader,
+    config: RolloutConfig, encoder: ExampleEncoder, read: RowReader
 ) -> tuple[list[TrainingRow], list[MixedPart]]:
     """Supervised rows of all `sft.data` sources, in order, and the size and weight of each."""
     rows_D, parts = [], []
     if config.sft.data is None:
         return rows_D, parts
     for source in parse_sources("sft.data", config.sft.data):
-        ours = load_sft_rows(
-            source.place,
-            tokenizer,
-            vocab_size=vocab_size(student),
-            max_length=context_length(student),
-            stop_ids=stops.ids,
-            read=read,
-        )
+        ours = load_sft_rows(source.place, encoder, read)
         rows_D += ours
         parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
     return rows_D, parts

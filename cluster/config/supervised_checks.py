@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -19,6 +18,7 @@ from cluster.config.model_checks import (
 )
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.held_out import ExampleRows, HeldOut, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
@@ -78,15 +78,15 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    limits, stops, tokenizer = _limits(config)
+    encoder, stops = _encoder(config)
     read = reader_of(config.data, config.row_fields)
 
     def examples(place: str) -> list[ExampleRows]:
-        rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
+        rows_D = load_sft_rows(place, encoder, read)
         return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
 
-    inputs = _supervised_inputs(config, read, examples, stops, tokenizer)
-    return replace(inputs, warning=_without_end(inputs.rows_D, stops, tokenizer))
+    inputs = _supervised_inputs(config, read, examples, stops, encoder.tokenizer)
+    return replace(inputs, warning=_without_end(inputs.rows_D, stops, encoder.tokenizer))
 
 
 def check_dpo(config: DpoConfig) -> SupervisedInputs:
@@ -95,17 +95,18 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    limits, stops, tokenizer = _limits(config)
+    encoder, stops = _encoder(config)
     if config.model.reference is not None:
+        tokenizer = encoder.tokenizer
         reference = check_scorer("reference", config.model.reference, tokenizer)
         check_holds_tokenizer("reference", config.model.reference, reference.vocab_size, tokenizer)
-        if reference.context_length < limits["max_length"]:
+        if reference.context_length < encoder.max_length:
             raise ConfigError(
                 f"reference={config.model.reference} has a context of {reference.context_length}, "
-                f"shorter than max_length={limits['max_length']}; lower max_length",
+                f"shorter than max_length={encoder.max_length}; lower max_length",
                 field="data.max_length",
             )
-    return _pair_inputs(config, limits, stops, tokenizer)
+    return _pair_inputs(config, encoder, stops)
 
 
 def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
@@ -115,14 +116,15 @@ def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     meta_reward_model(config.model.path)
-    limits, stops, tokenizer = _limits(config, meta_reward_model, fresh=(HEAD_WEIGHT,))
+    encoder, stops = _encoder(config, meta_reward_model, fresh=(HEAD_WEIGHT,))
     # `scored_row` appends a token to each row.
     context = context_length(load_config(config.model.path))
-    limits["max_length"] = min(limits["max_length"], context - 1)
-    inputs = _pair_inputs(config, limits, stops, tokenizer)
+    encoder = replace(encoder, max_length=min(encoder.max_length, context - 1))
+    inputs = _pair_inputs(config, encoder, stops)
     rows = chain(inputs.rows_D, *(source.rows_D for source in inputs.held_out))
     lasts = {int(row.tokens_T[-1]) for row in rows}.union(stops.ids)
-    padding = padding_token(tokenizer, limits["vocab_size"], lasts)
+    tokenizer = encoder.tokenizer
+    padding = padding_token(tokenizer, encoder.vocab_size, lasts)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
     tokenizer.padding_side = "right"
     return replace(
@@ -249,27 +251,24 @@ def _without_end(
 
 
 def _pair_inputs(
-    config: DpoConfig | RewardModelConfig,
-    limits: Mapping[str, Any],
-    stops: StopTokens,
-    tokenizer: PreTrainedTokenizerBase,
+    config: DpoConfig | RewardModelConfig, encoder: ExampleEncoder, stops: StopTokens
 ) -> SupervisedInputs:
-    """Inputs of a dpo or reward_model run. `limits`: arguments for the loader of pairs."""
+    """Inputs of a dpo or reward_model run."""
     read = reader_of(config.data, config.row_fields)
 
     def pairs(place: str) -> list[ExampleRows]:
-        found = load_preference_pairs(place, tokenizer, **limits, read=read)
+        found = load_preference_pairs(place, encoder, read)
         return [(pair.chosen, pair.rejected) for pair in found]
 
-    return _supervised_inputs(config, read, pairs, stops, tokenizer)
+    return _supervised_inputs(config, read, pairs, stops, encoder.tokenizer)
 
 
-def _limits(
+def _encoder(
     config: SupervisedConfig,
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
     fresh: Collection[str] = (),
-) -> tuple[dict[str, Any], StopTokens, PreTrainedTokenizerBase]:
-    """Arguments for the loaders of supervised data, the model's stop tokens, and its tokenizer.
+) -> tuple[ExampleEncoder, StopTokens]:
+    """Encoder of supervised data for the model, and the model's stop tokens.
 
     `meta_model` and `fresh`: see `check_export`.
     """
@@ -291,5 +290,7 @@ def _limits(
     tokenizer = config.model.choose_template(load_tokenizer(config.model.path))
     check_model_files(config.model.path, tokenizer)
     stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])
-    limits = {"vocab_size": vocab_size(model), "max_length": limit, "stop_ids": stops.ids}
-    return limits, replace(stops, one_event=False), tokenizer
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer, vocab_size=vocab_size(model), max_length=limit, stop_ids=stops.ids
+    )
+    return encoder, replace(stops, one_event=False)

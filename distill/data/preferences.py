@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,13 +31,7 @@ class PreferencePair:
 
 
 def load_preference_pairs(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    vocab_size: int,
-    max_length: int,
-    stop_ids: Collection[int],
-    read: Callable[[str], Rows] = read_rows,
+    path: str, encoder: ExampleEncoder, read: Callable[[str], Rows] = read_rows
 ) -> list[PreferencePair]:
     """Load the pairs of a source, each row in one of three forms.
 
@@ -58,9 +52,6 @@ def load_preference_pairs(
     Raises:
         DataError: a row is wrong; the message names the source, the row and the fault.
     """
-    encoder = ExampleEncoder(
-        tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
-    )
     pairs = []
     for number, row in read(path):
         where = f"{path}:{number}"

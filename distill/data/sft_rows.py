@@ -17,7 +17,7 @@ Other fields are ignored, unless a name looks like a misspelling of one of these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,20 +33,14 @@ from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+    pass
 
 # The supervised likelihood is that of the model's unscaled distribution, softmax(z).
 SFT_TEMPERATURE = UNSCALED
 
 
 def load_sft_rows(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    vocab_size: int,
-    max_length: int,
-    stop_ids: Collection[int],
-    read: Callable[[str], Rows] = read_rows,
+    path: str, encoder: ExampleEncoder, read: Callable[[str], Rows] = read_rows
 ) -> list[TrainingRow]:
     """Load the training rows of a source of supervised examples, in the forms above.
 
@@ -56,10 +50,7 @@ def load_sft_rows(
     Raises:
         DataError: a row is wrong; the message names the source, the row and the fault.
     """
-    encoder = ExampleEncoder(
-        tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
-    )
-    vocab_hash = fingerprint(tokenizer).vocab_hash
+    vocab_hash = fingerprint(encoder.tokenizer).vocab_hash
     rows: list[TrainingRow] = []
     for number, example in read(path):
         where = f"{path}:{number}"

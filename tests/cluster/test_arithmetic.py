@@ -16,6 +16,7 @@ from cluster.demos.arithmetic import (
     write_prompts,
     write_sft,
 )
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import PromptContext, load_prompts
 from distill.data.row_files import read_rows
 from distill.data.sft_rows import load_sft_rows
@@ -77,9 +78,10 @@ def test_files_hold_what_their_readers_want(
     loaded = load_prompts(str(prompts), context)
     assert [p.answer for p in loaded] == [p.answer for p in PROBLEMS.held_out]
     eos: Any = tokenizer.eos_token_id
-    rows = load_sft_rows(
-        str(book), tokenizer, vocab_size=len(tokenizer), max_length=32, stop_ids={eos}
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer, vocab_size=len(tokenizer), max_length=32, stop_ids={eos}
     )
+    rows = load_sft_rows(str(book), encoder)
     assert {int(row.loss_mask_T.sum()) for row in rows} == {ANSWER_TOKENS}
     assert {int(row.tokens_T[-1]) for row in rows} == {eos}
     trained = {row["prompt"] for row in objects(book)}

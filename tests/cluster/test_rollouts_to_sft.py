@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.inspect.rollouts_to_sft import main
 from cluster.run_files.rollouts import RolloutLog
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import load_sft_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -85,7 +86,10 @@ def convert(run: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 
 def load(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[TrainingRow]:
-    return load_sft_rows(str(path), tokenizer, vocab_size=VOCAB_SIZE, max_length=64, stop_ids={EOS})
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer, vocab_size=VOCAB_SIZE, max_length=64, stop_ids={EOS}
+    )
+    return load_sft_rows(str(path), encoder)
 
 
 def facts(chain: Segment | TrainingRow) -> tuple[list[int], list[bool]]:
@@ -128,7 +132,8 @@ def test_tokens_that_no_text_encodes_to_stay_as_they_were_sampled(tmp_path: Path
     data = tmp_path / "data.jsonl"
     assert main([f"out={run}", f"data={data}"]) == 0
     loaded = load_tokenizer(str(tmp_path / "student"))
-    [row] = load_sft_rows(str(data), loaded, vocab_size=260, max_length=5, stop_ids=())
+    encoder = ExampleEncoder(tokenizer=loaded, vocab_size=260, max_length=5, stop_ids=())
+    [row] = load_sft_rows(str(data), encoder)
     assert facts(row) == facts(made)
     assert json.loads(data.read_text())["text"] == "also\N{REPLACEMENT CHARACTER}"
 

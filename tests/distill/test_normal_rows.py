@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from distill.data.columns import Columns, PromptColumns
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.normal_rows import normal_row
 from distill.data.prompts import PromptContext, load_prompts
 from distill.data.row_reader import RowReader
@@ -195,12 +196,13 @@ def test_a_pattern_without_files_and_a_file_of_nearly_that_name(tmp_path: Path) 
 
 ASK = [{"role": "user", "content": "1+2?"}]
 SAY = [{"role": "assistant", "content": "3"}]
-LIMITS = {"vocab_size": 1000, "max_length": 1000, "stop_ids": [3]}
 
 
 def trained(path: str, **columns: Mapping[str, str]) -> list[list[int]]:
     read = RowReader(Columns(**columns))
-    rows = load_sft_rows(path, chat_tokenizer("qwen2.5"), read=read, **LIMITS)
+    tokenizer = chat_tokenizer("qwen2.5")
+    encoder = ExampleEncoder(tokenizer=tokenizer, vocab_size=1000, max_length=1000, stop_ids=[3])
+    rows = load_sft_rows(path, encoder, read)
     return [row.tokens_T[row.loss_mask_T].tolist() for row in rows]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.preferences import PreferencePair, load_preference_pairs
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -27,7 +28,7 @@ LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids"
 def load(tmp_path: Path):
     def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
         file = write_rows(tmp_path / "pairs.jsonl", *rows)
-        return load_preference_pairs(file, tokenizer, **LIMITS | limits)
+        return load_preference_pairs(file, ExampleEncoder(tokenizer=tokenizer, **LIMITS | limits))
 
     return load_rows
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import SFT_TEMPERATURE, load_sft_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -26,7 +27,7 @@ LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids"
 def load(tmp_path: Path):
     def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
         file = write_rows(tmp_path / "data.jsonl", *rows)
-        return load_sft_rows(file, tokenizer, **LIMITS | limits)
+        return load_sft_rows(file, ExampleEncoder(tokenizer=tokenizer, **LIMITS | limits))
 
     return load_rows
 
