@@ -129,8 +129,6 @@ class EngineSettings:
 class PolicyEngineSettings(EngineSettings):
     """Engines that weights are pushed to."""
 
-    section: ClassVar[Section] = Section.ENGINES
-
     on_weight_update: OnWeightUpdate = setting(
         not_with("engine.kind", "embedded", why="it is for samples of an SGLang server"),
         default="continue",

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 class CalibratedTeacherSettings(LocalTeacherSettings):
     """The teacher whose scores are compared."""
 
-    section: ClassVar[Section] = Section.MODEL
-
     model: str = model_field(
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
         "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import chz
 from rich.console import Console
@@ -32,7 +32,7 @@ from distill.rewards.accuracy import CONFIDENCE
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.rules import IN_MEMORY, at_least, needs, setting
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section, section_field
+from distill.settings import ESSENTIAL, section_field
 from distill.stops import StopTokens
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
@@ -40,8 +40,6 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer
 @chz.chz
 class EvaluatedSettings(PromptSettings):
     """Prompts of an evaluation, and how their columns are read."""
-
-    section: ClassVar[Section] = Section.MODEL
 
     source: str | None = chz.field(
         default=None,
@@ -56,8 +54,6 @@ class EvaluatedSettings(PromptSettings):
 class EvaluatedDecoderSettings(DecoderSettings):
     """The serving decoder, and the number of problems."""
 
-    section: ClassVar[Section] = Section.EVALUATION
-
     size: int | None = setting(
         at_least(1),
         default=None,
@@ -69,8 +65,6 @@ class EvaluatedDecoderSettings(DecoderSettings):
 class KlTeacherSettings(LocalTeacherSettings):
     """The teacher towards which KL(p_T || q_T) is evaluated."""
 
-    section: ClassVar[Section] = Section.MODEL
-
     model: str | None = model_field(
         default=None, doc="checkpoint of a teacher: evaluate KL(p_T || q_T) at temperature=T too"
     )
@@ -79,8 +73,6 @@ class KlTeacherSettings(LocalTeacherSettings):
 @chz.chz
 class KlSamplingSettings(LengthSettings):
     """Length of responses, and the samples for the KL towards a teacher."""
-
-    section: ClassVar[Section] = Section.SAMPLING
 
     temperature: float | None = chz.field(
         default=None, doc="temperature T of the KL towards teacher="
@@ -100,8 +92,6 @@ class EvaluateConfig(
     LocalEngineConfig,
 ):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
-
-    section: ClassVar[Section] = Section.MODEL
 
     model: ModelSettings = section_field(ModelSettings)
     data: EvaluatedSettings = section_field(EvaluatedSettings)

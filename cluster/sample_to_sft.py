@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import chz
 from rich.console import Console
@@ -73,7 +73,7 @@ from distill.rewards.registry import (
 )
 from distill.rules import IN_MEMORY, above, at_least, at_most, ends_in, needs, setting
 from distill.sampling import EvalSampling
-from distill.settings import ESSENTIAL, Section, section_field
+from distill.settings import ESSENTIAL, section_field
 from distill.tokenizer import load_tokenizer
 from distill.types import StopReason
 
@@ -89,8 +89,6 @@ Respond = Callable[["SamplePrompt"], Awaitable[list["SampledAnswer"]]]
 class SamplerSettings(ModelSettings):
     """The model that samples, and how its prompts are formatted."""
 
-    section: ClassVar[Section] = Section.MODEL
-
     path: str = model_field(
         doc="model that samples: a checkpoint (or a run's directory), or http://host:port/v1 of an "
         "OpenAI-compatible endpoint (its key in ISOTHERM_ENDPOINT_API_KEY)",
@@ -101,8 +99,6 @@ class SamplerSettings(ModelSettings):
 @chz.chz
 class SampleToSftConfig(PromptColumns, LocalEngineConfig):
     """Samples responses, and writes those that a reward likes as rows for recipe=sft."""
-
-    section: ClassVar[Section] = Section.MODEL
 
     model: SamplerSettings = section_field(SamplerSettings)
     name: str | None = chz.field(default=None, doc="name of the model at the endpoint")

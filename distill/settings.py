@@ -238,7 +238,7 @@ def declarer_of(kind: type, path: str) -> type:
 
 def section_of(kind: type, path: str) -> Section | None:
     """Section of --help that lists a setting of `kind`: that of the class that declares it."""
-    return declarer_of(kind, path).__dict__.get("section")
+    return getattr(declarer_of(kind, path), "section", None)
 
 
 def flagged(kind: type, flag: dict[str, Any]) -> set[str]:

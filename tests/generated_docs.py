@@ -95,7 +95,7 @@ def settings_page() -> str:
     for section in Section:
         lines += [f"## {section.value.capitalize()}\n"]
         for part, rows in tables.items():
-            if part.__dict__.get("section") == section:
+            if getattr(part, "section", None) == section:
                 lines += _table(part, rows, list(CONFIGS))
     lines += ["## Several teachers\n"]
     for part, rows in _tables(dict.fromkeys(several, TeacherConfig), "teachers.NAME.").items():

@@ -78,8 +78,6 @@ class MachineSettings:
 class ClusterSettings(MachineSettings):
     """Placement of a run's actors on the cluster, their resources, and their deadlines."""
 
-    section: ClassVar[Section] = Section.ENGINES
-
     gpus_per_actor: float = setting(
         above(0),
         default=1.0,
@@ -140,8 +138,6 @@ class ServerSettings:
 class LocalEngineSettings(EngineSettings):
     """Kind and precision of a command's engines."""
 
-    section: ClassVar[Section] = Section.ENGINES
-
     @chz.validate
     def _engine_is_installed(self) -> None:
         if self.kind == "sglang":
@@ -151,8 +147,6 @@ class LocalEngineSettings(EngineSettings):
 @chz.chz
 class LocalMachineSettings(MachineSettings):
     """Device on which a command's models run, and its CPU threads."""
-
-    section: ClassVar[Section] = Section.ENGINES
 
     threads: int = with_default(MachineSettings, "threads", 2)
 
@@ -201,8 +195,6 @@ class ForkSettings:
 @chz.chz
 class RunLearnerSettings(LearnerSettings):
     """Settings of the learner: AdamW, its computation, and its actors."""
-
-    section: ClassVar[Section] = Section.OPTIMIZER
 
     replicas: int = setting(
         at_least(1),

@@ -61,8 +61,6 @@ class TemperatureSettings:
 class SamplingSettings(LengthSettings, TemperatureSettings):
     """Sampling of rollouts."""
 
-    section: ClassVar[Section] = Section.SAMPLING
-
     group_size: int = setting(
         at_least(1), IN_MEMORY, default=4, doc="samples per prompt", metadata=ESSENTIAL
     )
@@ -161,8 +159,6 @@ class HeldOutSettings:
 class EvalSettings(DecoderSettings, HeldOutSettings):
     """A run's evaluations of its own policy."""
 
-    section: ClassVar[Section] = Section.EVALUATION
-
     max_new_tokens: int | None = setting(
         at_least(1),
         default=None,
@@ -198,8 +194,6 @@ class EvalSettings(DecoderSettings, HeldOutSettings):
 @chz.chz
 class RowEvaluationSettings(HeldOutSettings):
     """A run's evaluations on held-out rows or pairs."""
-
-    section: ClassVar[Section] = Section.EVALUATION
 
     size: float = with_default(HeldOutSettings, "size", 0)
 

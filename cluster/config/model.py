@@ -8,7 +8,7 @@ import chz
 
 from cluster.config.early_checks import model_field
 from distill.chat.template_choice import ChatTemplateSettings
-from distill.settings import ESSENTIAL, Section
+from distill.settings import ESSENTIAL
 from distill.stops import StopSettings
 
 
@@ -16,7 +16,6 @@ from distill.stops import StopSettings
 class ModelSettings(ChatTemplateSettings, StopSettings):
     """The model that is trained: checkpoint, chat template and stop tokens."""
 
-    section: ClassVar[Section] = Section.MODEL
     main: ClassVar[str] = "path"
 
     path: str = model_field(
@@ -29,8 +28,6 @@ class ModelSettings(ChatTemplateSettings, StopSettings):
 @chz.chz
 class ReferredModelSettings(ModelSettings):
     """The model that is trained, and its reference."""
-
-    section: ClassVar[Section] = Section.MODEL
 
     reference: str | None = model_field(
         default=None,

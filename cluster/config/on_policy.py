@@ -62,8 +62,6 @@ Keep = int | Literal["sample", "all", "none"]
 class DataSettings(EnvSettings):
     """Training data of a policy."""
 
-    section: ClassVar[Section] = Section.MODEL
-
     data: StepPromptSettings = section_field(StepPromptSettings)
     sft: SftMixSettings = section_field(SftMixSettings)
 
@@ -82,8 +80,6 @@ class DataSettings(EnvSettings):
 @chz.chz
 class PolicyLearnerSettings(RunLearnerSettings):
     """Settings of a policy's learner: AdamW, its computation, and its actors."""
-
-    section: ClassVar[Section] = Section.OPTIMIZER
 
     routing_replay: bool | None = chz.field(
         default=None,

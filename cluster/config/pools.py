@@ -26,8 +26,6 @@ WeightsChoice = Literal["auto", "shared_memory", "disk", "group", "ipc", "adapte
 class PolicyClusterSettings(ClusterSettings):
     """Placement of a run's actors on the cluster, their resources, and their deadlines."""
 
-    section: ClassVar[Section] = Section.ENGINES
-
     colocate: Colocation = setting(
         only_for("share", not_with("cluster.local", why="all actors are in this process")),
         only_for(
@@ -121,8 +119,6 @@ _SIZE = readable_as("number of actors", PoolSize.parse, allows="1..2", refuses="
 class EnginePoolSettings(ServerSettings):
     """Engines of the policy or of the teachers, and their servers."""
 
-    section: ClassVar[Section] = Section.ENGINES
-
     engines: int | str = setting(
         _SIZE,
         default=1,
@@ -154,8 +150,6 @@ class EnginePoolSettings(ServerSettings):
 @chz.chz
 class PolicyPoolSettings(EnginePoolSettings):
     """The policy's engines."""
-
-    within: ClassVar[str] = "policy."
 
     @chz.validate
     def _weights_reach_the_servers(self) -> None:

@@ -27,7 +27,6 @@ RowCheck = Callable[[Mapping[str, Any]], object]
 class PromptSettings(PromptColumns):
     """Sources of prompts, and their columns."""
 
-    section: ClassVar[Section] = Section.MODEL
     within: ClassVar[str] = "data."
     main: ClassVar[str] = "source"
 
@@ -60,8 +59,6 @@ class PromptSettings(PromptColumns):
 @chz.chz
 class StepPromptSettings(PromptSettings):
     """Sources of a run's prompts, their columns, and prompts per step."""
-
-    section: ClassVar[Section] = Section.MODEL
 
     batch_size: int = setting(
         at_least(1),
@@ -101,7 +98,6 @@ class SftMixSettings:
 class RowSettings(Columns):
     """Sources of a run's rows, their columns, and rows per step."""
 
-    section: ClassVar[Section] = Section.MODEL
     within: ClassVar[str] = "data."
     main: ClassVar[str] = "source"
 

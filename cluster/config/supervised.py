@@ -100,7 +100,6 @@ class SupervisedConfig(CommonConfig):
 class SftConfig(SupervisedConfig):
     """recipe=sft: supervised fine-tuning, with the loss only on completions and assistant turns."""
 
-    section: ClassVar[Section] = Section.MODEL
     recipe: ClassVar[str] = "sft"
     row_fields: ClassVar[Collection[str]] = EXAMPLE_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_example)
@@ -132,7 +131,6 @@ class PreferenceSettings:
 class DpoConfig(SupervisedConfig):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
-    section: ClassVar[Section] = Section.MODEL
     recipe: ClassVar[str] = "dpo"
     rows_per_unit: ClassVar[int] = 2
     measured: ClassVar[Collection[str]] = (
@@ -147,7 +145,6 @@ class DpoConfig(SupervisedConfig):
 class RewardModelConfig(SupervisedConfig):
     """recipe=reward_model: a scalar head that scores the chosen response above the rejected one."""
 
-    section: ClassVar[Section] = Section.MODEL
     recipe: ClassVar[str] = "reward_model"
     rows_per_unit: ClassVar[int] = 2
     measured: ClassVar[Collection[str]] = (

@@ -120,8 +120,6 @@ def _parsed_chat(value: Any) -> Any:
 class PromptColumns(Columns):
     """Columns of `prompts` and `eval.source`, and the pattern of answers within a column."""
 
-    section: ClassVar[Section] = Section.MODEL
-
     answer_pattern: str | None = setting(
         readable_as("regular expression", re.compile, allows="a+", refuses="("),
         default=None,

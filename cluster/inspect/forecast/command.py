@@ -45,16 +45,12 @@ if TYPE_CHECKING:
 class ForecastTeacherSettings(LocalTeacherSettings):
     """The teacher of the distillation to forecast."""
 
-    section: ClassVar[Section] = Section.MODEL
-
     model: str = model_field(doc="teacher checkpoint", metadata=ESSENTIAL)
 
 
 @chz.chz
 class ForecastSamplingSettings(SamplingSettings):
     """Answers of both models."""
-
-    section: ClassVar[Section] = Section.SAMPLING
 
     group_size: int = setting(
         at_least(2, "the noise within prompts is measured"),
@@ -84,8 +80,6 @@ class ForecastConfig(
     LocalEngineConfig,
 ):
     """Answers of a student and a teacher to some prompts, and a forecast of the distillation."""
-
-    section: ClassVar[Section] = Section.MODEL
 
     model: ModelSettings = section_field(ModelSettings)
     teacher: ForecastTeacherSettings = section_field(ForecastTeacherSettings)
