@@ -418,7 +418,7 @@ class OpdConfig(TeachersSettings, RolloutConfig):
         self.text_endpoints()
         self.teacher.check_place(self.cluster)
         self.teacher.check_turns(self.teacher_models(), self.engine, self.cluster)
-        self.teacher.check_policy_turns(self.policy, self.weights, self.cluster)
+        self.teacher.check_policy_turns(self.policy, self.weights)
         if self.policy_takes_turns and not self.only_keeps:
             self.teacher.check_learner_turns(self.policy, self.cluster, self.learner.workers)
         self.teacher.check(

@@ -282,9 +282,7 @@ class TeacherSettings(EnginePoolSettings):
         if why:
             raise ConfigError(f"teacher.gpus={self.gpus} {why}", field=setting)
 
-    def check_policy_turns(
-        self, policy: PolicyPoolSettings, weights: WeightsSettings, cluster: PolicyClusterSettings
-    ) -> None:
+    def check_policy_turns(self, policy: PolicyPoolSettings, weights: WeightsSettings) -> None:
         """Raise ConfigError if policy engines cannot take turns with the teachers' engines."""
         if self.gpus != "policy":
             return
