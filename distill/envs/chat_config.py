@@ -61,7 +61,7 @@ CompareBy = Callable[[Sequence[Sequence[Message]], Mapping[str, Any]], Awaitable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageProblem(ProblemFacts):
-    """One problem.
+    """One problem. Its other fields are those of `ProblemFacts`.
 
     Attributes:
         make: creates a single-use environment. Must pickle.
