@@ -97,8 +97,8 @@ def added_text(
     tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, tokens_T: TokenArray
 ) -> str | None:
     """Text that `tokens_T` add to the text of `before_T`; None if they change that text."""
-    before = end_of_prompt(tokenizer, before_T, _NEIGHBOURS)
-    both = decode(tokenizer, [*before_T[-_NEIGHBOURS:].tolist(), *tokens_T.tolist()])
+    end_T, before = end_of_prompt(tokenizer, before_T, _NEIGHBOURS)
+    both = decode(tokenizer, np.concatenate([end_T, tokens_T]))
     return both[len(before) :] if both.startswith(before) else None
 
 
@@ -139,7 +139,7 @@ def _in_parts(
 def _anchors(tokenizer: PreTrainedTokenizerBase, before_T: TokenArray) -> Iterator[str]:
     """Anchors to try: none, the text of the last tokens, others."""
     yield ""
-    yield decode(tokenizer, before_T[-_NEIGHBOURS:].tolist())
+    yield end_of_prompt(tokenizer, before_T, _NEIGHBOURS)[1]
     yield from _ANCHORS
 
 

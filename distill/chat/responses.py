@@ -37,5 +37,6 @@ def read_response(
 ) -> Response:
     """Response to a prompt, split into thinking and answer by the marks of the chat template."""
     marks = thinking_marks(tokenizer)
-    opening = marks.opening(end_of_prompt(tokenizer, prompt_T, _LONGEST_MARK))
+    _, end = end_of_prompt(tokenizer, prompt_T, _LONGEST_MARK)
+    opening = marks.opening(end)
     return marks.response(response_text(tokenizer, prompt_T, sample), opening)

@@ -29,13 +29,27 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) 
 
 
 @lru_cache(maxsize=256)
-def _end(tokenizer: PreTrainedTokenizerBase, ids: bytes) -> str:
-    return decode(tokenizer, np.frombuffer(ids, np.int32))
+def _end(tokenizer: PreTrainedTokenizerBase, ids: bytes, tokens: int) -> tuple[int, str]:
+    ids_T = np.frombuffer(ids, np.int32)
+    for count in range(tokens, tokens + _CHARACTER):
+        text = decode(tokenizer, ids_T[-count:])
+        if not text.startswith(_INCOMPLETE):
+            return count, text
+    return tokens, decode(tokenizer, ids_T[-tokens:])
 
 
-def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, tokens: int) -> str:
-    """Text of a prompt's last `tokens` tokens, cached because a group's members share a prompt."""
-    return _end(tokenizer, prompt_T[-tokens:].astype(np.int32).tobytes())
+def end_of_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, tokens: int
+) -> tuple[TokenArray, str]:
+    """Last `tokens` tokens of a prompt and their text, which begins with a whole character.
+
+    A few more tokens are taken where these would begin within a character: a decoder with byte
+    fallback writes no character of a run of bytes of which one is incomplete. The text is cached,
+    because a group's members share a prompt.
+    """
+    last_T = prompt_T[-tokens - _CHARACTER :].astype(np.int32)
+    count, text = _end(tokenizer, last_T.tobytes(), tokens)
+    return prompt_T[-count:], text
 
 
 def token_spans(

@@ -18,6 +18,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from distill.chat.continuation import added_text
 from distill.chat.template import render_text
 from distill.data.example_encoder import ExampleEncoder
 from distill.errors import DataError
@@ -212,3 +213,17 @@ def test_a_prompt_has_one_bos_and_no_eos(name: str, bos: bool, eos: bool) -> Non
 def test_what_a_tokenizer_cannot_write_is_refused_with_the_place() -> None:
     with pytest.raises(DataError):
         _encoder("lossy").completion("the answer:", " It is Four")
+
+
+@pytest.mark.parametrize("name", _EXACT)
+@pytest.mark.parametrize("prompt", ["日本語日本語", "🙂🙂🙂🙂", "answer: 日本🙂"])
+@pytest.mark.parametrize("text", ["日é", "\n4", "🙂"])
+def test_characters_of_several_tokens_continue_one_another(
+    name: str, prompt: str, text: str
+) -> None:
+    encoder = _encoder(name)
+    chain = encoder.completion(prompt, text)
+    said_T = chain.tokens_T[chain.loss_mask_T][:-1]
+    prompt_T = chain.tokens_T[~chain.loss_mask_T]
+    assert added_text(encoder.tokenizer, prompt_T, said_T) == text
+    assert _decoded(encoder, chain.tokens_T.tolist()[:-1]).endswith(prompt + text)
