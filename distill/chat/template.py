@@ -66,6 +66,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
     try:
         return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # tokenizers raises bare Exceptions, or TypeError for surrogates
+        broken = re.search("[\ud800-\udfff]", text)
+        if broken:
+            at = broken.start()
+            raise DataError(
+                f"the text has {broken[0]!r} in {text[max(0, at - 20) : at + 20]!r}, which is half "
+                "of a character (a surrogate without its partner), so it cannot be encoded; "
+                "remove it, or leave the row out",
+                value=broken[0],
+            ) from error
         raise DataError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
 
 

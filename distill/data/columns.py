@@ -163,6 +163,11 @@ def _found(pattern: re.Pattern[str], text: str) -> str:
     return str(matches[-1][min(1, pattern.groups)] or "").strip()
 
 
+def fields_of(row: Mapping[str, Any]) -> str:
+    """Part of an error message: the fields that the row has."""
+    return f"the row has {', '.join(f'`{name}`' for name in row) or 'no field'}"
+
+
 def refuse_misspelt(row: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise DataError for an unknown field whose name is nearly that of a known field.
 

@@ -20,7 +20,7 @@ from distill.chat.template import (
 )
 from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
-from distill.data.columns import refuse_misspelt, with_chats
+from distill.data.columns import fields_of, refuse_misspelt, with_chats
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
 from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
@@ -302,16 +302,12 @@ def _check_prompt(row: Mapping[str, Any], prefix: str) -> tuple[str, str]:
     """Names of the two fields of a prompt. Raises DataError unless the row has exactly one."""
     text, messages = f"{prefix}prompt", f"{prefix}messages"
     if (row.get(text) is None) == (row.get(messages) is None):
+        found = f"; {fields_of(row)}; columns.prompt= names the column with the prompt"
         raise DataError(
             f"give exactly one of `{text}` (a string) and `{messages}` (chat format)"
-            f"{'' if prefix else _columns_of(row)}"
+            f"{'' if prefix else found}"
         )
     return text, messages
-
-
-def _columns_of(row: Mapping[str, Any]) -> str:
-    named = ", ".join(f"`{name}`" for name in row) or "no field"
-    return f"; the row has {named}; columns.prompt= names the column with the prompt"
 
 
 def _in_style(

@@ -101,7 +101,7 @@ def _json_rows(path: str) -> Rows:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_object)
+            row = json.loads(line.rstrip(), object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:  # also: very long numbers, deep nesting
             what = _what_else(text) if not rows else ""
             why = (

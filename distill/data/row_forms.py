@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distill.data.columns import refuse_misspelt, with_chats
+from distill.data.columns import fields_of, refuse_misspelt, with_chats
 from distill.errors import DataError
 
 # Fields of each form of an example; the first field is the name of the form.
@@ -45,9 +45,10 @@ def _form_of(example: Mapping[str, Any]) -> str:
             raise _missing("completion", example)
         return next(iter(given))
     problem = " and ".join(f"`{name}`" for name in given.values()) or "the row has no example"
+    found = "" if given else f"; {fields_of(example)}, and columns.prompt= and so on rename columns"
     raise DataError(
         f"{problem}: give either `prompt` and `completion` (strings), `messages` (chat format), or "
-        "`tokens` and `loss_mask` (token ids)"
+        f"`tokens` and `loss_mask` (token ids){found}"
     )
 
 
@@ -64,8 +65,7 @@ def check_pair(row: Mapping[str, Any]) -> None:
 
 
 def _missing(field: str, row: Mapping[str, Any]) -> DataError:
-    columns = ", ".join(f"`{name}`" for name in row) or "no field"
     return DataError(
-        f"`{field}` is missing; the row has {columns}; columns.{field}= names the right one",
+        f"`{field}` is missing; {fields_of(row)}; columns.{field}= names the right one",
         field=field,
     )

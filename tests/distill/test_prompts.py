@@ -107,6 +107,12 @@ def test_a_character_that_the_tokenizer_lacks_is_refused(load, tmp_path: Path) -
         load('{"prompt": "ab"}', '{"prompt": "abc"}', tokenizer=load_tokenizer(str(tmp_path)))
 
 
+def test_half_of_a_character_is_named(load) -> None:
+    with refuses(DataError, None, names=":2:") as caught:
+        load('{"prompt": "ab"}', r'{"prompt": "so \ud83c"}')
+    assert caught.value.value == "\ud83c"
+
+
 def test_optional_fields(load, tokenizer: PreTrainedTokenizerBase) -> None:
     plain, full = load(
         GOOD,

@@ -157,3 +157,9 @@ def test_what_is_wrong_with_a_file_is_said(
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with refuses(DataError, None, names=name + row):
         read_rows(str(tmp_path / name))
+
+
+def test_the_column_of_a_row_that_ends_too_early_is_where_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2\n{"a": 3}\n')
+    with refuses(DataError, None, names="column 8"):
+        read_rows(str(tmp_path / "a.jsonl"))

@@ -46,6 +46,11 @@ def test_the_loss_is_on_the_completion_and_its_eos(load) -> None:
     assert row.source.endswith("data.jsonl:1")
 
 
+def test_a_row_without_an_example_is_refused_with_its_fields(load) -> None:
+    with refuses(DataError, None, names="`instruction`, `output`"):
+        load({"instruction": "2+2=", "output": "4!"})
+
+
 def test_a_completion_that_ends_with_the_eos_gets_no_other(load) -> None:
     ended = GOOD["completion"] + str(TOKENIZER.eos_token)
     rows = load(GOOD, GOOD | {"completion": ended}, GOOD | {"completion": f"{ended}\n"})
