@@ -1,4 +1,4 @@
-"""Who scored what, and between which canaries: the ledger as it goes, its journal, the audit."""
+"""Custody: which scorer scored a group, and which canaries prove it."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SETTINGS = {"groups_per_step": 2, "max_staleness": 2, "total_groups": 12, "lease
 
 
 class Run(test_audit.Run):
-    """A ledger with its journal, and a learner that trains what is there."""
+    """A ledger with its journal, two scorers, and a learner that trains delivered groups."""
 
     def __init__(self, path: Path, trained: TrainedGroups | None = None) -> None:
         super().__init__(path, trained=trained, settings=SETTINGS)
@@ -31,7 +31,7 @@ class Run(test_audit.Run):
             )  # fmt: skip
 
     def deliver(self, *by: int, leases: list[Lease] | None = None) -> list[int]:
-        """Leases two groups and delivers them, scored by these."""
+        """Lease two groups and deliver them, scored by these scorers."""
         leases = self.ledger.lease("a", 2) if leases is None else leases
         for one in leases:
             assert self.ledger.deliver(one, "a", scored_by=by)
@@ -44,6 +44,12 @@ class Run(test_audit.Run):
         self.version += 1
         self.ledger.publish(self.version, self.trained)
 
+    def reward_model(self, number: int) -> None:
+        self.ledger.scorer(
+            number, rewards=True, who="reward model", kind="reward model", model="m",
+            dtype="float32", scaling="none", answers=4, measured=0.0, allowed=1e-3,
+        )  # fmt: skip
+
     def canary(self, number: int, good: bool) -> CanaryAnswer:
         why = {} if good else {"why": "other weights"}
         said = {"step": self.version, "gap": 0.0 if good else 9.0, "mean": 0.0, "rode": True}
@@ -55,12 +61,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.jsonl"
 
 
-def test_a_canary_proves_what_arrived_before_it_was_asked(path: Path) -> None:
+def test_a_canary_proves_groups_that_arrived_before_it_was_sent(path: Path) -> None:
     run = Run(path)
     run.deliver(0)
     run.train()
     run.ledger.ask([0, 1])
-    run.deliver(0)  # under way when the canary was sent, perhaps
+    run.deliver(0)  # may have been scored after the canary was sent
     run.train()
     assert run.canary(0, True).proven == 1
     run.ledger.ask([0, 1])
@@ -69,7 +75,7 @@ def test_a_canary_proves_what_arrived_before_it_was_asked(path: Path) -> None:
     assert scoring is not None and scoring.holds and scoring.trained == 4
 
 
-def test_one_that_moves_has_its_groups_scored_again_and_names_the_weights(path: Path) -> None:
+def test_groups_of_a_scorer_that_changed_are_scored_again_unless_trained(path: Path) -> None:
     run = Run(path)
     run.deliver(0)
     run.deliver(1)
@@ -83,20 +89,19 @@ def test_one_that_moves_has_its_groups_scored_again_and_names_the_weights(path: 
     found = run.canary(1, False)
     assert found == CanaryAnswer(again=tuple(first), first_bad=3, proven=2)
     assert run.ledger.status().pending == first
-    # A lease of the same groups again: attempt 2, by another; they are no failures.
+    # The same groups are leased again: attempt 2, for another scorer; they have not failed.
     again = run.ledger.lease("b", 9)
     assert [one.group_id for one in again][:2] == first and again[0].attempt == 2
     for one in again[:2]:
         assert run.ledger.deliver(one, "b", scored_by=[0])
     assert run.ledger.take(run.trained) is not None
-    assert run.canary(1, False).again == ()  # the same call, which Ray repeats after a death
+    assert run.canary(1, False).again == ()  # Ray repeats the call after a death
     found = audit(path)
     assert found.problems == [] and found.re_leases == {"to be scored again": 2}
     assert found.scoring is not None and found.scoring.bad == {"teacher engine 1": [3]}
 
 
-def test_what_is_taken_counts_as_trained(path: Path) -> None:
-    """The learner has it, and nobody can take it away from there."""
+def test_a_taken_group_counts_as_trained(path: Path) -> None:
     run = Run(path)
     taken = run.deliver(1)
     step = run.ledger.take(run.trained)
@@ -104,7 +109,7 @@ def test_what_is_taken_counts_as_trained(path: Path) -> None:
     assert run.canary(1, False) == CanaryAnswer(again=(), first_bad=1, proven=0)
 
 
-def test_what_one_that_has_moved_still_delivers_is_scored_again(path: Path) -> None:
+def test_a_delivery_scored_by_a_scorer_that_changed_is_scored_again(path: Path) -> None:
     run = Run(path)
     leases = run.ledger.lease("a", 2)
     assert run.canary(1, False) == CanaryAnswer(again=(), first_bad=None, proven=0)
@@ -113,7 +118,7 @@ def test_what_one_that_has_moved_still_delivers_is_scored_again(path: Path) -> N
     assert run.ledger.status().pending == [0, 1] and run.ledger.status().depth == 0
 
 
-def test_the_journal_played_again_is_the_same_ledger(path: Path) -> None:
+def test_the_journal_replays_to_the_same_custody(path: Path) -> None:
     run = Run(path)
     for by in (0, 1):
         run.deliver(by)
@@ -125,11 +130,10 @@ def test_the_journal_played_again_is_the_same_ledger(path: Path) -> None:
     assert found.first_bad == 2 and found.again == (4, 5)
     again = replay(path).ledger
     assert again is not None and again.status().pending == run.ledger.status().pending == [4, 5]
-    # What it forgets is the payload: one more canary has nothing to complain of.
     assert again.canary(0, True) == run.ledger.canary(0, True, step=2, gap=0.0, mean=0.0, rode=True)
 
 
-def test_weights_that_went_back_contain_what_they_did(path: Path) -> None:
+def test_a_rewind_keeps_the_custody_of_checkpointed_groups(path: Path) -> None:
     run = Run(path)
     run.deliver(0)
     run.train()
@@ -138,12 +142,12 @@ def test_weights_that_went_back_contain_what_they_did(path: Path) -> None:
     run.train()
     run.ledger.rewind(checkpoint, "the learner was lost")
     run.trained, run.version = checkpoint, 1
-    # The first step is in the checkpoint, and not proven: only the second one was undone.
+    # The first step is in the checkpoint, and not proven.
     assert run.canary(0, False) == CanaryAnswer(again=(), first_bad=1, proven=0)
 
 
-def test_a_group_that_is_made_again_while_weights_contain_it_is_held_to_both(path: Path) -> None:
-    """The queue dies after the learner took its groups, which come again, by another scorer."""
+def test_a_taken_group_that_is_delivered_again_needs_the_proof_of_both_scorers(path: Path) -> None:
+    """The queue dies after the learner took its groups; another scorer scores them again."""
     run = Run(path)
     run.deliver(1)
     step = run.ledger.take(run.trained)
@@ -157,7 +161,7 @@ def test_a_group_that_is_made_again_while_weights_contain_it_is_held_to_both(pat
     assert run.canary(1, False).first_bad == 1
 
 
-def test_what_a_killed_job_left_open_stays_a_gap(path: Path) -> None:
+def test_groups_of_a_killed_job_without_a_last_canary_stay_unproven(path: Path) -> None:
     run = Run(path)
     run.deliver(0)
     run.train()
@@ -170,10 +174,10 @@ def test_what_a_killed_job_left_open_stays_a_gap(path: Path) -> None:
     assert scoring is not None and not scoring.holds and not scoring.bad
     assert (scoring.proven, scoring.trained) == (2, 4)
     assert scoring.gaps == {"teacher engine 0": [1]}
-    assert "step 1: groups of teacher engine 0 after its last good canary" in scoring.verdict()
+    assert "step 1: groups of teacher engine 0" in scoring.verdict()
 
 
-def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None:
+def test_the_audit_finds_missing_and_invented_canaries(path: Path) -> None:
     run = Run(path)
     run.deliver(0)
     run.train()
@@ -186,7 +190,7 @@ def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None
     def audited(**changes: Any) -> tuple[list[str], bool]:
         kind, change = next(iter(changes.items()))
         made = [change(e) if e["event"] == kind else e for e in json.loads(true)]
-        test_audit.write_anew(path, [event for event in made if event])
+        test_audit.rewrite(path, [event for event in made if event])
         found = audit(path)
         assert found.scoring is not None
         return found.problems, found.scoring.holds
@@ -207,7 +211,7 @@ def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None
     assert problem.startswith("certificate.json")
 
 
-def test_runs_without_scorers_say_nothing_of_them(path: Path) -> None:
+def test_a_run_without_scorers_has_no_custody(path: Path) -> None:
     journal = Journal(path)
     trained = TrainedGroups()
     journal.record("start", run="r", run_id="i", epoch=1, settings=SETTINGS, **trained.to_json())
@@ -219,12 +223,10 @@ def test_runs_without_scorers_say_nothing_of_them(path: Path) -> None:
     assert not any("by" in event for event in read_journal(path))
 
 
-def test_a_reward_model_that_moves_has_its_groups_made_anew(path: Path) -> None:
-    """Rewards are of whole episodes, and of whichever life was there since the group began."""
+def test_groups_of_a_reward_model_that_changed_are_sampled_again(path: Path) -> None:
+    """A group may have used any reward model that was alive since its first lease."""
     run = Run(path)
-    said = {"who": "reward model", "kind": "reward model", "model": "m", "dtype": "float32",
-            "scaling": "none", "answers": 4, "measured": 0.0, "allowed": 1e-3}  # fmt: skip
-    run.ledger.scorer(7, rewards=True, **said)
+    run.reward_model(7)
     run.deliver(0)
     run.ledger.ask([0, 7])
     run.train()
@@ -236,14 +238,12 @@ def test_a_reward_model_that_moves_has_its_groups_made_anew(path: Path) -> None:
     assert list(answer.again) == waiting and answer.first_bad is None
     assert run.ledger.sampled_anew == set(waiting)
     run.ledger.sampled_anew.clear()
-    run.ledger.scorer(8, rewards=True, **said)
-    # What was under way may have asked the one that moved.
+    run.reward_model(8)
+    # Groups under way may have asked the one that changed.
     for one in under_way:
         assert run.ledger.deliver(one, "a", scored_by=[0])
         assert not run.ledger.holds(one.group_id)
-    late = {one.group_id for one in under_way}
-    assert run.ledger.sampled_anew == late
-    # All of it again, and this time by the one that is well.
+    assert run.ledger.sampled_anew == {one.group_id for one in under_way}
     run.deliver(0, leases=run.ledger.lease("a", 4))
     run.train()
     run.train()
@@ -257,17 +257,13 @@ def test_a_reward_model_that_moves_has_its_groups_made_anew(path: Path) -> None:
     assert replay(path).ledger is not None and audit(path).problems == []
 
 
-def test_scored_again_by_another_teacher_a_group_keeps_the_reward_model_that_it_had(
-    path: Path,
-) -> None:
+def test_a_group_that_is_scored_again_keeps_its_reward_model(path: Path) -> None:
     run = Run(path)
-    said = {"who": "reward model", "kind": "reward model", "model": "m", "dtype": "float32",
-            "scaling": "none", "answers": 4, "measured": 0.0, "allowed": 1e-3}  # fmt: skip
-    run.ledger.scorer(7, rewards=True, **said)
+    run.reward_model(7)
     ids = run.deliver(0)
     assert list(run.canary(0, False).again) == ids
     assert run.ledger.sampled_anew == set(), "its samples and rewards are kept"
-    run.ledger.scorer(8, rewards=True, **said)  # the first died meanwhile
+    run.reward_model(8)  # the first died
     run.deliver(1, leases=run.ledger.lease("a", 2))
     put = [event for event in read_journal(path) if event["event"] == "put"][-1]
     assert put["by"] == [1, 7, 8]
