@@ -1,4 +1,4 @@
-"""Kept groups come back to the bit, from files that name no code."""
+"""The format of kept groups: bit-equal after a round trip, and damaged files are refused."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -82,9 +82,9 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
 
 @settings(max_examples=20, deadline=None)
 @given(made=st.lists(groups(), max_size=3))
-def test_every_group_comes_back_to_the_bit(made: list[TrajectoryGroup]) -> None:
+def test_every_group_is_bit_equal_after_a_round_trip(made: list[TrajectoryGroup]) -> None:
     for each in made:
-        checked(each)  # a group that a worker may deliver
+        checked(each)
     sink = pyarrow.BufferOutputStream()
     batch = batch_of([row_of(each) for each in made])
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
@@ -112,7 +112,7 @@ def test_metrics_of_any_mapping_come_back(metrics: Mapping[str, float], tmp_path
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    """Wherever it was cut, and where its JSON disagrees with its arrays."""
+    """Cut anywhere, or with JSON that contradicts its arrays."""
     path = tmp_path / "a.arrow"
     write_groups(path, [group(1), group(2)], {})
     written = path.read_bytes()
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
             read_groups(path)
 
 
-def test_likeliest_tokens_may_differ_in_number() -> None:
+def test_segments_may_have_different_numbers_of_likeliest_tokens() -> None:
     def with_top(k: int) -> Segment:
         return segment(2, 3, teacher_top=top_logprobs(3, k))
 

@@ -1,4 +1,7 @@
-"""rollout_only=True: groups are made, scored and kept, nothing is trained; others train on them."""
+"""rollout_only=True: groups are sampled, scored and kept; nothing is trained.
+
+Training on kept groups is in test_replay.py.
+"""
 
 import json
 import shutil
@@ -7,26 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 import cluster.run
 from cluster.base.outcomes import Interrupted, complaint
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
-from cluster.config.rollout_checks import check_rollout
-from cluster.hosts.learner_actor import policy_loop
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer
 from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import KeptGroups
-from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
-from distill.objective.whole_groups import GroupsHere
-from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, opd_settings
@@ -36,7 +32,7 @@ Settings = Callable[..., OpdConfig]
 
 @pytest.fixture(scope="module")
 def settings(tiny_pair: TinyPair) -> Settings:
-    """settings(out, **changes): three steps of a tiny run in this process, which keeps."""
+    """settings(out, **changes): three steps of a tiny run in this process that keeps groups."""
 
     def new(out: Path, **changes: object) -> OpdConfig:
         small = {
@@ -65,7 +61,7 @@ def kept(out: Path) -> list[TrajectoryGroup]:
     return [group for step in steps.steps for group in steps.groups(step)]
 
 
-def test_groups_are_kept_as_a_learner_needs_them_and_nothing_else_is_made(out: Path) -> None:
+def test_groups_are_kept_whole_and_no_weights_are_written(out: Path) -> None:
     groups = kept(out)
     assert [group.group_id for group in groups] == list(range(6))
     for segment in (s for group in groups for s in group.segments()):
@@ -92,7 +88,9 @@ def test_groups_are_kept_as_a_learner_needs_them_and_nothing_else_is_made(out: P
     assert not any("learner" in c["reference"] for c in calibration["comparisons"])
 
 
-def test_what_reads_runs_reads_these(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_and_audit_read_the_run_and_a_replay_is_refused(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = KeptGroups(out / "rollouts.jsonl")
     assert [(g.step, g.group_id, g.version) for g in shown] == [
         (1, 0, 0), (1, 1, 0), (2, 2, 0), (2, 3, 0), (3, 4, 0), (3, 5, 0),
@@ -103,38 +101,7 @@ def test_what_reads_runs_reads_these(out: Path, capsys: pytest.CaptureFixture[st
     assert f"train_from={out}" in capsys.readouterr().err
 
 
-class These:
-    """A `GroupSource` of these groups, `each` a step."""
-
-    def __init__(self, groups: list[TrajectoryGroup], each: int) -> None:
-        self._groups, self._each, self._here = groups, each, GroupsHere()
-        self.trajectories, self.lose = self._here.trajectories, self._here.lose
-
-    def take(self, trained: TrainedGroups) -> StepGroups:
-        first = len(trained)
-        return self._here.taken(self._groups[first : first + self._each], set_aside={})
-
-
-def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
-    out: Path, settings: Settings, tmp_path: Path
-) -> None:
-    config = settings(tmp_path / "alone", rollout_only=False, train_from=str(out), device="cpu")
-    run(config)
-    inputs = check_rollout(config)
-    again = settings(tmp_path / "again", rollout_only=False, train_from=str(out), keep="none")
-    loop = policy_loop(
-        config=config, learner_config=config.policy_learner(None, inputs.stops), inputs=inputs,
-        source=These(kept(out), 2), directory=RunDirectory(again), resume_from=None,
-    )  # fmt: skip
-    for _ in range(3):
-        loop.step()
-    fed = load_file(Path(loop.save().model_dir) / "model.safetensors")
-    alone = load_file(tmp_path / "alone" / "final" / "model.safetensors")
-    assert fed.keys() == alone.keys()
-    assert all(torch.equal(fed[name], alone[name]) for name in fed)
-
-
-def test_the_first_step_is_that_of_a_run_that_trains(
+def test_the_first_step_samples_and_scores_as_a_run_that_trains(
     out: Path, settings: Settings, tmp_path: Path
 ) -> None:
     trained = tmp_path / "trained"
@@ -146,7 +113,7 @@ def test_the_first_step_is_that_of_a_run_that_trains(
             np.testing.assert_allclose(mine.teacher_logprobs_T, its.teacher_logprobs_T, atol=1e-4)
 
 
-def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_path: Path) -> None:
+def test_marked_steps_survive_an_interrupt_and_a_death(settings: Settings, tmp_path: Path) -> None:
     config = settings(tmp_path / "run", steps=5)
     signals = Signals()
 
@@ -157,11 +124,11 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
     with pytest.raises(Interrupted) as end:
         run(config, Observer(line=after_two, signals=signals))
     assert end.value.exit_code == 130
-    assert "every step kept so far is in out/groups" in complaint(end.value)
+    assert "out/groups" in complaint(end.value)
     before = KeptSteps(tmp_path / "run").steps
     first = kept(tmp_path / "run")
     assert before[:2] == [1, 2] and len(before) < 5
-    # As if it had died between a step's groups and its mark.
+    # As after a death between the write of a step's groups and of its mark.
     marks = sorted((tmp_path / "run" / "kept").glob("step-*"))
     shutil.rmtree(marks[-1])
     assert KeptSteps(tmp_path / "run").steps == before[:-1]
@@ -173,12 +140,12 @@ def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_pa
         assert all(
             np.array_equal(a.behaviour_logprobs_T, b.behaviour_logprobs_T)
             for a, b in zip(was.segments(), now.segments(), strict=True)
-        ), "what was marked is not made again"
+        ), "a marked step was made again"
     found = audit(tmp_path / "run" / "ledger.jsonl", steps=5)
     assert found.problems == [] and found.jobs == 2
 
 
-def test_no_room_is_taken_for_a_learner(settings: Settings, tmp_path: Path) -> None:
+def test_no_learner_is_placed(settings: Settings, tmp_path: Path) -> None:
     config = settings(
         tmp_path, engine="sglang", local=False, learner_workers=2, colocate="sleep",
         gpus_per_actor=0.5,

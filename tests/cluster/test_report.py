@@ -1,4 +1,4 @@
-"""The report of a made-up run: its numbers are the run's; its rollouts are text, never markup."""
+"""The report of a written run: its numbers are the run's, and rollouts are text, never markup."""
 
 import asyncio
 import base64
@@ -30,10 +30,10 @@ from cluster.run_files.rollouts import RolloutLog
 from distill.chat.token_text import token_texts
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
+from distill.types import Segment, StopReason, TopLogprobs, TrajectoryGroup
 from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
 from tests.rows import write_rows
-from tests.samples import keep_step, segment_of
+from tests.samples import keep_step, segment_of, trajectory
 from tests.waiting import DEADLINE_S
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
@@ -50,7 +50,7 @@ SUMMARY = {
 
 
 def turns(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool], version: int) -> Segment:
-    """A segment of texts: (observed or sampled, whether it was sampled)."""
+    """A segment of texts, each with True if it was sampled."""
     encoded = [(tokenizer(text)["input_ids"], sampled) for text, sampled in parts]
     mask_T = np.array([sampled for ids, sampled in encoded for _ in ids])
     logprobs_T = np.where(mask_T, -np.arange(1, len(mask_T) + 1) / 8, 0)
@@ -62,7 +62,7 @@ def turns(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool], version:
 
 
 def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
-    """A member of two segments and three turns, and one of a single turn; hostile throughout."""
+    """A trajectory of two segments and three turns, and one of a single turn; hostile texts."""
     long = turns(
         tokenizer, ("ask é\n", False), ("say 你", True), ("result", False), (HOSTILE, True),
         version=step - 1,
@@ -72,8 +72,8 @@ def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
     return TrajectoryGroup(
         group_id=8 * step,
         trajectories_G=(
-            Trajectory(segments=(long, again), reward=1.0, stop_reason=StopReason.EOS),
-            Trajectory(segments=(short,), reward=0.0, stop_reason=StopReason.LENGTH),
+            trajectory(long, again, reward=1.0),
+            trajectory(short, stop=StopReason.LENGTH),
         ),
         tag=HOSTILE,
         source="book",
@@ -108,11 +108,11 @@ def write(
 
 
 def odd(out: Path, name: str, line: str) -> None:
-    (write(out) / f"{name}.jsonl").write_text(line + "\n")
+    (write(out) / f"{name}.jsonl").write_text(line + "\n", errors="surrogateescape")
 
 
 def spoilt(out: Path, was: str, now: str) -> None:
-    """A run whose kept group has something else in a place."""
+    """A run with one replaced text in its kept group."""
     file = write(out, rollouts=1) / "rollouts.jsonl"
     text = file.read_text()
     assert was in text
@@ -146,7 +146,7 @@ def whole_run(out: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """Tags and attributes of a page, and what its scripts hold."""
+    """Tags, attributes, scripts and style of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page((out / "report.html").read_text())
 
 
-def test_only_the_page_s_own_script_and_style_may_take_effect(page: Page) -> None:
+def test_the_page_allows_only_its_own_script_and_style(page: Page) -> None:
     [policy] = [v for _, v in page.attributes if v is not None and v.startswith("default-src")]
     for kind, text in (("script", page.inner["script"][1]), ("style", page.inner["style"][0])):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -190,20 +190,20 @@ def test_only_the_page_s_own_script_and_style_may_take_effect(page: Page) -> Non
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
 
 
-def test_hostile_text_is_inert_and_whole(page: Page) -> None:
+def test_hostile_text_is_shown_whole(page: Page) -> None:
     group = page.data["groups"][0]
     assert group["tag"] == HOSTILE
     assert "".join(group["members"][1]["segments"][0]["texts"]) == HOSTILE + "no"
 
 
 @pytest.mark.parametrize("text", ["</script>", "<!--<script>", "a & b", "\u2028\u2029", "\ud800"])
-def test_json_in_a_script_ends_no_script(text: str) -> None:
+def test_json_cannot_end_its_script(text: str) -> None:
     made = as_json({text: text})
     assert made.isascii() and not set(made) & set("<>&")
     assert json.loads(made) == {text: text}
 
 
-def test_the_rollouts_are_those_that_were_kept(page: Page) -> None:
+def test_the_page_has_the_kept_rollouts(page: Page) -> None:
     data = page.data
     assert [group["step"] for group in data["groups"]] == [1, 2, 3] and data["kept"] == 3
     group = data["groups"][1]
@@ -225,15 +225,13 @@ def test_the_rollouts_are_those_that_were_kept(page: Page) -> None:
     assert set(long["versions"]) == {1} and long["bonuses"] is None
 
 
-def test_the_curves_are_the_metrics(page: Page) -> None:
+def test_the_curves_hold_the_metrics(page: Page) -> None:
     found = {chart["title"]: chart["lines"] for chart in page.data["charts"]}
     assert list(found) == [
         "Reverse KL per token, nats", "Reverse KL by turn", "Eval accuracy",
         "Eval reverse KL, nats", "Loss",
         "env/calls",
     ]  # fmt: skip
-    turns = next(c["about"] for c in page.data["charts"] if c["title"] == "Reverse KL by turn")
-    assert turns.startswith("opd/reverse_kl/turn=N: ") and turns.count("\n") == 0
     [kl] = found["Reverse KL per token, nats"]
     assert kl["at"] == list(range(1, 41)) and kl["values"][-1] == 1.0
     assert [line["label"] for line in found["Reverse KL by turn"]] == ["1", "2", "10"]
@@ -243,7 +241,7 @@ def test_the_curves_are_the_metrics(page: Page) -> None:
     assert 3 not in found["Loss"][0]["at"]  # it was not finite
 
 
-def test_a_prompt_that_all_members_saw_stands_once(tmp_path: Path) -> None:
+def test_a_prompt_shared_by_all_trajectories_is_stored_once(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     top = TopLogprobs(
         ids_NK=np.array([[5, 6, 7]] * 3, np.int32),
@@ -253,15 +251,8 @@ def test_a_prompt_that_all_members_saw_stands_once(tmp_path: Path) -> None:
         turns(tokenizer, ("ask é\n", False), (said, True), version=0) for said in ("yes", "né")
     ]
     alike = [replace(each, teacher_top=top) for each in alike]
-    groups = [
-        TrajectoryGroup(
-            group_id=0,
-            trajectories_G=tuple(
-                Trajectory(segments=(each,), reward=1.0, stop_reason=StopReason.EOS)
-                for each in alike
-            ),
-        )
-    ]
+    members = tuple(trajectory(each, reward=1.0) for each in alike)
+    groups = [TrajectoryGroup(group_id=0, trajectories_G=members)]
     out = write(tmp_path / "run")
     tokenizer.save_pretrained(out / "final")
     rows = policy_rows(groups, ObjectiveConfig(estimator="top_k"))
@@ -280,7 +271,7 @@ def test_a_prompt_that_all_members_saw_stands_once(tmp_path: Path) -> None:
     assert group["alternatives"] == {id_: tokenizer.decode([id_]) for id_ in (5, 6, 7)}
 
 
-def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
+def test_two_runs_are_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     one = whole_run(tmp_path / "a" / "run")
@@ -292,7 +283,6 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     )
     assert main([f"out={one}", f"against={other}"]) == 0
     data = Page((one / "report.html").read_text()).data
-    assert data["title"] == "opd a/run against b/run"
     found = {chart["title"]: chart["lines"] for chart in data["charts"]}
     assert {line["run"] for chart in found.values() for line in chart} == {0, 1}
     ours, theirs = found["Reverse KL per token, nats"]
@@ -311,7 +301,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert len(data["groups"]) == 3  # the first run's
 
 
-def test_the_tokens_that_are_furthest_apart_lead_to_their_places(page: Page) -> None:
+def test_the_tokens_with_the_largest_gaps_have_their_places(page: Page) -> None:
     apart, groups = page.data["apart"], page.data["groups"]
     gaps = [abs(each["student"] - each["teacher"]) for each in apart]
     assert len(apart) == 20 and gaps == sorted(gaps, reverse=True)
@@ -334,7 +324,7 @@ def test_the_tokens_that_are_furthest_apart_lead_to_their_places(page: Page) -> 
         assert sampled[each["place"]][0] == each["id"]
 
 
-def test_what_was_answered_stands_beside_what_was_asked(page: Page) -> None:
+def test_responses_of_evaluations_are_shown_by_prompt(page: Page) -> None:
     one, two = page.data["responses"]
     assert (one["line"], one["prompt"], one["answer"]) == (1, f"1 {HOSTILE}", "1")
     answers = [(each["who"], each["reward"], each["text"]) for each in one["answers"]]
@@ -343,7 +333,7 @@ def test_what_was_answered_stands_beside_what_was_asked(page: Page) -> None:
 
 
 def served(out: Path, ask: Callable[[ClientSession, str], Awaitable[Any]]) -> Any:
-    """What `ask` returns, given a session and the address of the live report."""
+    """The result of `ask`, called with a session and the address of the live report."""
 
     async def run() -> Any:
         port = asyncio.get_running_loop().create_future()
@@ -375,12 +365,11 @@ def test_a_live_report_follows_the_run(tmp_path: Path) -> None:
     steps = [dict(page.data["facts"])["steps"] for page in pages]
     assert steps == ["40 of 40", "41 of 40"]
     assert [page.data["live"] for page in pages] == versions and len(set(versions)) == 2
-    assert ["fetch(" in page.inner["script"][1] for page in pages] == [True, True]
     policy = [value for page in pages for name, value in page.attributes if name == "content"]
     assert sum("connect-src 'self'" in str(value) for value in policy) == 2
 
 
-def test_a_live_report_waits_for_a_run_and_answers_to_its_own_name_only(tmp_path: Path) -> None:
+def test_a_live_report_waits_for_a_run_and_refuses_other_hosts(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
 
     async def ask(session: ClientSession, url: str) -> tuple[str, int]:
@@ -388,31 +377,27 @@ def test_a_live_report_waits_for_a_run_and_answers_to_its_own_name_only(tmp_path
         return page, (await session.get(url, headers={"Host": "elsewhere.example"})).status
 
     page, status = served(tmp_path / "run", ask)
-    assert "events.jsonl and metrics.jsonl are missing" in page and 'content="2"' in page
+    assert "metrics.jsonl" in page and 'content="2"' in page
     assert status == 403
 
 
-def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys) -> None:
+def test_a_live_report_needs_a_free_port_and_no_file(tmp_path: Path, capsys) -> None:
     out = whole_run(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main([f"out={out}", f"serve={taken.getsockname()[1]}"]) == 2
-    assert main([f"out={out}", "serve=99999"]) == 2
-    assert main([f"out={out}", "serve=0", "html=page.html"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot serve at serve=" in said and "give another port, or 0" in said
-    assert "serve=99999 must be" in said and "html=page.html with serve=0" in said
+        port = taken.getsockname()[1]
+        for given in ([f"serve={port}"], ["serve=99999"], ["html=page.html", "serve=0"]):
+            assert main([f"out={out}", *given]) == 2
+            assert given[0] in capsys.readouterr().err
 
 
 def test_the_key_of_a_web_hook_is_not_on_the_page(tmp_path: Path) -> None:
     hook = {"notify": "https://hooks.example.com/services/T0/s3cr3t"}
     settings = {**SETTINGS, "tracking": hook}
     made = report_data(read_run(write(tmp_path / "run", settings=settings)), 1)
-    listed = dict(map(tuple, made["settings"]))
-    assert listed["tracking.notify"] == "https://hooks.example.com/..."
     assert "s3cr3t" not in json.dumps(made)
 
 
-def test_the_best_step_and_the_origin_are_told(tmp_path: Path) -> None:
+def test_the_best_step_and_the_origin_are_shown(tmp_path: Path) -> None:
     best = {"step": 2, "metric": "eval/accuracy", "value": 0.75}
     rows = [{"step": s, "eval/accuracy": 0.5, "eval/reverse_kl": 1.0} for s in (1, 2)]
     out = write(tmp_path / "run", metrics=rows, summary={"best": best})
@@ -428,16 +413,13 @@ def test_the_best_step_and_the_origin_are_told(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_drawn_by_means(tmp_path: Path) -> None:
-    out = write(
-        tmp_path / "run", metrics=[{"step": s, "train/loss": float(s % 2)} for s in range(1, 4001)]
-    )
-    [chart] = charts(read_run(out))
+    rows = [{"step": s, "train/loss": float(s % 2)} for s in range(1, 4001)]
+    [chart] = charts(read_run(write(tmp_path / "run", metrics=rows)))
     [line] = chart["lines"]
-    assert len(line["at"]) == len(line["values"]) == 1000
     assert line["values"] == [0.5] * 1000 and line["at"][:2] == [2.5, 6.5]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 7, 10, 11])
+@pytest.mark.parametrize("number", [1, 2, 7, 11])
 def test_groups_are_spread_over_the_run(tmp_path: Path, number: int) -> None:
     out = write(tmp_path / "run", rollouts=10)
     steps = [group.step for group in spread(read_run(out).groups, number)]
@@ -453,12 +435,12 @@ def test_without_a_tokenizer_tokens_are_ids(tmp_path: Path) -> None:
     )
     shutil.rmtree(out / "final")
     data = report_data(read_run(out), 5)
-    assert "shown by their ids: cannot load a tokenizer" in data["note"]
     segment = data["groups"][0]["members"][0]["segments"][0]
+    assert data["note"]
     assert segment["texts"] is None and segment["ids"]
 
 
-def test_texts_of_tokens_are_the_text() -> None:
+def test_each_character_is_the_text_of_its_last_token() -> None:
     tokenizer = llama_tokenizer()
     assert token_texts(tokenizer, [2, 3, 6, 7, 8, 2]) == ["so", " well", "", "é", None, " so"]
     cut = byte_tokenizer()("né你")["input_ids"][:-1]
@@ -467,47 +449,36 @@ def test_texts_of_tokens_are_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("make", "named"),
     [
-        (lambda out: None, "is not a directory"),
-        (lambda out: out.mkdir(), "events.jsonl and metrics.jsonl are missing"),
-        (lambda out: write(out, metrics=[{"loss": 1}]), "metrics.jsonl:1 is no object with step"),
+        (lambda out: None, "run"),
+        (lambda out: out.mkdir(), "metrics.jsonl"),
+        (lambda out: write(out, metrics=[{"loss": 1}]), "metrics.jsonl:1 "),
         (lambda out: write(out, metrics=[{"step": float("nan")}]), "step=nan"),
-        (lambda out: write(out, metrics=[{"step": 1e300}]), "step=1e+300"),
         (lambda out: write(out, metrics=[{"step": 1, "x": "y"}]), "x='y'"),
-        (lambda out: odd(out, "events", '{"t": 1, "event": "size"}'), "without pool and ready"),
+        (lambda out: odd(out, "metrics", '\udcff\n{"step": 1}'), "metrics.jsonl:1 "),
+        (lambda out: odd(out, "events", '{"t": 1, "event": "size"}'), "pool"),
         (lambda out: odd(out, "events", '{"t": NaN, "event": "begin"}'), "t=nan"),
-        (
-            lambda out: odd(out, "events", '{"t": 1, "event": "push", "seconds": "a"}'),
-            "seconds='a'",
-        ),
-        (lambda out: spoilt(out, '"reward":1.0', '"reward":NaN'), "is no kept group"),
-        (lambda out: spoilt(out, '"trajectories":[', '"trajectories":[],"x":['), "no trajectories"),
-        (lambda out: spoilt(out, '"segments":[', '"segments":[],"x":['), "no segments"),
-        (lambda out: (write(out) / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda out: (write(out) / "summary.json").write_text("[]"), "is no JSON object"),
-        (
-            lambda out: (write(out) / "rollouts.jsonl").write_text('{"step": 1}\n{"step": 2}\n'),
-            "rollouts.jsonl:1 is no kept group",
-        ),
-        (
-            lambda out: (write(out) / "metrics.jsonl").write_bytes(b'\xff\n{"step": 1}\n'),
-            "metrics.jsonl:1 is no JSON",
-        ),
+        (lambda out: odd(out, "events", '{"t": 1, "event": "push", "seconds": "a"}'), "='a'"),
+        (lambda out: odd(out, "rollouts", '{"step": 1}\n{"step": 2}'), "rollouts.jsonl:1 "),
+        (lambda out: spoilt(out, '"reward":1.0', '"reward":NaN'), "rollouts.jsonl:1 "),
+        (lambda out: spoilt(out, '"trajectories":[', '"trajectories":[],"x":['), "trajectories"),
+        (lambda out: spoilt(out, '"segments":[', '"segments":[],"x":['), "segments"),
+        (lambda out: (write(out) / "config.json").write_text("{"), "config.json"),
+        (lambda out: (write(out) / "summary.json").write_text("[]"), "summary.json"),
     ],
 )
-def test_a_directory_without_a_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: Any, said: str
+def test_a_directory_without_a_whole_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, named: str
 ) -> None:
     out = tmp_path / "run"
-    made(out)
+    make(out)
     assert main([f"out={out}"]) == 2
-    assert said in capsys.readouterr().err
+    assert named in capsys.readouterr().err
     assert not (out / "report.html").exists()
 
 
-def test_a_browser_draws_it(tmp_path: Path) -> None:
-    """Every curve, and every sampled token with its colour; what is hostile stays text."""
+def test_a_browser_draws_every_curve_and_every_sampled_token(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium on this machine: the page is not drawn")
@@ -539,7 +510,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
 
 
 def answer_of_script(name: str, patterns: Sequence[str], asked: str) -> Any:
-    """What JavaScript that has these parts of a script of the page says to `asked`."""
+    """The value of a JavaScript expression, beside these parts of a script of the page."""
     script = (Path(report.__file__).parent / name).read_text()
     parts = [re.search(p, script, re.M | re.S).group() for p in patterns]  # pyright: ignore
     answer = node(
@@ -554,7 +525,7 @@ def function(name: str) -> str:
 
 
 def test_each_line_is_smoothed_by_its_own_length() -> None:
-    """Twenty evaluations beside a thousand steps keep their values; the steps are averaged."""
+    """A line of twenty evaluations keeps its values; a line of a thousand steps is averaged."""
     drawn = """((count) => {
       const values = Array.from({ length: count }, (_, i) => i);
       return smoothed(values, smoothingWindow({ values }, 0.05));
@@ -569,7 +540,7 @@ def test_each_line_is_smoothed_by_its_own_length() -> None:
 
 
 def test_a_line_of_one_point_is_a_dot() -> None:
-    """A short run measures its pools once: a path of one place would draw nothing."""
+    """A path of one point would draw nothing."""
     asked = """[1, 2, 1000].map((count) => ["after", undefined].map(
       (stairs) => dotted({ values: Array(count).fill(0) }, stairs)))"""
     one, two, many = answer_of_script(
@@ -578,8 +549,8 @@ def test_a_line_of_one_point_is_a_dot() -> None:
     assert (one, two, many) == ([True, True], [False, True], [False, False])
 
 
-def test_what_a_chart_says_of_a_place_is_what_it_draws_there() -> None:
-    """Pools keep a size from its event on; a window measured what was before its end."""
+def test_the_value_that_a_chart_reports_at_a_place_is_drawn_there() -> None:
+    """A pool's size holds from its event on; a window's value holds before its end."""
     parts = [function("path"), function("nearest"), function("held")]
     one = "x => x, y => y"
     drawn, read = answer_of_script(

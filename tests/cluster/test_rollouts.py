@@ -1,4 +1,4 @@
-"""Kept rollouts: of which steps, with what, and what a resumed run makes of them."""
+"""Kept rollouts (rollouts.jsonl): their steps, their contents, and a rewind."""
 
 import json
 import pickle
@@ -26,11 +26,11 @@ from tests.refusals import refuses
 from tests.rows import write_rows
 from tests.samples import group, keep_step, segment, trajectory
 
-OBJECTIVE = ObjectiveConfig(reward_coef=1.0)
+OBJECTIVE = ObjectiveConfig(kl_coef=0.0, reward_coef=1.0)
 
 
 def two_turns() -> TrajectoryGroup:
-    """Two members: one of two segments, the first of two turns, with bonuses; one of a segment."""
+    """A trajectory of two segments, the first with two turns and bonuses, and one of a segment."""
     mask = [False, True, True, False, True, False]
     first = segment(
         1, 5, seed=1, action_mask_T=mask, bonuses_T=[0, 0.25, 0, 0, 1e-7, 0],
@@ -59,7 +59,7 @@ def kept(
     return log
 
 
-def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
+def test_a_group_is_kept_with_its_training_rows(tmp_path: Path) -> None:
     path, groups = tmp_path / "rollouts.jsonl", [two_turns(), group(8)]
     rows = policy_rows(groups, OBJECTIVE)
     kept(path, groups, range(5, 6))
@@ -89,7 +89,7 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
 
 
 def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_path: Path) -> None:
-    """Of all groups of the step, whichever of them are kept."""
+    """The tokens of all groups of the step count, kept or not."""
     path, groups = tmp_path / "rollouts.jsonl", [two_turns(), group(8)]
     kept(path, groups, range(5, 7))
     gaps: dict[int, list[float]] = {}
@@ -114,22 +114,14 @@ def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_p
     assert [bool(each.step_tokens) for each in KeptGroups(tmp_path / "whole")] == [True, False]
 
 
-def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:
-    groups = [group(teacher_logprobs_T=None)]
-    rows = policy_rows(groups, ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
-    keep_step(RolloutLog(tmp_path / "r", 1), 1, groups, rows)
-    [found] = KeptGroups(tmp_path / "r")
-    assert all(s.teacher_logprobs_N is None for m in found.trajectories_G for s in m.segments)
-
-
 @pytest.mark.parametrize(
     ("every", "last", "steps"),
     [
-        (0, None, []), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, None, [1, 4, 7]), (10, None, [1]),
-        (0, 7, []), (3, 7, [1, 4, 7]), (10, 7, [1, 7]),
+        (0, 7, []), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, 7, [1, 4, 7]), (10, None, [1]),
+        (10, 7, [1, 7]),
     ],
 )  # fmt: skip
-def test_the_first_step_and_every_nth_after_it_and_the_last(
+def test_the_first_step_each_nth_and_the_last_are_kept(
     tmp_path: Path, every: int, last: int | None, steps: list[int]
 ) -> None:
     kept(tmp_path / "r", [group(3), group(4)], range(1, 8), every, last)
@@ -161,10 +153,13 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
-    log = kept(path, [group()], range(1, 8))
+    log = kept(path, [group(teacher_logprobs_T=None)], range(1, 8))
     with path.open("a") as file:
-        file.write('{"step": 3, "gro')  # killed in the middle of a line
-    log = pickle.loads(pickle.dumps(log))  # as it gets to the next learner
+        file.write('{"step": 3, "gro')  # cut in the middle of a line
+    [unscored, *_] = read = KeptGroups(path)
+    assert len(read) == 7
+    assert all(s.teacher_logprobs_N is None for m in unscored.trajectories_G for s in m.segments)
+    log = pickle.loads(pickle.dumps(log))
     log.rewind(4)
     assert [each.step for each in KeptGroups(path)] == [1, 2, 3, 4]
     keep_step(log, 5, [group(9)], policy_rows([group(9)], OBJECTIVE))
@@ -173,13 +168,6 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
     RolloutLog(tmp_path / "none", 1).rewind(3)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_line_still_being_written_is_left_out(tmp_path: Path) -> None:
-    kept(tmp_path / "r", [group()], range(1, 3))
-    with (tmp_path / "r").open("a") as file:
-        file.write('{"step": 3, "gro')
-    assert len(KeptGroups(tmp_path / "r")) == 2
 
 
 @pytest.mark.parametrize(
@@ -205,10 +193,10 @@ def test_a_line_that_is_no_group_is_named(tmp_path: Path, field: str, value: obj
         KeptGroups(path)
 
 
-def test_the_loop_shows_what_it_trained_on(
+def test_the_training_loop_keeps_the_groups_that_it_trained(
     tmp_path: Path, tiny_pair: TinyPair, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A group that is filtered out has no rows, and those of the others are their own."""
+    """A filtered group has no rows, and the others have their own."""
     same = TrajectoryGroup(
         group_id=0, trajectories_G=(trajectory(segment()), trajectory(segment(seed=1)))
     )
@@ -230,7 +218,7 @@ def test_the_loop_shows_what_it_trained_on(
     with files_of_at_most(0):
         loop.step()
     assert not len(KeptGroups(tmp_path / "r"))
-    loop.save()  # a run ends with a checkpoint, for which the disk needs room
+    loop.save()
     [found] = KeptGroups(tmp_path / "r")
     assert (found.step, found.version, found.group_id) == (1, 0, 1)
     [first, *_] = policy_rows(groups[1:], objective)
