@@ -1,4 +1,4 @@
-"""A run's steps and checkpoints: what happens in which order, with a learner that writes slowly."""
+"""The order of a run's steps and checkpoints, with a learner that writes slowly."""
 
 import asyncio
 import errno
@@ -26,9 +26,9 @@ from learner.checkpoint_writer import Written
 
 
 class Writing:
-    """A learner: a checkpoint that is begun is complete after so many further steps, or fails.
+    """A learner whose checkpoints are complete after `takes` further steps, or fail.
 
-    Its third step fails by each error in `broken`, its evaluations by each in `unjudged`.
+    Its third step raises each error in `broken`, and its evaluations each in `unjudged`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ def made(step: int) -> Checkpoint:
 
 
 class Actors(LearnerAlone):
-    """A learner and nothing else; notes what it is told, in order."""
+    """The actors of a run with a learner alone; records events in order."""
 
     def __init__(self, told: list[str], make: Callable[[], LocalActor]) -> None:
         idle: Any = SimpleNamespace(background=Background(), critical=dict)
@@ -124,7 +124,7 @@ class Actors(LearnerAlone):
 
 
 class Scene:
-    """A run over such a learner; what happened in it, in order."""
+    """A run over such a learner, and its events in order."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Scene:
         return Run(self._context(steps, every), self.actors, NoEvaluations()).train()
 
     def to_the_end(self, evaluations: type[Validation] = Validation) -> None:
-        """All of a run of three steps, whose learner is evaluated before and after them."""
+        """Run three steps with evaluations by the learner before and after them."""
         context = self._context(steps=3, every=2)
         Run(context, self.actors, evaluations(context.config, context, self.actors)).to_the_end()
 
@@ -176,7 +176,7 @@ class Scene:
         )  # fmt: skip
 
 
-def test_a_checkpoint_is_told_of_once_it_is_written() -> None:
+def test_a_checkpoint_is_committed_once_it_is_written() -> None:
     run = Scene(takes=1)
     assert run.train(steps=5).step == 5
     assert run.told == [
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_told_of_once_it_is_written() -> None:
     assert run.metrics[3]["time/checkpoint_write"] == 2.0
 
 
-def test_a_step_waits_for_one_that_is_still_being_written() -> None:
+def test_a_checkpoint_waits_for_the_one_before() -> None:
     run = Scene(takes=9)
     run.train(steps=5)
     assert run.told == [
@@ -198,14 +198,14 @@ def test_a_step_waits_for_one_that_is_still_being_written() -> None:
     ]
 
 
-def test_a_learner_that_copies_nothing_is_waited_for() -> None:
+def test_a_synchronous_checkpoint_is_committed_at_once() -> None:
     run = Scene(takes=0)
     run.train(steps=3)
     assert run.told == ["step 1", "step 2", "saving 2", "saved 2", "step 3", "saved 3"]
     assert "time/checkpoint" in run.metrics[2] and "time/checkpoint_write" not in run.metrics[2]
 
 
-def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_checkpoint_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene(takes=1, fails={2, 6})
     run.train(steps=6, every=2)
@@ -217,7 +217,7 @@ def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatc
 
 
 class FullDisk(Writing):
-    """A learner whose disk is full (`error`) for the first so many tries of a checkpoint."""
+    """A learner whose first `tries` checkpoints fail with `error`."""
 
     def __init__(self, told: list[str], tries: int, error: int = errno.ENOSPC) -> None:
         super().__init__(told, takes=0, fails=set())
@@ -234,7 +234,6 @@ class FullDisk(Writing):
 def test_a_full_disk_pauses_training_until_it_has_room(
     monkeypatch: pytest.MonkeyPatch, steps: int, signalled: bool
 ) -> None:
-    """At the end, or in the middle: every step is kept, however many tries it takes."""
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene()
     run.actors.leader = LocalActor(FullDisk, run.told, 25)
@@ -263,10 +262,10 @@ def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("signalled", [False, True])
 @pytest.mark.parametrize("error", [errno.EFBIG, errno.EIO], ids=["limit on size", "bad disk"])
-def test_room_is_waited_for_only_where_it_may_come(
+def test_other_errors_of_the_disk_end_the_run_after_ten_tries(
     monkeypatch: pytest.MonkeyPatch, error: int, signalled: bool
 ) -> None:
-    """Elsewhere the run ends after ten tries, and at once on a signal."""
+    """At once on a signal."""
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene()
     run.actors.leader = LocalActor(FullDisk, run.told, 1000, error)
@@ -277,7 +276,7 @@ def test_room_is_waited_for_only_where_it_may_come(
     assert sum(line.startswith("no room") for line in run.told) == (0 if signalled else 10)
 
 
-def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:
+def test_a_signal_ends_the_run_after_its_checkpoints() -> None:
     run = Scene(takes=9)
     run.actors.before[4] = Interrupted(signal.SIGTERM)
     with pytest.raises(Interrupted):
@@ -286,7 +285,7 @@ def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:
 
 
 @pytest.mark.parametrize(("fails", "said"), [((), "saved 2"), ((2,), "no room for 2, at last")])
-def test_a_run_that_fails_finishes_what_was_copied(fails: tuple[int, ...], said: str) -> None:
+def test_a_failed_run_finishes_the_checkpoint_under_way(fails: tuple[int, ...], said: str) -> None:
     run = Scene(takes=9, fails=set(fails))
     run.actors.before[4] = RunFailed("no room for anybody")
     with pytest.raises(RunFailed):
@@ -313,8 +312,8 @@ class Stuck(Writing):
 
 
 @pytest.mark.parametrize("signalled", [False, True])
-def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck(signalled: bool) -> None:
-    """A signal during a step that fails then saves no half of it."""
+def test_a_failed_run_finishes_the_checkpoint_during_a_stuck_step(signalled: bool) -> None:
+    """With `signalled`, a signal arrives and the step fails: no half of it is saved."""
     run, waits, over = Scene(), threading.Event(), threading.Event()
     run.actors.leader = LocalActor(Stuck, run.told, waits, over, signalled)
 
@@ -334,8 +333,7 @@ def test_a_checkpoint_is_written_to_its_end_beside_a_step_that_is_stuck(signalle
     run.actors.driver.background.close()
 
 
-def test_a_step_whose_work_fails_is_done_again_from_a_checkpoint_and_once() -> None:
-    """From the one that the learner, which lives, is writing meanwhile."""
+def test_a_failed_step_is_repeated_once_from_the_checkpoint_under_way() -> None:
     run = Scene(broken=["a broken disk"])
     assert run.train(steps=3).step == 3
     assert run.told == [
@@ -348,7 +346,7 @@ def test_a_step_whose_work_fails_is_done_again_from_a_checkpoint_and_once() -> N
     assert run.told.count("recovered") == 1
 
 
-def test_an_evaluation_by_the_learner_that_fails_is_done_again_and_once() -> None:
+def test_a_failed_evaluation_by_the_learner_is_repeated_once() -> None:
     run = Scene(unjudged=["a broken disk"])
     run.to_the_end()
     assert run.told[:4] == ["started", "recovered", "evaluated", "recorded 0"]
@@ -359,8 +357,8 @@ def test_an_evaluation_by_the_learner_that_fails_is_done_again_and_once() -> Non
     assert run.told == ["started", "recovered", "closed"]
 
 
-def test_a_learner_that_is_lost_after_the_last_step_is_brought_back_to_be_evaluated() -> None:
-    """Its checkpoint is damaged, say: the steps after the one that it goes back to come again."""
+def test_a_learner_lost_after_the_last_step_is_restarted_for_its_evaluation() -> None:
+    """The steps after its checkpoint are trained again."""
     run, losses = Scene(), ["it died"]
 
     class LosesItself(Validation):
@@ -374,11 +372,7 @@ def test_a_learner_that_is_lost_after_the_last_step_is_brought_back_to_be_evalua
     assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
 
 
-def test_a_lost_learner_takes_its_copy_with_it() -> None:
-    run = Scene(takes=9)
-    run.actors.before[4] = LearnerLost("gone")
-    run.train(steps=3)  # the loss is never met
-    assert "recovered" not in run.told
+def test_a_lost_learner_loses_the_checkpoint_under_way() -> None:
     run = Scene(takes=9)
     run.actors.before[3] = LearnerLost("gone")
     run.train(steps=3)

@@ -1,4 +1,4 @@
-"""A stall: what is said, who is suspected, and what is done when."""
+"""Stalls: the report, the suspects, and the sequence of actions."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,27 +33,16 @@ def workers(stage: Any, seconds: float = 125) -> dict[str, WorkerStatus]:
     return {"rollout worker 0": WorkerStatus(groups=groups, requests=requests, max_groups=4)}
 
 
-class Hospital:
-    def __init__(self) -> None:
-        self.done: list[Any] = []
-
-    def re_lease(self, ids: list[int], reason: str) -> None:
-        self.done.append(ids)
-
-    def bury(self, name: str, why: str) -> None:
-        self.done.append(name)
-
-
-def test_the_report_names_everyone() -> None:
-    assert wait_graph(status(), workers("sampling"), 120).splitlines() == [
-        "no prompt group arrived for 120 s; the learner waits for [3, 5]",
-        "  group 3: rollout worker 0, attempt 2, 130 s: sampling for 125 s",
-        "  group 5: waits for a worker with room",
-        "  rollout worker 0: 1 sampling, 1 scoring; waits for policy engine 0 (1), "
-        "teacher engine 0 (2)",
-        "  queue: 1 groups, credit for 0 more, 1 to be leased again; "
-        "last trouble: its lease ran out",
-    ]
+def test_the_report_names_groups_workers_and_engines() -> None:
+    groups, third, fifth, worker, queue = wait_graph(
+        status(), workers("sampling"), 120
+    ).splitlines()
+    assert "120 s" in groups and "[3, 5]" in groups
+    assert "group 3: rollout worker 0, attempt 2, 130 s: sampling for 125 s" in third
+    assert "group 5" in fifth and "rollout worker" not in fifth
+    assert "1 sampling, 1 scoring" in worker
+    assert "policy engine 0 (1), teacher engine 0 (2)" in worker
+    assert "its lease ran out" in queue
 
 
 @pytest.mark.parametrize(
@@ -64,14 +53,14 @@ def test_the_report_names_everyone() -> None:
         ("environment", {"rollout worker 0"}),
     ],
 )
-def test_who_holds_a_late_group_is_suspected(stage: str, expected: set[str]) -> None:
+def test_the_part_that_holds_a_late_group_is_suspected(stage: str, expected: set[str]) -> None:
     assert suspects(status(), workers(stage), {}, 100) == expected
     assert suspects(status(), workers(stage, seconds=5), {}, 100) == set()
     moving: dict[str, float] = {"policy engine 0": 3.0, "teacher engine 0": 3.0}
     assert suspects(status(), workers(stage), moving, 100) == expected - moving.keys()
 
 
-def test_a_reward_model_is_suspected_in_place_of_the_worker_that_asks_it() -> None:
+def test_a_reward_model_is_suspected_in_place_of_its_worker() -> None:
     [asking], [scored] = (workers(stage).values() for stage in ("environment", "scoring"))
     asks = {"rollout worker 0": replace(asking, requests={**asking.requests, "reward model": 1})}
     assert suspects(status(), asks, {"reward model": 200.0}, 100) == {"reward model"}
@@ -82,7 +71,7 @@ def test_a_reward_model_is_suspected_in_place_of_the_worker_that_asks_it() -> No
 
 
 class Clock:
-    """Seconds, as the test says them."""
+    """A clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -91,71 +80,74 @@ class Clock:
         return self.now
 
 
-class Patient:
-    """A watchdog, what it said, and a clock."""
+class Stall:
+    """A watchdog over groups that do not move, with its actions, reports and clock."""
 
     def __init__(self) -> None:
-        self.clock, self.hospital, self.said = Clock(), Hospital(), list[str]()
-        re_lease, bury = self.hospital.re_lease, self.hospital.bury
+        self.clock, self.actions, self.said = Clock(), list[Any](), list[str]()
         self.dog = Watchdog(
-            re_lease, bury, self.said.append, 350, stall_after_s=100, clock=self.clock
-        )
+            lambda ids, _reason: self.actions.append(ids),
+            lambda name, _why: self.actions.append(name),
+            self.said.append, 350, stall_after_s=100, clock=self.clock,
+        )  # fmt: skip
 
     def look(self, times: range, **changes: Any) -> None:
         for self.clock.now in times:
             self.dog.check(status(**changes), workers("sampling", self.clock.now + 125), {})
 
 
-def test_it_tells_then_acts_then_gives_up() -> None:
-    patient = Patient()
-    patient.look(range(0, 100, 20))
-    assert not patient.said and not patient.hospital.done
-    patient.look(range(100, 200, 20))
-    assert len(patient.said) == 1 and patient.hospital.done == [[3]]
-    patient.look(range(200, 300, 20))
-    assert len(patient.said) == 2 and patient.hospital.done == [[3], "policy engine 0", [3]]
+def test_a_stall_is_reported_then_acted_on_then_fails_the_run() -> None:
+    stall = Stall()
+    stall.look(range(0, 100, 20))
+    assert not stall.said and not stall.actions
+    stall.look(range(100, 200, 20))
+    assert len(stall.said) == 1 and stall.actions == [[3]]
+    stall.look(range(200, 300, 20))
+    assert len(stall.said) == 2 and stall.actions == [[3], "policy engine 0", [3]]
     with pytest.raises(RunFailed):
-        patient.look(range(300, 400, 20))
+        stall.look(range(300, 400, 20))
 
 
-def test_a_group_that_arrives_and_a_learner_at_work_start_the_clock_again() -> None:
-    patient = Patient()
+def test_arriving_groups_and_a_busy_learner_restart_the_clock() -> None:
+    stall = Stall()
     for first in range(0, 300, 60):
-        patient.look(range(first, first + 60, 20), delivered=first)
-    patient.look(range(400, 700, 100))  # steps took a while
-    assert not patient.said and not patient.hospital.done
+        stall.look(range(first, first + 60, 20), delivered=first)
+    stall.look(range(400, 700, 100))  # the learner was busy between looks
+    assert not stall.said and not stall.actions
 
 
 class SlowRun:
-    """The real ledger and watchdog of one worker, whose groups wait for engines of a pool."""
+    """The real ledger and watchdog, with one worker whose groups wait for engines of a pool."""
 
     def __init__(self, groups: int, engines: Mapping[str, Callable[[float], float]]) -> None:
         """
         Args:
-            engines: by name, when each last got on with its work, by the present time.
+            engines: by name, the time of each engine's last progress as a function of the time.
         """
-        self.clock, self.said, self.buried = Clock(), list[str](), list[tuple[float, str]]()
+        self.clock, self.said = Clock(), list[str]()
+        self.terminated = list[tuple[float, str]]()
         self.sampled = Counter[int]()
         self._engines = engines
         settings = LedgerSettings(
             groups_per_step=groups, max_staleness=0, total_groups=groups, lease_s=900
         )
         self.ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=self.clock)
-        self._dog = Watchdog(self.re_lease, self.bury, self.said.append, 1800, clock=self.clock)
+        self._dog = Watchdog(
+            self.re_lease,
+            lambda name, _why: self.terminated.append((self.clock.now, name)),
+            self.said.append, 1800, clock=self.clock,
+        )  # fmt: skip
         self._lease()
 
     def re_lease(self, ids: list[int], reason: str) -> None:
         self.ledger.release(ids, reason)
-
-    def bury(self, name: str, why: str) -> None:
-        self.buried.append((self.clock.now, name))
 
     def _lease(self) -> None:
         for lease in self.ledger.lease(WORKER, 8, request=str(self.clock.now)):
             self.sampled[lease.group_id] += 1
 
     def run(self, until: int) -> None:
-        """As the driver does: looks at all, renews leases, every ten seconds."""
+        """Check and renew leases every ten seconds, as the driver does."""
         for now in range(0, until, 10):
             self.clock.now = now
             still_s = {name: now - moved(now) for name, moved in self._engines.items()}
@@ -173,12 +165,12 @@ class SlowRun:
 WORKER = "rollout worker 0"
 
 
-def test_an_engine_that_stands_still_is_found_among_those_that_work() -> None:
-    """It answers its heartbeats; its counter does not move from 100 s on."""
+def test_an_engine_without_progress_is_found_although_it_answers_heartbeats() -> None:
+    """Its counter does not move from 100 s on; among two, only that engine is suspected."""
     run = SlowRun(2, {"policy engine 0": lambda now: min(now, 100)})
     run.run(until=1000)
-    assert run.buried[0] == (700, "policy engine 0"), "twice 300 s after its last sign of work"
-    assert "waits for" in run.said[0] and max(run.sampled.values()) > 1
+    assert run.terminated[0] == (700, "policy engine 0"), "not twice 300 s after its last progress"
+    assert run.said and max(run.sampled.values()) > 1
 
     both = SlowRun(2, {"policy engine 0": lambda now: min(now, 100), "policy engine 1": float})
     worker = WorkerStatus(
