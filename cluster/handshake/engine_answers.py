@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -258,13 +258,7 @@ async def examine(
         _two_stops(engine, plan),
     )
     return EngineAnswers(
-        name=name,
-        info=info,
-        probes=probes,
-        prefill=given.prefill,
-        at_other=given.at_other,
-        unscaled=given.unscaled,
-        twice=given.twice,
+        **{field.name: getattr(given, field.name) for field in fields(given)},
         reference=[score.logprobs_by_temperature[0] for score in reference_scores],
         pairs=pairs,
         stops=stops,
