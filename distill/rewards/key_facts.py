@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from distill.chat.token_text import token_spans
 from distill.errors import DataError
+from distill.rewards.token_rewards import spread
 from distill.text.bm25_words import CJK
 from distill.types import FloatArray, TokenArray
 
@@ -37,16 +36,11 @@ def key_fact_bonuses(
     Raises:
         DataError: a fact is blank.
     """
-    rewards_T = np.zeros(len(tokens_T), np.float64)
     text, starts_T, stops_T = token_spans(tokenizer, tokens_T.tolist())
-    has_text_T = stops_T > starts_T
     searched = text if answer is None else answer.strip()
     start = text.rfind(searched)
-    for found in first_mentions(facts, text, start, start + len(searched)) if start >= 0 else ():
-        if found is not None:
-            overlaps_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
-            rewards_T[overlaps_T] += value / overlaps_T.sum()
-    return rewards_T.astype(np.float32)
+    found = first_mentions(facts, text, start, start + len(searched)) if start >= 0 else []
+    return spread(((match, value) for match in found if match is not None), starts_T, stops_T)
 
 
 def first_mentions(
