@@ -24,9 +24,8 @@ from actors.embedded import scoring
 from actors.embedded.engine import EmbeddedEngine
 from actors.embedded.scoring import ScoreItem, plan
 from actors.embedded.token_sampling import draw
-from distill.engine import CheckpointDirectory, GenerateRequest, Sample, ScoreRequest
+from distill.engine import GenerateRequest, Sample, ScoreRequest
 from distill.errors import ConfigError, EngineError
-from distill.models.loading import read_weights
 from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
 from tests.refusals import refuses
@@ -308,15 +307,3 @@ def test_the_likeliest_do_not_depend_on_how_positions_are_cut(
         assert one.top is not None and other.top is not None
         np.testing.assert_array_equal(one.top.ids_NK, other.top.ids_NK)
         np.testing.assert_allclose(one.top.logprobs_NK, other.top.logprobs_NK, atol=1e-5)
-
-
-async def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) -> None:
-    path = tiny_model_dir(tmp_path, seed=1)
-    engine = start(path)
-    poison = {name: tensor * float("nan") for name, tensor in read_weights(path).items()}
-    await engine.load_weights(shared(poison), 1)
-    with pytest.raises(EngineError):
-        await engine.score(top_requests())
-    await engine.load_weights(CheckpointDirectory(path=path), 2)
-    scores = await engine.score(top_requests())
-    assert [score.top is not None for score in scores] == [False, True] * 3

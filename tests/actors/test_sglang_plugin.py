@@ -36,8 +36,6 @@ from actors.sglang.plugin.internals import native_option_present, unrecognised_i
 from actors.sglang.plugin.listed_steps import (
     LISTED_OUTPUT_KEY,
     LISTED_OUTPUT_SWITCH,
-    ListedStep,
-    Wanted,
     read_steps,
 )
 from actors.sglang.plugin.row_temperatures import (
@@ -252,54 +250,6 @@ def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
     return plugin.forward(original, processor, None, torch.zeros(1), None, batch)
 
 
-def test_the_sampler_gets_undivided_logits_and_the_echo_is_per_request() -> None:
-    asked = [
-        plugin.Asked(0.5, True, False),
-        plugin.Asked(2.0, False, True),
-        plugin.Asked(2.0, True, True),
-    ]
-    logits_NV = torch.randn(7, 10)
-    before_NV = logits_NV.clone()
-    output = _forward(_batch(asked, [3, 2, 3], [0, 2, 0]), logits_NV)
-    assert torch.equal(output.next_token_logits, before_NV[[2, 3, 6]])
-    assert torch.equal(logits_NV, before_NV / torch.tensor([0.5] * 3 + [2.0] * 4)[:, None])
-    assert output.customized_info[plugin.TEMPERATURE_KEY] == [0.5, None, 2.0]
-    first, second, third = output.customized_info[plugin.UNSCALED_KEY]
-    assert first is None and second is None
-    expected = torch.log_softmax(before_NV, 1)[4:6, 0]
-    assert third.copy() == pytest.approx(expected.tolist(), abs=1e-5)
-
-
-def test_at_one_nothing_is_touched() -> None:
-    # The second request samples at 0.7, but is not scored: its logits are nobody's input log-prob.
-    asked = [plugin.Asked(1.0, True, True), plugin.Asked(0.7, True, False)]
-    logits_NV = torch.randn(4, 10)
-    before_NV = logits_NV.clone()
-    output = _forward(_batch(asked, [3, 2], [0, 2]), logits_NV)
-    assert torch.equal(logits_NV, before_NV)
-    assert output.customized_info == {plugin.TEMPERATURE_KEY: [1.0, None]}
-
-
-def test_listed_tokens_are_read_off_at_one_as_well() -> None:
-    listed = Listed(0, torch.tensor([[4, 1], [0, 3]], dtype=torch.int32), 0)
-    asked = [plugin.Asked(1.0, True, False, listed=listed), plugin.Asked(1.0, True, False)]
-    logits_NV = torch.randn(5, 10)
-    before_NV = logits_NV.clone()
-    output = _forward(_batch(asked, [3, 2], [0, 0]), logits_NV)
-    assert torch.equal(logits_NV, before_NV)
-    found, nothing = output.customized_info[plugin.LISTED_KEY]
-    assert nothing is None
-    given_NK, _, _ = read_listed(found.copy(), 2, 0)
-    expected_NK = torch.log_softmax(before_NV, 1)[:2].gather(1, listed.ids_NK.long())
-    assert given_NK.tolist() == [pytest.approx(row, abs=1e-5) for row in expected_NK.tolist()]
-
-
-def test_a_pass_without_input_logprobs_is_left_alone() -> None:
-    batch = _batch(None, [3], [3])
-    sentinel = object()
-    assert plugin.forward(lambda *_: sentinel, object(), None, None, None, batch) is sentinel
-
-
 @pytest.mark.parametrize(
     ("asked", "metadata"),
     [
@@ -470,28 +420,6 @@ def test_a_hook_that_is_not_applied_ends_the_process(works: bool) -> None:
             with pytest.raises(SystemExit):
                 Registry.apply_hooks()
     assert applied == [hook.target for hook in plugin.HOOKS] + ["applied"]
-
-
-@needs_sglang
-@pytest.mark.usefixtures("importable_sglang")
-def test_a_listed_step_is_sglangs_own_to_the_bit() -> None:
-    module = importlib.import_module("sglang.srt.layers.logprob_processor")
-    rng = random.Random(9)
-    tops = [33, 5, 0, 1, 33]
-    ids = [rng.sample(range(1000), n) for n in (2, 2, 1, 0, 3)]
-    logprobs_GV = (torch.randn(5, 1000) / 0.7).log_softmax(1)
-    logprobs_GV[0, ids[0][0]] = -torch.inf
-    chosen_G = torch.zeros(5, dtype=torch.long)
-    result = module.OutputLogprobProcessor().compute_logprobs(logprobs_GV, tops, ids, chosen_G)
-
-    step = ListedStep([Wanted(*asked) for asked in zip(tops, ids, strict=True)])
-    step.take(logprobs_GV)
-
-    for g, top in enumerate(tops):
-        given_TE, ids_TK, logprobs_TK = read_steps([step[g] or ""], len(ids[g]), top)
-        assert given_TE[0].tolist() == result.token_ids_logprobs_val[g].tolist()
-        assert ids_TK[0].tolist() == result.top_logprobs_idx[g].tolist()
-        assert logprobs_TK[0].tolist() == result.top_logprobs_val[g].tolist()
 
 
 # --- real servers --------------------------------------------------------------------------------

@@ -21,13 +21,11 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import (
     CheckpointDirectory,
-    GenerateRequest,
     LentWeights,
     ScoreRequest,
     WeightSource,
 )
 from distill.models.loading import load_causal_lm
-from distill.sampling import TrainSampling
 from distill.types import FloatArray
 from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_shard_rules
@@ -170,19 +168,3 @@ def test_each_rank_has_the_hidden_states_and_one_returns_them(server: Served) ->
     requests = [states_request(60, 20, (0.7, 1.5)), states_request(33, 32)]
     for request, score in zip(requests, server.run(server.engine.score(requests)), strict=True):
         expect_states(server.models[0], request, score)
-
-
-def test_samples_have_their_own_log_probs(server: Served) -> None:
-    server.push(0, 8)
-    request = GenerateRequest(
-        prompt_tokens_T=TOKENS_T[:START],
-        sampling=TrainSampling(temperature=0.7, max_new_tokens=12), num_samples=2, seed=0,
-    )  # fmt: skip
-    for sample in server.run(server.engine.generate(request)):
-        assert (sample.versions_T == 8).all()
-        ids = np.concatenate([TOKENS_T[:START], sample.tokens_T]).astype(np.int64)
-        with torch.no_grad():
-            logits = server.models[0](input_ids=torch.from_numpy(ids)[None]).logits[0].float()
-        log_p = torch.log_softmax(logits / 0.7, dim=-1)[START - 1 : -1].numpy()
-        expected_T = np.take_along_axis(log_p, ids[START:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(sample.logprobs_T, expected_T, atol=1e-4)
