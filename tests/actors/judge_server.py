@@ -1,4 +1,4 @@
-"""A judge as an HTTP server of this process: it speaks OpenAI's protocol, its verdicts scripted."""
+"""Scripted judge as an HTTP server of this process; it speaks OpenAI's protocol."""
 
 import asyncio
 import re
@@ -22,15 +22,15 @@ _FENCED = re.compile(r"<<<([\w ]+) (\w+)>>>\n(.*?)\n<<<end of \1 \2>>>", re.DOTA
 
 
 def material(text: str) -> dict[str, str]:
-    """What stands in the fences, by name."""
+    """Contents of the fences, by name."""
     return {name: inside for name, _, inside in _FENCED.findall(text)}
 
 
 class ScriptedJudge:
-    """Says what `script` has; counts what it is asked, and how many ask at once.
+    """Answer with the verdicts of `script`; count requests and concurrent requests.
 
-    `delay_s` is how long it thinks, `finish_reason` why it ends; `page` is answered instead of a
-    completion. Nobody is answered before `meets` requests have been there at once.
+    `delay_s` delays each answer, `finish_reason` is its end, and `page` replaces the completion. No
+    request is answered before `meets` requests are waiting at once.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class ScriptedJudge:
 
     @property
     def asked(self) -> list[str]:
-        """The first message of every request."""
+        """First message of every request."""
         return [body["messages"][0]["content"] for body in self.bodies]
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -86,7 +86,7 @@ class ScriptedJudge:
 
 @contextmanager
 def running_judge() -> Iterator[ScriptedJudge]:
-    """A server of one that is scripted."""
+    """Server of a scripted judge."""
     judge = ScriptedJudge()
     with serving(judge.handle) as judge.url:
         yield judge
@@ -94,9 +94,9 @@ def running_judge() -> Iterator[ScriptedJudge]:
 
 @contextmanager
 def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Iterator[str]:
-    """The address of a server in a thread of its own: those who ask may start and end event loops.
+    """Address of a server in its own thread, so that clients may start and end event loops.
 
-    It listens on the loopback address; `handle` answers all that is asked.
+    It listens on the loopback address; `handle` answers all requests.
     """
     loop = asyncio.new_event_loop()
 

@@ -1,4 +1,4 @@
-"""An HTTP server that answers like SGLang, and on request like one that has gone wrong."""
+"""HTTP server that answers like SGLang, and on request like one that has gone wrong."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +16,7 @@ Spoil = Callable[[Any], Any]
 
 
 def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: int) -> Answer:
-    """What SGLang would say, with made-up log-probs."""
+    """Answer of SGLang, with made-up log-probs."""
     length = params["max_new_tokens"]
     meta: Answer = {
         "finish_reason": {"type": "length", "length": length},
@@ -39,14 +39,14 @@ def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: in
 
 
 def _biased(body: Answer) -> int:
-    """The largest token id with a bias; -1 without."""
+    """Largest token id with a bias; -1 without."""
     params = body["sampling_params"]
     bias = (params.get("logit_bias") if isinstance(params, dict) else None) or {}
     return max(map(int, bias), default=-1)
 
 
 class MisbehavingServer:
-    """Counts what it is asked; `spoil` sees every answer, `failures` are used up one a request."""
+    """Count requests; pass each answer through `spoil`; use one of `failures` per request."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""An engine without a model: what may follow a prefix is a seeded function of the prefix alone.
+"""Engine without a model: the next token's distribution is a seeded hash of the whole prefix.
 
 Every token before a position counts, so a wrong context, order or temperature changes log-probs.
 """
@@ -14,7 +14,7 @@ from tests.tiny import VOCAB_SIZE
 
 
 class PrefixEngine:
-    """Equal salts are equal models. `scored` holds what `score` was asked, call by call."""
+    """Model-free engine; equal salts are equal models. `scored` has the requests of each call."""
 
     def __init__(self, salt: int) -> None:
         self._salt = salt

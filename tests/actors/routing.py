@@ -1,4 +1,4 @@
-"""Requests for the experts of a mixture, and which these have to be."""
+"""Requests that return the experts of a mixture, and the expected experts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def prompt(length: int) -> np.ndarray:
 
 
 def chosen_by(path: str, tokens_T: np.ndarray) -> ExpertArray:
-    """The experts of a chain, by a forward pass of the model over all of it."""
+    """Experts of a sequence by one forward pass of the model."""
     model = load_causal_lm(path, dtype=torch.float32, device="cpu").eval()
     shape = MixtureShape.of(model.config)
     assert shape is not None

@@ -1,4 +1,4 @@
-"""Agents as environments: real processes that ask through the `openai` library."""
+"""Agents as environments: real processes that use the `openai` library."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def once(problem):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, from which modules are imported."""
+    """Working directory, from which modules are imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     write_rows(tmp_path / "rows.jsonl", ROW)
@@ -83,7 +83,7 @@ def turns_by(_: int, seen: str) -> str:
 
 @pytest.mark.parametrize("command", ["python calculate.py", "calculate:solve"])
 def test_an_agent_has_the_same_segments_as_tool_use(folder: Path, command: str) -> None:
-    """A group of three: a process each, the same tokens as with our own loop, and the reward."""
+    """Group of three: one process each, the same tokens as ToolUse, and the reward."""
     by_agent = rolled_out(dataset(command), Scripted(TOKENIZER, turns_by), 3)
     ours = ToolUse()("rows.jsonl", setting(TOKENIZER, reward=last_number, context_length=512))
     by_us = rolled_out(ours, Scripted(TOKENIZER, turns_by))
@@ -96,7 +96,7 @@ def test_an_agent_has_the_same_segments_as_tool_use(folder: Path, command: str) 
     assert by_agent.answer == "42"
 
 
-def test_a_function_s_process_is_kept(folder: Path) -> None:
+def test_the_process_of_a_function_is_reused(folder: Path) -> None:
     code = f"{ASKS_ONCE}\nimport tempfile\nasync def solve(problem):\n    once(problem)\n"
     code += '    tempfile.mkdtemp()\n    return {"reward": 1, "metrics": {"pid": os.getpid()}}\n'
     (folder / "kept.py").write_text(code)
@@ -136,7 +136,7 @@ CUT = """import stat
         ("function", CUT, "exit code 9"),
     ],
 )
-def test_an_agent_without_a_result_fails_by_a_reason_that_says_why(
+def test_the_error_of_an_agent_without_a_result_has_the_reason(
     folder: Path, kind: str, ending: str, words: str
 ) -> None:
     module = f"bad_{abs(hash(ending))}"
@@ -167,7 +167,6 @@ def test_failed_members_are_left_out_of_a_group_and_wrong_in_an_evaluation(folde
 
 
 def test_an_agent_that_a_limit_ends_is_trained(folder: Path) -> None:
-    """As with every environment; its reward is what it says, or 0."""
     (folder / "endless.py").write_text(
         f"{ASKS_ONCE}\nproblem = json.load(sys.stdin)\nwhile True: once(problem)\n"
     )
@@ -178,7 +177,7 @@ def test_an_agent_that_a_limit_ends_is_trained(folder: Path) -> None:
 
 
 def test_failures_before_a_first_request_are_failures_like_others(folder: Path) -> None:
-    """The first agent to start asks nothing."""
+    """The first agent to start sends no request."""
     code = (
         'import os\ntry: os.mkdir("begun")\nexcept FileExistsError: pass\nelse: print(1); exit()\n'
     )
@@ -194,7 +193,7 @@ def test_failures_before_a_first_request_are_failures_like_others(folder: Path) 
     assert evaluation.metrics["eval/accuracy"] == 0.5
 
 
-def test_an_evaluation_in_which_all_failed_says_why(folder: Path) -> None:
+def test_an_evaluation_in_which_all_agents_failed_is_an_error(folder: Path) -> None:
     (folder / "mute.py").write_text("print(1)\n")
     sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
     evaluator = Evaluator(dataset("python mute.py"), TOKENIZER)
@@ -214,7 +213,7 @@ os.rename("pids.new", "pids")
 
 
 def pids(folder: Path) -> list[int]:
-    """The agent and its child, once they are noted."""
+    """Process ids of the agent and its child, once they are written."""
     until((folder / "pids").exists)
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
@@ -260,8 +259,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("moment", ["at its start", "in an episode", "between episodes"])
 @pytest.mark.parametrize("command", ["python parent.py", "parent:solve"])
 def test_a_worker_that_is_killed_leaves_nothing(folder: Path, command: str, moment: str) -> None:
-    """Neither its agents nor their children, of which one has left the process group, nor their
-    temporary files."""
+    """The agents, their children (one outside the process group) and temporary files disappear."""
     temporary = folder / "temporary"
     temporary.mkdir()
     ending = "time.sleep(600)" if moment == "in an episode" else "pass"
@@ -293,7 +291,7 @@ def test_a_worker_that_is_killed_leaves_nothing(folder: Path, command: str, mome
 
 
 def test_an_agent_that_is_killed_within_its_request_fails_alone(folder: Path) -> None:
-    """One of two members is killed while its answer is sampled; the other is trained whole."""
+    """One of two members is killed while its answer is sampled; the other is trained."""
     (folder / "victim.py").write_text(
         f"{ASKS_ONCE}\nonce({{'messages': [{{'role': 'user', 'content': str(os.getpid())}}]}})\n"
         "print(1)\n"
@@ -317,8 +315,8 @@ def test_an_agent_that_is_killed_within_its_request_fails_alone(folder: Path) ->
     assert trajectory.reward == 1 and group.metrics["rollout/failed_episodes"] == 0.5
 
 
-def told(group: TrajectoryGroup) -> list[list[str | None]]:
-    """What the teacher sees before each segment of each member."""
+def teacher_contexts(group: TrajectoryGroup) -> list[list[str | None]]:
+    """Teacher contexts of each segment of each member, as text."""
     return [
         [None if T is None else str(TOKENIZER.decode(T.tolist())) for T in contexts]
         for trajectory in group.trajectories_G
@@ -327,7 +325,7 @@ def told(group: TrajectoryGroup) -> list[list[str | None]]:
 
 
 def test_a_teacher_is_given_feedback_as_with_tool_use(folder: Path) -> None:
-    """In place of what the user said last, with the tools of the agent's first request."""
+    """It replaces the last user message and keeps the tools of the agent's first request."""
     template = FeedbackTemplate(
         text="<{feedback} {answer} {outcome}>{prompt}", correct_reward_threshold=1.0
     )
@@ -336,7 +334,9 @@ def test_a_teacher_is_given_feedback_as_with_tool_use(folder: Path) -> None:
     ours, by_agent = (
         sorted(
             str(text)
-            for [text] in told(rolled_out(env("rows.jsonl", context), Scripted(TOKENIZER, said), 2))
+            for [text] in teacher_contexts(
+                rolled_out(env("rows.jsonl", context), Scripted(TOKENIZER, said), 2)
+            )
         )
         for env in (ToolUse(), Agent(command="calculate:solve"))
     )
@@ -346,8 +346,8 @@ def test_a_teacher_is_given_feedback_as_with_tool_use(folder: Path) -> None:
     assert wrong.startswith("<Wrong. The right answer is: 42 42 wrong>What is 6*7?")
 
 
-def test_what_an_agent_says_is_feedback_on_its_first_conversation(folder: Path) -> None:
-    """A sub-agent's conversation, and one that begins with a text, have no place for it."""
+def test_an_agent_s_feedback_is_for_its_first_conversation(folder: Path) -> None:
+    """A sub-agent's conversation and one that begins with a text get none."""
     code = f"{ASKS_ONCE}\ndef solve(problem):\n    once(problem)\n"
     code += "    once({'messages': [{'role': 'user', 'content': 'Other.'}]})\n"
     code += "    return {'reward': 0.5, 'feedback': 'Too slow.'}\n"
@@ -365,10 +365,10 @@ def test_what_an_agent_says_is_feedback_on_its_first_conversation(folder: Path) 
         )
         for module in ("talks", "writes")
     }
-    [[first, other]] = told(groups["talks"])
+    [[first, other]] = teacher_contexts(groups["talks"])
     assert first is not None and "user\nToo slow. What is 6*7?<" in first and other is None
     assert groups["talks"].metrics["opd/unhinted_segments"] == 0.5
-    assert told(groups["writes"]) == [[None, None]]
+    assert teacher_contexts(groups["writes"]) == [[None, None]]
     assert groups["writes"].metrics["opd/unhinted_segments"] == 1
 
 
@@ -382,7 +382,7 @@ def test_results_in_every_form() -> None:
             AgentResult.read(value)
 
 
-def test_what_cannot_be_started_is_refused(folder: Path) -> None:
+def test_commands_that_cannot_start_are_refused(folder: Path) -> None:
     for command in ("no_such_program_anywhere x", "", "'", "no_such_module:solve"):
         with refuses(ConfigError, "env.command"):
             dataset(command)

@@ -1,4 +1,4 @@
-"""The endpoint's other APIs, responses and completions, asked by the real `openai` library."""
+"""The endpoint's other APIs, responses and completions, used by the real `openai` library."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ async def complete(endpoint: AgentEndpoint, prompt: Any, **options: Any) -> Any:
 
 
 def test_responses_give_the_same_segment_as_chat_completions() -> None:
-    """With a tool, an instruction, and the items sent back as they came."""
+    """With a tool, an instruction, and the items sent back unchanged."""
 
     async def by_responses(endpoint: AgentEndpoint) -> None:
         items: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -107,7 +107,7 @@ def test_a_response_is_kept_for_the_next_unless_it_is_not_stored() -> None:
 
 @pytest.mark.parametrize("said", [CALL, "forty-two", f"<think>\nso\n</think>\n\n{CALL}"])
 def test_a_stream_of_events_is_the_response(said: str) -> None:
-    """The library rebuilds from the events what it gets in one body."""
+    """The library rebuilds the whole response from the events."""
 
     async def client(endpoint: AgentEndpoint) -> None:
         asked: Any = {"model": "m", "input": QUESTION, "tools": FLAT}
@@ -145,8 +145,8 @@ def test_options_of_responses() -> None:
     assert "calculator" not in policy.seen[2]
 
 
-def test_a_text_that_goes_on_keeps_its_tokens() -> None:
-    """A loop that stops at a word and writes on is one segment; another prompt is another."""
+def test_a_continued_text_keeps_its_tokens() -> None:
+    """A loop that stops at a word and continues is one segment; another prompt is another."""
 
     async def client(endpoint: AgentEndpoint) -> None:
         prompt = "Q: 6*7?\nA:"
@@ -279,8 +279,8 @@ def test_limits_are_the_api_s_own_errors(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", REQUESTS)
-def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(api: str) -> None:
-    """The run's own values, and those that change nothing, are no conflict."""
+def test_client_sampling_is_refused_with_client_sampling_refuse(api: str) -> None:
+    """The run's own values, and neutral values, are no conflict."""
     path, given = REQUESTS[api]
     conflicts = {
         "temperature": TEMPERATURE + 0.1, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1,
@@ -308,7 +308,7 @@ def test_a_client_s_own_sampling_is_refused_where_the_run_says_so(api: str) -> N
 
 
 def _spaces_in_words() -> PreTrainedTokenizerBase:
-    """A tokenizer that decodes without the space that it puts before a text, as Llama 2's."""
+    """Tokenizer that, like Llama 2's, decodes without the space that it puts before a text."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(
@@ -339,10 +339,10 @@ def _spaces_in_words() -> PreTrainedTokenizerBase:
 def test_special_tokens_and_broken_bytes_within_answers(
     make_tokenizer: Callable[[], PreTrainedTokenizerBase], api: str
 ) -> None:
-    """They are trained as sampled, and the client's text goes on from them as they are.
+    """They are trained as sampled, and the client's next request continues after them.
 
-    Bytes that are no character come back as the replacement character. In a chat the model is then
-    shown that, as any server would: a new segment; raw prompts keep the tokens.
+    Bytes that form no character come back as the replacement character. In a chat the model is then
+    shown that character, which starts a new segment; raw prompts keep the tokens.
     """
     tokenizer = make_tokenizer()
     vocabulary = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""The endpoint of an agent's episode, asked by the real `openai` library."""
+"""The endpoint of an agent's episode, used by the real `openai` library."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ async def complete(endpoint: AgentEndpoint, messages: list[Any], **options: Any)
 
 
 def test_a_conversation_with_tools_is_one_segment() -> None:
-    """The client drops nothing and writes the arguments anew; the tokens stay as sampled."""
+    """The client drops nothing and reformats the arguments; the tokens stay as sampled."""
 
     async def client(endpoint: AgentEndpoint) -> None:
         messages = list(ASKED)
@@ -75,7 +75,7 @@ def test_a_rewritten_history_begins_a_segment() -> None:
 
 
 def test_options_of_requests() -> None:
-    """n, max_tokens, stop, logprobs and streams, as the API has them."""
+    """Options n, max_tokens, stop, logprobs and streams of the API."""
 
     async def client(endpoint: AgentEndpoint) -> None:
         several = await complete(endpoint, ASKED, n=3)
@@ -150,8 +150,8 @@ def test_a_client_that_leaves_within_its_request_is_no_error(
     assert not [line for line in caplog.records if line.name.startswith(("actors", "aiohttp"))]
 
 
-def test_a_client_that_never_reads_its_answer_keeps_nothing() -> None:
-    """Its request is sampled and trained, and its episode ends while its handler still writes."""
+def test_a_client_that_never_reads_its_answer_does_not_block_its_episode() -> None:
+    """The request is trained, and the episode ends while its handler still writes."""
     words = "words " * 20
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -237,12 +237,12 @@ ACTS = st.lists(
 
 @settings(deadline=None, max_examples=40)
 @given(acts=ACTS, seed=st.integers(0, 1000))
-def test_whatever_the_client_does_the_sampled_tokens_are_trained_as_sampled(
+def test_sampled_tokens_are_trained_as_sampled_after_any_requests(
     acts: Sequence[tuple[str, int, str]], seed: int
 ) -> None:
-    """Every sampled token is trained once, behind the very tokens that the engine was given.
+    """Every sampled token is trained once, after the exact tokens that the engine was given.
 
-    Conversations go on by any of the APIs, and answers may have special tokens in them.
+    Conversations continue by any of the APIs, and answers may have special tokens in them.
     """
     policy = Noise(TOKENIZER, seed, special=0.1)
 
@@ -282,9 +282,11 @@ def test_whatever_the_client_does_the_sampled_tokens_are_trained_as_sampled(
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), turns=st.integers(1, 5))
-def test_a_history_that_comes_back_as_it_was_sent_extends_the_tokens(seed: int, turns: int) -> None:
-    """Two conversations at the same time: each is one segment, whatever was sampled, except where
-    the tokens are not those of any text."""
+def test_an_unchanged_history_extends_the_segment(seed: int, turns: int) -> None:
+    """Two concurrent conversations are one segment each.
+
+    Exceptions are sampled tokens that are not the tokens of any text.
+    """
 
     async def client(endpoint: AgentEndpoint) -> None:
         async def converse(name: str) -> None:

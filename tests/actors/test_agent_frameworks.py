@@ -1,4 +1,4 @@
-"""A framework for agents, unchanged, in a virtual environment of its own that pip makes."""
+"""An unmodified agent framework in a virtual environment made by pip."""
 
 import asyncio
 import subprocess
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/agents/framework.py"
 
 @pytest.mark.slow
 def test_the_openai_agents_sdk(tmp_path: Path) -> None:
-    """The example calls its tool; each history is one segment, and the answer is judged."""
+    """The example calls its tool; each history is one segment, and the answer is graded."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"
     package = "openai-agents>=0.24,<0.25"

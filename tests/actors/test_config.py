@@ -1,4 +1,4 @@
-"""Which engine a setting builds, and with what."""
+"""Class and arguments of the engine that each setting builds."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is particular to the embedded engine: its thread, its caches, the models it can take."""
+"""Features of the embedded engine alone: its thread, its caches, the supported models."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ async def generate_all(
 
 
 async def asked(engine: EmbeddedEngine) -> None:
-    """Waits until the engine has been asked for something."""
+    """Wait until the engine has a request."""
     while not await engine.queue_length():
         await asyncio.sleep(0)
 
@@ -115,7 +115,7 @@ async def test_every_architecture_is_scored_like_its_own_forward(
                 np.testing.assert_allclose(given_T, expected_T[first - 1 :], atol=1e-4)
 
 
-async def test_a_given_token_of_no_probability_has_a_log_prob_all_the_same(tmp_path: Path) -> None:
+async def test_a_token_of_probability_zero_has_a_finite_log_prob(tmp_path: Path) -> None:
     engine = start(tiny_model_dir(tmp_path, seed=1, sharpness=400))
     requests = [
         ScoreRequest(tokens_T=np.append(prompt(9), token), start=9, temperatures=(0.3,))
@@ -280,7 +280,7 @@ def test_a_plan_scores_every_item_once_within_its_budget() -> None:
 
 
 def top_requests() -> list[ScoreRequest]:
-    """Of unlike T, length and top_k; every second wants none."""
+    """Requests with different T, length and top_k; every second has top_k=0."""
     return [
         ScoreRequest(
             tokens_T=prompt(30 + 7 * i, i), start=9 + i, temperatures=(t, 1.1),

@@ -1,6 +1,6 @@
-"""What every engine must do, whatever is inside. Values are compared with a plain forward pass.
+"""Requirements of every engine, whose values are compared with a plain forward pass.
 
-Only the `Engine` protocol is used. All calls run on one event loop a module, as in an actor.
+Only the `Engine` protocol is used. All calls run on one event loop per module, as in an actor.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
 
 @dataclass
 class Party:
-    """An engine under test, plain models of its first weights and of others, and a loop."""
+    """An engine under test, plain models of its first and of other weights, and a loop."""
 
     engine: Engine
     model_dir: str
@@ -71,7 +71,7 @@ class Party:
 
 
 def bundle(model: PreTrainedModel) -> SharedTensors:
-    """What a learner sends: parameters by name, tied ones once."""
+    """Weights as a learner sends them: parameters by name, tied ones once."""
     return shared(dict(model.named_parameters()))
 
 
@@ -134,7 +134,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Checkpoints of the first weights and of others."""
+    """Checkpoints of the first and of other weights."""
     made = [
         tiny_model_dir(tmp_path_factory.mktemp("m"), seed=seed, context_length=CONTEXT)
         for seed in (1, 2)
@@ -154,7 +154,7 @@ def hosted(directories: list[str], runner: asyncio.Runner) -> Iterator[HostedSgl
 def party(
     request: pytest.FixtureRequest, directories: list[str], runner: asyncio.Runner
 ) -> Iterator[Party]:
-    """The server that one engine hosts is the other's external one."""
+    """Engine under test; the server that one engine hosts is the other's external one."""
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
     first, other = models
     with ExitStack() as stack:
@@ -169,7 +169,7 @@ def party(
 
 @pytest.fixture
 def engine_at_version_0(party: Party) -> Iterator[Party]:
-    """For tests that change the weights: puts the first ones back."""
+    """Party for tests that change the weights; the first ones are restored."""
     party.needs("loads")
     yield party
     party.load(party.model, 0)
@@ -191,7 +191,7 @@ def ask(
 def naive_distribution(
     model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
 ) -> np.ndarray:
-    """log softmax(z / T) of every token, a row for each of the positions start..end."""
+    """log softmax(z / T) of every token, one row for each position from `start` on."""
     ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
     return torch.log_softmax(logits_TV / temperature, dim=-1)[start - 1 : -1].numpy()
@@ -200,7 +200,7 @@ def naive_distribution(
 def naive_logprobs(
     model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
 ) -> np.ndarray:
-    """log softmax(z / T)[token] for positions start..end: one row, no cache, no padding."""
+    """log softmax(z / T)[token] for positions from `start` on: one row, no cache, no padding."""
     log_p_NV = naive_distribution(model, tokens_T, start, temperature)
     return np.take_along_axis(log_p_NV, tokens_T[start:, None], axis=1)[:, 0]
 
@@ -299,8 +299,10 @@ def expect_the_likeliest(model: PreTrainedModel, request: ScoreRequest, score: S
 
 
 def expect_listed(log_p_NV: np.ndarray, request: ScoreRequest, score: Score) -> None:
-    """The given tokens in their order, then the likeliest others; `log_p_NV` is -inf where a token
-    is no outcome."""
+    """Assert that the given tokens come in their order, then the likeliest others.
+
+    `log_p_NV` is -inf for a token that is no outcome.
+    """
     assert score.top is not None and request.given_NK is not None
     given = request.given_NK.shape[1]
     np.testing.assert_array_equal(score.top.ids_NK[:, :given], request.given_NK)
@@ -321,7 +323,7 @@ def some_ids(positions: int, k: int, seed: int) -> np.ndarray:
 
 
 def test_given_and_likeliest_tokens_beside_requests_that_want_none(party: Party) -> None:
-    """At the first T of each request, whichever that is."""
+    """Listed tokens have the log-probs of the first T of each request."""
     shared_T = prompt(70, 4)  # long enough to be run once
     requests = [
         ScoreRequest(
@@ -365,7 +367,7 @@ def test_given_and_likeliest_tokens_beside_requests_that_want_none(party: Party)
 
 
 def test_hidden_states_beside_requests_that_want_none(party: Party) -> None:
-    """Of mixed temperatures, lengths and starts; asked again, when prefixes are cached."""
+    """Mixed temperatures, lengths and starts; twice, the second time with cached prefixes."""
     shared_T = prompt(70, 4)
     tails = [prompt(20 + 10 * i, 5 + i) for i in range(3)]
     requests = [
@@ -393,7 +395,7 @@ def test_hidden_states_beside_requests_that_want_none(party: Party) -> None:
     assert party.run(party.engine.info()).longest_states is None
 
 
-def test_given_tokens_that_are_none_are_refused(party: Party) -> None:
+def test_invalid_given_tokens_are_refused(party: Party) -> None:
     tokens_T, ids_NK = prompt(9), some_ids(5, 3, 0)
     asked: dict[str, Any] = {"tokens_T": tokens_T, "start": 4, "temperatures": (0.7,)}
     outside_NK = np.where(ids_NK == ids_NK[2, 1], VOCAB_SIZE, ids_NK)
@@ -407,7 +409,7 @@ def test_given_tokens_that_are_none_are_refused(party: Party) -> None:
 
 
 def expect_likeliest_where_sampled(log_p_NV: np.ndarray, sample: Sample, top_k: int) -> None:
-    """`log_p_NV` is -inf where a token is no outcome."""
+    """Assert the likeliest tokens of each sampled one; `log_p_NV` is -inf for no outcome."""
     assert sample.top_ids_TK is not None
     assert sample.top_ids_TK.shape == (len(sample.tokens_T), top_k)
     named_TK = np.take_along_axis(log_p_NV, sample.top_ids_TK, axis=1)
@@ -685,7 +687,7 @@ def test_new_weights_are_used_for_scoring_and_prefixes(engine_at_version_0: Part
 
 
 def test_canaries_see_other_weights_and_the_old_ones_again(engine_at_version_0: Party) -> None:
-    """A frozen model stays where its first answers are, in batches of any company."""
+    """The answers of a frozen model do not depend on the other rows of a batch."""
     party = engine_at_version_0
     info = party.run(party.engine.info())
     rows = CanaryRows.of(info, 0.7, given=4, top_k=2)
@@ -791,7 +793,7 @@ STOPS = StopTokens(ids=(1, *range(20, 45)), one_event=True)
 def stopping(
     request: pytest.FixtureRequest, directories: list[str], runner: asyncio.Runner
 ) -> Iterator[Party]:
-    """An engine to which stopping is one event, over the same server where it needs one."""
+    """Engine for which all stop tokens are one event, on the same server if it needs one."""
     model = load_causal_lm(directories[0], dtype=torch.float32, device="cpu").eval()
     if request.param == "embedded":
         engine: Any = EmbeddedEngine(
@@ -810,7 +812,7 @@ def stopping(
 def outcome_logprobs(
     model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
 ) -> np.ndarray:
-    """Of every token; of a stop token, that of all of them together."""
+    """Log-probs of every token; each stop token has that of all stop tokens together."""
     log_p_NV = naive_distribution(model, tokens_T, start, temperature).copy()
     stops = list(STOPS.ids)
     log_p_NV[:, stops] = np.logaddexp.reduce(log_p_NV[:, stops], axis=1)[:, None]
@@ -874,7 +876,7 @@ def test_given_stop_tokens_have_the_log_prob_of_all(stopping: Party) -> None:
 
 
 def outcomes_alone(log_p_NV: np.ndarray) -> np.ndarray:
-    """Without the tokens that are no outcome of their own."""
+    """Log-probs without the tokens that are no outcome of their own."""
     log_p_NV = log_p_NV.copy()
     log_p_NV[:, list(STOPS.ids[1:])] = -np.inf
     return log_p_NV
@@ -923,6 +925,6 @@ def test_stopping_is_one_of_the_likeliest_where_a_token_is_sampled(stopping: Par
     assert any(likely)  # not in each: one may end at once, by an unlikely stop
 
 
-def test_stop_tokens_are_told(stopping: Party) -> None:
+def test_info_has_the_stop_tokens(stopping: Party) -> None:
     info = stopping.run(stopping.engine.info())
     assert (info.eos_token_ids, info.stop_event) == (STOPS.ids, STOPS.ids)

@@ -1,4 +1,4 @@
-"""A group's rollout: turns, rewards and what the builder says of them, on a scripted engine."""
+"""A group's rollout on a scripted engine: turns, rewards and the builder's metadata."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
 
 
 class CountingEngine:
-    """Answers (40 + request, 50 + member) and remembers what it was asked."""
+    """Answer (40 + request, 50 + member) and record the requests."""
 
     def __init__(self, stop_reason: StopReason = StopReason.EOS) -> None:
         self.requests: list[GenerateRequest] = []
@@ -48,7 +48,7 @@ class CountingEngine:
 
 @dataclass
 class ScriptedEnv(Env):
-    """Sees `observations` in turn and pays 1 a turn; bonuses as the script has them."""
+    """Show `observations` in turn and pay 1 per turn, with scripted bonuses."""
 
     observations: list[TokenArray]
     bonuses: list[list[float] | None] = field(default_factory=list)
@@ -110,15 +110,15 @@ def test_rewards_add_up_over_the_turns() -> None:
     ]
 
 
-def test_requests_say_what_of_the_prompt_has_been_through_the_policy() -> None:
-    """What the turn before saw and sampled, but its last token; nothing where it is no prefix."""
+def test_requests_have_the_length_of_the_known_prefix() -> None:
+    """`known` covers the previous turn without its last token; 0 if it is no prefix."""
     engine = CountingEngine()
     observations = [ids(5, 2), ids(5, 2, 40, 50, 6), ids(5, 2, 40, 50, 6, 41, 50), ids(9)]
     rollout(ScriptedBuilder(envs=[ScriptedEnv(observations)]), engine)
     assert [request.known for request in engine.requests] == [0, 3, 6, 0]
 
 
-def test_the_group_says_who_scores_it_and_what_it_is() -> None:
+def test_the_group_has_its_builder_s_teacher_and_tag() -> None:
     group = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])], teacher="maths", tag="sums"))
     assert (group.teacher, group.tag) == ("maths", "sums")
     plain = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])]))
@@ -126,7 +126,7 @@ def test_the_group_says_who_scores_it_and_what_it_is() -> None:
 
 
 def test_the_privileged_context_is_on_every_member_s_segments_of_its_own_prompt() -> None:
-    """The second member's second segment goes on from its prompt; the others' do not."""
+    """Only the second member's second segment continues its prompt."""
     envs = [ScriptedEnv([ids(5), ids(9)]), ScriptedEnv([ids(6, 5), ids(6, 5, 1)])]
     group = rollout(ScriptedBuilder(envs=envs, teacher_tokens_T=ids(7, 8)))
     contexts = [
@@ -143,11 +143,12 @@ def test_the_privileged_context_is_on_every_member_s_segments_of_its_own_prompt(
     assert plain.metrics == {}
 
 
-def test_feedback_tells_the_teacher_what_became_of_each_member(
+def test_feedback_has_the_result_of_each_member(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Its whole reward, its group's comparison included, its response and the last words of its
-    environment; where that leaves no room for the response, the teacher sees what the policy saw.
+    """Feedback has the whole reward with the group's comparison, response and last feedback.
+
+    Without room for the response, the teacher sees what the policy saw.
     """
 
     class Says(ScriptedEnv):
@@ -193,7 +194,7 @@ def test_feedback_tells_the_teacher_what_became_of_each_member(
     assert group.metrics == {"opd/unhinted_segments": 0.5}
 
 
-def test_feedback_of_a_chat_is_what_the_user_says_last() -> None:
+def test_feedback_of_a_chat_replaces_the_last_user_message() -> None:
     tokenizer = chat_tokenizer()
     chat = [
         {"role": "system", "content": "S"}, {"role": "user", "content": "U"},
@@ -213,7 +214,7 @@ def test_feedback_of_a_chat_is_what_the_user_says_last() -> None:
         )  # fmt: skip
 
 
-def test_a_group_may_be_rewarded_by_comparison_and_lets_go_of_its_environments() -> None:
+def test_a_group_is_rewarded_by_comparison_and_closes_its_environments() -> None:
     closed = []
 
     class Closes(ScriptedEnv):
@@ -258,7 +259,7 @@ def test_numbers_of_any_library_become_plain_ones() -> None:
     assert numbers == [1.0, 2.0, 1.0] and {type(each) for each in numbers} == {float}
 
 
-def test_environments_are_let_go_of_when_one_fails() -> None:
+def test_environments_are_closed_when_one_fails() -> None:
     closed = []
 
     class Fails(ScriptedEnv):
@@ -292,7 +293,7 @@ def test_environments_may_ask_the_models_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("stop", [StopReason.EOS, StopReason.LENGTH])
-def test_long_turns_cost_and_what_was_cut_off_does_not_count(stop: StopReason) -> None:
+def test_long_turns_cost_and_truncated_ones_do_not_count(stop: StopReason) -> None:
     """Every turn has two tokens."""
     rules = LengthRules(
         max_new_tokens=5, mask_truncated=True, overlong_buffer=4, overlong_penalty=3.0
@@ -306,7 +307,7 @@ def test_long_turns_cost_and_what_was_cut_off_does_not_count(stop: StopReason) -
 
 @dataclass
 class Inside:
-    """Counts who is in user code; the group's engine and environments look."""
+    """Count entries into user code, and record the depth at each step."""
 
     depth: int = 0
     looks: list[tuple[str, int]] = field(default_factory=list)
@@ -351,7 +352,7 @@ class LookingBuilder(ScriptedBuilder):
 
 
 @pytest.mark.parametrize("starts", [True, False])
-def test_what_the_user_wrote_runs_inside_and_sampling_outside(starts: bool) -> None:
+def test_user_code_runs_inside_the_context_and_sampling_outside(starts: bool) -> None:
     inside = Inside()
 
     class LookingEngine(CountingEngine):

@@ -1,4 +1,4 @@
-"""Evaluation on an engine without a model: rewards as given, KL to the teacher of each prompt."""
+"""Evaluation on a model-free engine: rewards, and KL to the teacher of each prompt."""
 
 import asyncio
 from dataclasses import replace
@@ -35,7 +35,7 @@ def evaluator_of(prompts_P: list[Prompt], reward: RewardFunction = exact_match) 
     return Evaluator(PromptDataset(prompts_P, TOKENIZER, reward), TOKENIZER)
 
 
-def test_the_reward_judges_what_has_an_answer() -> None:
+def test_prompts_with_an_answer_are_rewarded() -> None:
     judged: list[tuple[str, str]] = []
 
     def reward(response: str, answer: str) -> float:
@@ -61,7 +61,7 @@ def test_the_reward_judges_what_has_an_answer() -> None:
 
 
 class Recorder(PrefixEngine):
-    """The policy; notes what each of its samples was asked for."""
+    """Policy that records the sampling settings of each request."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -84,7 +84,7 @@ def test_the_engine_is_asked_at_the_evaluation_s_own_temperature() -> None:
     assert policy.asked == [(TEMPERATURE, 1.0, 6)] * len(PROMPTS)
 
 
-def test_an_error_of_somebodys_code_says_of_which_problem_and_where() -> None:
+def test_an_error_of_user_code_has_its_problem_and_line() -> None:
     def reward(_response: str, answer: str) -> float:
         return {"a": 1.0}[answer]
 
@@ -95,7 +95,7 @@ def test_an_error_of_somebodys_code_says_of_which_problem_and_where() -> None:
     assert str(raised.value).endswith("in the environment or reward of problem 2")
 
 
-def test_an_error_of_a_loaded_reward_says_of_which_problem() -> None:
+def test_an_error_of_a_loaded_reward_has_its_problem() -> None:
     def reward(_response: str, answer: str) -> float:
         if answer == "bb":
             raise DataError("reward m:f raised KeyError (file.py:3)")
@@ -105,7 +105,7 @@ def test_an_error_of_a_loaded_reward_says_of_which_problem() -> None:
         asyncio.run(evaluator_of(PROMPTS, reward).evaluate(POLICY, SERVING))
 
 
-def test_an_engine_s_error_stays_one() -> None:
+def test_an_engine_error_is_raised_unchanged() -> None:
     def lost(_response: str, _answer: str) -> float:
         raise EngineLost("it is gone")
 

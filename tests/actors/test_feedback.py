@@ -1,4 +1,4 @@
-"""`{feedback}` of the built-in environments: a teacher is told of the very episode it scores."""
+"""`{feedback}` of the built-in environments describes the episode that the teacher scores."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ TOLD = FeedbackTemplate(text="<{feedback}>{prompt}", correct_reward_threshold=1.
 def contexts(
     env: EnvConfig, path: str | None, room: EnvContext, script: Script | Sequence[str]
 ) -> list[str]:
-    """What the teacher sees before each member's first response, as text."""
+    """Teacher context of each member's first response, as text."""
     builder, policy = env(path, room).builder(0, 2), Scripted(TOKENIZER, script)
     group = asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
     firsts = [trajectory.segments[0].teacher_context_T for trajectory in group.trajectories_G]
@@ -44,7 +44,7 @@ def user(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_wrong_answer_is_told_the_right_one(tmp_path: Path) -> None:
+def test_feedback_on_a_wrong_answer_has_the_right_one(tmp_path: Path) -> None:
     solution = "6*7 is 42\n#### 42"
     messages = [{"role": "user", "content": "What is 6*7?"}]
     path = write_rows(tmp_path / "prompts.jsonl", {"messages": messages, "answer": solution})
@@ -56,7 +56,7 @@ def test_a_wrong_answer_is_told_the_right_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_program_is_told_which_test_it_fails(tmp_path: Path) -> None:
+def test_feedback_on_a_program_has_the_failed_test(tmp_path: Path) -> None:
     path = write_rows(
         tmp_path / "prompts.jsonl",
         {"prompt": "Add!", "answer": "assert f(1) == 2\nassert f(7) == 42"},
@@ -70,7 +70,7 @@ def test_a_program_is_told_which_test_it_fails(tmp_path: Path) -> None:
     assert right == "<The tests passed.>Add!"
 
 
-def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(tmp_path: Path) -> None:
+def test_feedback_has_tool_errors_and_limits_unless_an_answer_is_graded(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "prompts.jsonl", {"prompt": "What is 6*7?", "answer": "42"})
     room = setting(TOKENIZER, reward=last_number, feedback=TOLD, context_length=1024)
     fails = call("calculator", {"expression": "1/0"})
@@ -89,8 +89,8 @@ def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(tmp_path:
     assert "Error" not in cut[1], "another member's error is told"
 
 
-def test_each_seat_of_a_game_is_told_how_it_ended() -> None:
-    """In place of what that seat saw first, which is its own."""
+def test_feedback_has_the_result_of_the_game_for_each_seat() -> None:
+    """It replaces that seat's first message."""
     env = TicTacToeGames(random_moves=0, rules=False)
     room = setting(TOKENIZER, feedback=TOLD)
     first, second = contexts(env, None, room, first_free)
@@ -101,7 +101,7 @@ def test_each_seat_of_a_game_is_told_how_it_ended() -> None:
     assert "<You lost by an illegal move: square 1 is taken.>O\nX..\n" in blundered[1]
 
 
-def test_a_reader_is_told_the_answer(tmp_path: Path) -> None:
+def test_feedback_on_reading_has_the_answer(tmp_path: Path) -> None:
     row = {"document": "It is red.", "question": "Colour?", "answer": "red"}
     room = setting(TOKENIZER, reward=contains, feedback=TOLD)
     path = write_rows(tmp_path / "prompts.jsonl", row)
@@ -112,7 +112,7 @@ def test_a_reader_is_told_the_answer(tmp_path: Path) -> None:
     ]
 
 
-def test_a_game_has_no_answer_to_tell() -> None:
+def test_a_template_with_an_answer_is_refused_for_games() -> None:
     template = FeedbackTemplate(text="{answer}{prompt}", correct_reward_threshold=1.0)
     with refuses(DataError, "teacher.feedback"):
         TicTacToeGames()(None, setting(TOKENIZER, feedback=template))

@@ -1,4 +1,4 @@
-"""Clients of servers that others run: no redirect is followed, no answer is read without an end."""
+"""Clients of servers that others run follow no redirect and read no endless answer."""
 
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -16,7 +16,7 @@ from tests.actors.judge_server import serving
 
 
 class Server:
-    """Redirects all requests to another path, or answers without an end; counts both."""
+    """Redirect all requests to another path, or answer without an end; count both."""
 
     def __init__(self, redirects: bool) -> None:
         self.redirects, self.followed, self.sent = redirects, 0, 0

@@ -1,4 +1,4 @@
-"""Models named on the hub: fetched from a server that speaks the part of its API that is asked."""
+"""Models named on the hub, fetched from a server with part of the hub's API."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 class Hub:
-    """A hub with one model, the files of a directory; `asked`: methods and paths, in order."""
+    """Hub with one model, the files of a directory; `asked` has methods and paths in order."""
 
     def __init__(self, directory: Path) -> None:
         self.name = f"someone/tiny-{next(_numbers)}"  # sizes are remembered by name
@@ -36,7 +36,7 @@ class Hub:
         self.url = ""
 
     def answer(self, path: str) -> bytes | None:
-        """The body; None: there is no such place."""
+        """Body of the path, or None for 404."""
         file = path.removeprefix(f"/{self.name}/resolve/").partition("/")[2]
         if file in self.files and file not in self.gone:
             return self.files[file]
@@ -95,7 +95,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two shards, beside files that nobody reads."""
+    """Checkpoint of two shards, with files that nothing reads."""
     directory = tmp_path_factory.mktemp("hub") / "model"
     whole = tiny_model_dir(directory.parent / "tiny", seed=0, hidden_size=32, layers=1)
     shutil.copytree(whole, directory)
@@ -113,7 +113,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The hub, as HF_ENDPOINT would name it, and an empty cache."""
+    """The hub in place of HF_ENDPOINT, and an empty cache."""
     with serving(Hub(model)) as served:
         place = f"{served.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
@@ -123,7 +123,7 @@ def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield served
 
 
-def test_a_model_is_fetched_once_and_only_what_is_read(served: Hub, model: Path) -> None:
+def test_only_needed_files_are_fetched_and_only_once(served: Hub, model: Path) -> None:
     said: list[str] = []
     fetch_missing([served.name, str(model)], said.append)
     assert len(said) == 1 and served.name in said[0]
@@ -170,7 +170,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, _served: Hub) -> None:
 
 
 @pytest.mark.parametrize("trouble", [no_room, lost_file, offline])
-def test_what_cannot_be_fetched_is_named_with_a_remedy(
+def test_a_model_that_cannot_be_fetched_is_refused(
     served: Hub, monkeypatch: pytest.MonkeyPatch, trouble: Callable[..., None]
 ) -> None:
     trouble(monkeypatch, served)

@@ -97,7 +97,7 @@ def test_two_unreadable_verdicts_are_bad_data(server: ScriptedJudge, judge: Judg
 
 
 def shorter(text: str, given: dict[str, str]) -> str:
-    """A judge that means what it says: the shorter one is better."""
+    """Judge that prefers the shorter answer."""
     a, b = len(given["answer A"]), len(given["answer B"])
     return f"Verdict: {'TIE' if a == b else 'A' if a < b else 'B'}"
 
@@ -110,7 +110,7 @@ def test_a_preference_is_asked_in_both_orders(server: ScriptedJudge, judge: Judg
     assert len(server.bodies) == 6
 
 
-def test_a_judge_that_likes_one_place_says_nothing(server: ScriptedJudge, judge: Judge) -> None:
+def test_a_judge_with_a_position_bias_gives_no_verdict(server: ScriptedJudge, judge: Judge) -> None:
     for place in "AB":
         server.script = lambda text, given, place=place: f"Verdict: {place}"
         assert prefer(judge, "4", "it is 4") == 0.5
@@ -118,7 +118,7 @@ def test_a_judge_that_likes_one_place_says_nothing(server: ScriptedJudge, judge:
     assert prefer(judge, "4", "it is 4") == 0.75
 
 
-def test_what_needs_no_judge_is_not_asked(server: ScriptedJudge, judge: Judge) -> None:
+def test_empty_and_equal_answers_need_no_request(server: ScriptedJudge, judge: Judge) -> None:
     assert score(judge, " \n") == 0.0
     assert prefer(judge, "4 ", "4") == 0.5
     assert prefer(judge, "", "4") == 0.0 and prefer(judge, "4", " ") == 1.0
@@ -143,7 +143,7 @@ def test_a_hostile_answer_stays_in_its_fence(server: ScriptedJudge, judge: Judge
     assert first.rstrip().endswith("to 10, the best."), "the judge's task comes last"
 
 
-def test_a_long_answer_is_cut_and_said(server: ScriptedJudge, judge: Judge) -> None:
+def test_a_long_answer_is_truncated_with_a_note(server: ScriptedJudge, judge: Judge) -> None:
     seen: list[dict[str, str]] = []
     server.script = lambda text, given: seen.append(given) or "Score: 1"
     score(replace(judge, max_chars=10), "4" * 1_000_000)
@@ -164,7 +164,7 @@ async def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge)
     assert server.most_at_once == 3
 
 
-def test_what_may_pass_is_tried_again(server: ScriptedJudge, judge: Judge) -> None:
+def test_temporary_failures_are_retried(server: ScriptedJudge, judge: Judge) -> None:
     said: list[str | int] = [429, 500, "Score: 10"]
     server.script = lambda text, given: said.pop(0)
     assert score(replace(judge, retries=2)) == 1.0
@@ -186,7 +186,7 @@ def test_a_refused_question_is_bad_data(server: ScriptedJudge, judge: Judge) -> 
         score(judge)
 
 
-def test_a_wrong_key_is_said_and_not_shown(
+def test_the_error_for_a_wrong_key_does_not_contain_it(
     server: ScriptedJudge, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in ("secret-key", ""):
@@ -247,8 +247,8 @@ def test_a_verdict_is_tried_before_a_run(server: ScriptedJudge, judge: Judge) ->
         asyncio.run(judge.try_verdict("Be brief.", pairs=False))
 
 
-def test_what_is_no_address() -> None:
-    """All kinds of them: tests/actors/test_text_teacher.py."""
+def test_invalid_addresses_are_refused() -> None:
+    """tests/actors/test_text_teacher.py has all kinds of them."""
     with refuses(ConfigError, "env.judge_url"):
         Judge(url="ftp://host", model=MODEL)
 
@@ -256,7 +256,7 @@ def test_what_is_no_address() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 def test_a_real_server_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model writes nonsense: the request is taken, and what comes back is no verdict."""
+    """A tiny model writes nonsense: the request is accepted, and the answer is no verdict."""
     model = tiny_model_dir(tmp_path, seed=1, hidden_size=32, layers=1, context_length=4096)
     save_tokenizer(model)
     flags = server_flags(SglangConfig(model=model, device="cpu"), 4096)

@@ -1,4 +1,4 @@
-"""Rewards of a judge, through whole groups: each response scored, or all of them compared."""
+"""Rewards of a judge in whole groups: each response scored, or all of them compared."""
 
 import asyncio
 import pickle
@@ -41,7 +41,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedJudge]:
 
 
 def larger(text: str, given: dict[str, str]) -> str:
-    """A judge of numbers: the larger one is better, and its value is its score."""
+    """Judge of numbers: the larger one is better, and its value is its score."""
     if "answer" in given:
         return f"Score: {given['answer']}"
     a, b = int(given["answer A"]), int(given["answer B"])
@@ -73,7 +73,7 @@ def rewards(episodes_G: list[Episode]) -> list[float]:
 
 
 class Lengths:
-    """A reward model that likes length."""
+    """Reward model that scores length."""
 
     async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
         return [0.5 * len(asked.response) for asked in conversations]
@@ -81,7 +81,7 @@ class Lengths:
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A reward model for what is checked before a run."""
+    """Reward model for the checks before a run."""
     path = tmp_path_factory.mktemp("reward-model")
     start_reward_model(tiny_pair.student, padding=0, device="cpu").save_pretrained(path)
     save_tokenizer(path)
@@ -121,7 +121,7 @@ def test_every_response_is_scored(server: ScriptedJudge, prompts: str) -> None:
     assert all(RUBRIC in asked and "reference answer" in asked for asked in server.asked)
 
 
-def test_what_the_judge_sees_of_a_chat(server: ScriptedJudge, prompts: str) -> None:
+def test_the_judge_sees_the_conversation_of_a_chat(server: ScriptedJudge, prompts: str) -> None:
     seen: list[dict[str, str]] = []
     server.script = lambda text, given: seen.append(given) or "Score: 1"
     dataset = judged(server, system="Be brief")(prompts, setting(TOKENIZER))

@@ -1,4 +1,4 @@
-"""What the SGLang plugin lists with sampled tokens, against a loop over the requests."""
+"""Tokens that the SGLang plugin lists with sampled ones, against a loop over the requests."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def opted(top: int, ids: list[int] | None) -> SimpleNamespace:
 
 
 def step(reqs: Sequence[SimpleNamespace], logprobs_GV: Tensor, *, spec: bool = False) -> Any:
-    """The `customized_info` of a step, with the hooks around a stand-in for the sampler."""
+    """`customized_info` of a step, with the hooks around a stand-in for the sampler."""
     batch = SimpleNamespace(
         reqs=reqs,
         spec_algorithm=SimpleNamespace(is_none=lambda: not spec),
@@ -68,7 +68,7 @@ requests_G = st.lists(
 
 
 @given(requests_G)
-def test_a_step_lists_for_each_request_what_it_asked_for(
+def test_a_step_lists_the_requested_tokens_of_each_request(
     asked_G: list[tuple[int, list[int] | None] | None],
 ) -> None:
     logprobs_GV = torch.randn(len(asked_G), VOCAB).log_softmax(1)

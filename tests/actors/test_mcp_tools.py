@@ -1,4 +1,4 @@
-"""Tools of a real MCP server over stdio: called, hanging, dying, and gone when the episode is."""
+"""Tools of a real MCP server over stdio: called, hanging, dying, and ended with the episode."""
 
 import asyncio
 import os
@@ -83,7 +83,7 @@ else:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory: the server's script, and a file named after each process that ran it."""
+    """Directory with the server's script, and a file named after each process that ran it."""
     directory = tmp_path_factory.mktemp("server")
     (directory / "server.py").write_text(SERVER)
     return directory
@@ -99,7 +99,7 @@ def alive(server: Path) -> list[int]:
 
 
 def runs(pid: int, server: Path) -> bool:
-    """Whether the process runs a script of the directory: its id may be another's by now."""
+    """True if the process runs a script of the directory: its id may have been reused."""
     try:
         return os.fsencode(server) in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -116,7 +116,7 @@ def dataset(server: Path, tmp_path: Path, **settings: object) -> EnvDataset:
 
 @pytest.fixture(scope="module")
 def problems(server: Path, tmp_path_factory: pytest.TempPathFactory) -> EnvDataset:
-    """With the default settings; to list the tools took a server of its own."""
+    """Problems with the default settings; listing the tools took one server."""
     return dataset(server, tmp_path_factory.mktemp("questions"))
 
 
@@ -143,7 +143,7 @@ def test_an_episode_calls_the_servers_tools(server: Path, problems: EnvDataset) 
 
 
 def test_each_episode_has_a_server_of_its_own(server: Path, problems: EnvDataset) -> None:
-    """Members of a group add to sums of their own."""
+    """Members of a group have separate sums."""
 
     def script(_turn: int, seen: str) -> str:
         return "21" if "the sum is" in seen else call("add", {"number": 21})
@@ -156,7 +156,7 @@ def test_each_episode_has_a_server_of_its_own(server: Path, problems: EnvDataset
     assert not alive(server)
 
 
-def test_a_hanging_call_is_told_and_its_server_ended(server: Path, tmp_path: Path) -> None:
+def test_a_hanging_call_is_an_error_and_ends_its_server(server: Path, tmp_path: Path) -> None:
     policy = Scripted(TOKENIZER, [call("hang", {}), "0"])
     [episode] = play(dataset(server, tmp_path, tool_timeout_s=1.0), policy)
     assert "hang took longer than 1 s and was stopped" in policy.seen[1]
@@ -165,7 +165,7 @@ def test_a_hanging_call_is_told_and_its_server_ended(server: Path, tmp_path: Pat
     assert not alive(server)
 
 
-def test_a_dead_server_is_told_and_the_episode_goes_on(problems: EnvDataset) -> None:
+def test_a_dead_server_is_an_error_and_the_episode_continues(problems: EnvDataset) -> None:
     policy = Scripted(TOKENIZER, [call("die", {}), call("add", {"number": 1}), "42"])
     [episode] = play(problems, policy)
     assert policy.seen[1].count("the server of this tool has ended") == 1
@@ -215,7 +215,7 @@ def test_a_server_that_does_not_start_fails_the_group(tmp_path: Path) -> None:
         play(problems, Scripted(TOKENIZER, ["0"]))
 
 
-def test_a_server_that_hangs_at_its_start_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_hangs_at_its_start_is_ended(tmp_path: Path) -> None:
     hangs = (sys.executable, "-c", "import time; time.sleep(600)")
     with refuses(ConfigError, "env.mcp_command"):
         server_tools(McpServer(command=hangs, start_s=0.5))
@@ -269,6 +269,6 @@ def test_some_of_the_tools_and_others_besides(server: Path) -> None:
         ({"mcp_url": "http://127.0.0.1:1/mcp"}, "env.mcp_url"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(settings: dict[str, object], field: str) -> None:
+def test_servers_that_cannot_be_used_are_refused(settings: dict[str, object], field: str) -> None:
     with refuses(ConfigError, field):
         McpToolUse(**settings).toolbox()  # pyright: ignore[reportArgumentType]

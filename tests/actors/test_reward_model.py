@@ -1,4 +1,4 @@
-"""The reward model's actor: scores as transformers makes them, whoever else asks at the time."""
+"""The reward model's actor returns transformers' own scores, also for concurrent calls."""
 
 import asyncio
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def checkpoint(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def padded_with(checkpoint: str, path: Path, padding: int | None) -> str:
-    """The same weights, with another padding in the config."""
+    """The same weights with another padding in the config."""
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
     model.config.pad_token_id = padding
     model.save_pretrained(path)
@@ -48,7 +48,7 @@ def padded_with(checkpoint: str, path: Path, padding: int | None) -> str:
 
 
 def naive(path: str) -> list[float]:
-    """Each conversation's score by itself, by transformers' own class."""
+    """Each conversation's score alone, by transformers' own class."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     encode = ConversationEncoder(path)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def naive(path: str) -> list[float]:
 
 
 def run(path: str, *calls: Sequence[RewardInput], **settings: Any) -> list[list[float]]:
-    """What each of several calls at the same time is answered."""
+    """Results of several concurrent calls."""
 
     async def ask() -> list[list[float]]:
         model = EmbeddedRewardModel(model_path=path, device="cpu", **settings)
@@ -88,7 +88,7 @@ def test_scores_are_not_rounded_to_half_precision(checkpoint: str) -> None:
 def test_a_foreign_model_s_score_is_read_where_its_class_reads_it(
     checkpoint: str, tmp_path: Path, padding: int | None
 ) -> None:
-    """Without padding, and with one that ends rows: one row at a time tells no neighbours apart."""
+    """Without padding, and with a padding that ends rows; batches of one row hide mistakes."""
     path = padded_with(checkpoint, tmp_path, padding)
     expected = naive(path)
     if padding == EOS:  # the class skips the EOS behind plain text
@@ -112,7 +112,7 @@ def test_requests_at_the_same_time_share_a_pass(
     assert sum(passes) == len(ASKED) and len(passes) < len(ASKED)
 
 
-async def test_what_cannot_be_scored_fails_its_own_caller(checkpoint: str) -> None:
+async def test_a_bad_row_fails_only_its_own_caller(checkpoint: str) -> None:
     model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
     long = RewardInput(prompt="a", response="b" * 200)
     calls = [model.rewards([long]), model.rewards(ASKED[:1])]

@@ -1,4 +1,4 @@
-"""Engines tell which experts of a mixture each token went through."""
+"""Engines return the experts of a mixture that each token went through."""
 
 import asyncio
 from pathlib import Path
@@ -50,7 +50,7 @@ async def test_experts_are_those_of_the_models_own_forward(name: str, tmp_path: 
 
 
 async def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path: Path) -> None:
-    """New weights arrive in the middle: what was recorded stays, what follows is theirs."""
+    """New weights arrive midway: recorded experts stay, later ones are the new weights'."""
     first, second = (family_dir(tmp_path, "qwen3_moe", seed=seed) for seed in (1, 2))
     engine = start(first, stops=StopTokens(ids=()))
     bundle = shared(load_file(Path(second) / "model.safetensors"))
@@ -73,7 +73,7 @@ async def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path:
     )
 
 
-def test_an_engine_that_records_nothing_says_so(tmp_path: Path) -> None:
+def test_dense_models_and_requests_without_recording_are_refused(tmp_path: Path) -> None:
     dense = tiny_model_dir(tmp_path, seed=1)
     with refuses(ConfigError, "learner.routing_replay"):
         start(dense)

@@ -53,7 +53,7 @@ SCORE = ScoreRequest(tokens_T=np.arange(2, 10, dtype=np.int32), start=3, tempera
 
 
 class AdapterServer(MisbehavingServer):
-    """Holds adapters as SGLang does, and refuses what it refuses; holds requests back on demand."""
+    """Hold and refuse adapters as SGLang does; delay requests on demand."""
 
     def __init__(self, **info: Any) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class AdapterServer(MisbehavingServer):
 
 @asynccontextmanager
 async def engine_of(server: AdapterServer) -> AsyncIterator[SglangEngine]:
-    """An engine of the server, which runs as long as the context."""
+    """Engine of the server, which runs as long as the context."""
     async with asyncio.timeout(DEADLINE_S), server.running():
         client = SglangClient(
             lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=30
@@ -148,7 +148,7 @@ async def test_samples_are_of_the_adapter_that_they_name_while_another_is_unload
 
 @asynccontextmanager
 async def under_way(server: AdapterServer, engine: SglangEngine, name: str | None):
-    """A generation that the server holds back; ends with the context."""
+    """Generation that the server delays; ends with the context."""
     server.let_go.clear()
     task = asyncio.create_task(engine.generate(ASK))
     while name not in server.in_use:
@@ -175,7 +175,7 @@ async def test_requests_name_the_newest_adapter_and_samples_are_of_its_version()
     assert torch.equal(held["v_proj.lora_A.weight"], 5 * torch.ones(2, 2))
 
 
-async def test_an_adapter_stays_until_its_requests_have_ended() -> None:
+async def test_an_adapter_is_unloaded_after_its_last_request() -> None:
     server = AdapterServer()
     async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
@@ -207,7 +207,7 @@ async def test_a_full_server_takes_another_adapter_when_the_oldest_s_requests_en
 
 
 async def test_the_passes_of_a_scoring_call_name_one_adapter() -> None:
-    """A server without the plugin is asked a second time, for T = 1; a load comes in between."""
+    """A server without the plugin needs a second pass, for T = 1; a load comes between."""
     server = AdapterServer()
     async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
@@ -269,7 +269,7 @@ FAMILIES = {
 
 
 def checkpoint(directory: Path, family: str) -> str:
-    """A random model whose output shows its layers; of Qwen a tied one."""
+    """Random model whose output depends on its layers; Qwen models are tied."""
     torch.manual_seed(0)
     tied = family.startswith("qwen")
     head = {"head_dim": 64} if family == "qwen3" else {"hidden_size": 256}
@@ -284,7 +284,7 @@ def checkpoint(directory: Path, family: str) -> str:
 
 
 class Adapted:
-    """A learner's adapter, and what peft makes of each version that it wrote."""
+    """A learner's adapter, and peft's output for each saved version."""
 
     def __init__(self, base: str, targets: str | None, out: Path) -> None:
         lora = LoraSettings(rank=4, targets=targets)
@@ -293,7 +293,7 @@ class Adapted:
         self.learner = Learner(config, str(out))
 
     def next(self, version: int) -> AdapterTensors:
-        """Changes the adapter, writes it as peft's, and returns what is pushed of it."""
+        """Change the adapter, save it in peft's format, and return the tensors to push."""
         lora = self.learner.worker.lora
         assert lora is not None
         generator = torch.Generator().manual_seed(version)
@@ -305,7 +305,7 @@ class Adapted:
 
     @torch.no_grad()
     def logprobs(self, tokens_T: TokenArray, temperature: float, version: int | None) -> FloatArray:
-        """log p_T of each token but the first, by transformers and peft; of the base for None."""
+        """log p_T of each token but the first, by transformers and peft; None is the base."""
         model: Any = load_causal_lm(self._base, dtype=torch.float32, device="cpu")
         if version is not None:
             model = PeftModel.from_pretrained(model, str(self._out / f"v{version}"))
@@ -379,7 +379,7 @@ def ask(tokens: int) -> GenerateRequest:
 
 
 async def expect(engine: HostedSglangEngine, adapted: Adapted, version: int | None) -> None:
-    """The server scores as this version, at two temperatures, and not as the base."""
+    """Assert that the server scores as this version at two temperatures, and not as the base."""
     temperatures = (T, 1.5)
     request = ScoreRequest(tokens_T=TOKENS_T, start=1, temperatures=temperatures)
     [score] = await asyncio.wait_for(engine.score([request]), timeout=360)  # its start included

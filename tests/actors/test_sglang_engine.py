@@ -1,4 +1,4 @@
-"""The HTTP engine against a server that misbehaves in every way a server can, on purpose."""
+"""The HTTP engine against a server that misbehaves in every way on purpose."""
 
 import asyncio
 import base64
@@ -51,7 +51,7 @@ def decode_score(engine: SglangEngine) -> Awaitable[Any]:
 def ask(
     server: MisbehavingServer, call: Call, *, deadline_s: float = 60, key: str | None = API_KEY
 ) -> Any:
-    """Runs `call` on an engine of the server."""
+    """Result of `call` on an engine of the server."""
 
     async def run() -> Any:
         async with server.running():
@@ -92,7 +92,7 @@ def test_proper_answers_are_taken() -> None:
 
 @pytest.mark.parametrize("call", [generate, score, decode_score])
 @pytest.mark.parametrize(("failure", "deadline_s"), [("hang", 1), (500, 60)])
-def test_a_server_that_hangs_or_keeps_failing_is_given_up(
+def test_a_server_that_hangs_or_keeps_failing_is_an_error(
     call: Call, failure: int | str, deadline_s: float
 ) -> None:
     server = MisbehavingServer()
@@ -141,7 +141,7 @@ def test_the_likeliest_are_those_at_the_first_temperature(
 def in_blocks(
     ids_NK: np.ndarray, logprobs_NK: np.ndarray, **changes: Any
 ) -> Callable[[list[dict]], list[dict]]:
-    """Likeliest tokens as SGLang 0.5.23 answers a request for blocks."""
+    """Likeliest tokens in SGLang 0.5.23's block format."""
     fields: dict[str, Any] = {"input_top_logprobs": None}
     for name, values_NK in (("idx", ids_NK), ("val", logprobs_NK)):
         encoded = base64.b64encode(values_NK.tobytes()).decode()
@@ -214,9 +214,7 @@ SPOILT: list[tuple[Call, Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize(("call", "spoil"), SPOILT)
-def test_an_answer_of_which_nothing_can_be_made_is_an_error(
-    call: Call, spoil: Callable[[Any], Any]
-) -> None:
+def test_a_malformed_answer_is_an_error(call: Call, spoil: Callable[[Any], Any]) -> None:
     server = MisbehavingServer()
     server.spoil = spoil
     with pytest.raises(EngineError):
@@ -226,7 +224,7 @@ def test_an_answer_of_which_nothing_can_be_made_is_an_error(
 def test_many_rows_are_scored_in_requests_of_bounded_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows of five tokens: two to a request, or one where tokens are listed with each."""
+    """Rows of five tokens: two per request, or one if tokens are listed."""
     monkeypatch.setattr("actors.sglang.requests.ANSWER_BYTES", 5 * 40 * 2)
     asked: list[int] = []
 
@@ -271,7 +269,7 @@ def test_one_of_several_requests_that_fails_is_the_error_of_all(
 def test_answers_are_read_in_a_thread_beside_the_event_loop(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON and what is made of it, so that heartbeats go on meanwhile."""
+    """JSON is parsed there, so that heartbeats continue."""
     threads: dict[str, str] = {}
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

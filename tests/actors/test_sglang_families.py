@@ -1,4 +1,4 @@
-"""Families of models on real SGLang servers: `final/` of a step served and scored, and pushes."""
+"""Families of models on real SGLang servers: `final/` is served and scored, then pushes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -52,8 +52,10 @@ def expect_close(ours: list[FloatArray], theirs: list[FloatArray]) -> None:
 
 
 async def expect_experts(engine: HostedSglangEngine, path: str) -> None:
-    """The server names the experts of the model's own forward pass: of several samples of a prompt,
-    and of a second turn, whose first is cached."""
+    """Assert that the server returns the experts of the model's own forward pass.
+
+    For several samples of a prompt, and for a second turn whose first is cached.
+    """
     first = ask(prompt(17), samples=3)
     samples = await asyncio.wait_for(engine.generate(first), timeout=DEADLINE_S)
     check_experts(path, first, samples)
@@ -72,13 +74,15 @@ def test_trained_pushed_scored_and_loaded(name: str, tmp_path: Path) -> None:
         pytest.skip("SGLang is not installed")
     if name in LACKS:
         pytest.skip(f"SGLang on a CPU does not run {name}: {LACKS[name]}")
-    asyncio.run(story(family_dir(tmp_path, name), tmp_path))
+    asyncio.run(train_push_and_score(family_dir(tmp_path, name), tmp_path))
 
 
 @pytest.mark.slow
 def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
-    """Each of two servers, of one rank and of two, is asked for samples of its own; and the experts
-    of the same tokens, as a prompt, are the same at both."""
+    """A server of one rank and one of two each return their own samples' experts.
+
+    The experts of the same tokens, as a prompt, are equal at both.
+    """
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
     path = family_dir(tmp_path, "qwen3_moe")
@@ -102,7 +106,7 @@ def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.sort(one_NLK), np.sort(two_NLK))
 
 
-async def story(path: str, tmp_path: Path) -> None:
+async def train_push_and_score(path: str, tmp_path: Path) -> None:
     config = LearnerConfig.of(
         model=path, total_steps=4, token_budget=4096, device="cpu", max_grad_norm=1e9, lr=1e-2
     )

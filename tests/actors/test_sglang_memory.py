@@ -1,4 +1,4 @@
-"""GPU memory of servers by their configs, worked out by hand; flags that spread one over GPUs."""
+"""GPU memory of servers against hand calculations; flags that spread a server over GPUs."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def memory(flags: str = "", config: PreTrainedConfig = QWEN3_8B) -> ServerMemory
     return ServerMemory.of(config, weights, dtype="bfloat16", max_running=256, flags=flags)
 
 
-def test_the_cache_is_what_the_room_leaves() -> None:
+def test_the_cache_takes_the_remaining_memory() -> None:
     found = memory()
     assert found.weights == 2 * PARAMETERS and found.token == 147456
     # Context and workspaces; 8192 tokens of 8 hidden and 3 MLP widths; 2048 rows of logits, thrice;
@@ -90,7 +90,7 @@ def test_a_server_alone_has_the_cache_that_sglang_leaves_it() -> None:
     assert half.working == GIB + total // 2
 
 
-def test_what_shares_a_gpu_leaves_some_of_it_free() -> None:
+def test_shares_of_a_gpu_leave_some_memory_free() -> None:
     assert part_bytes(80 * GIB, 1.0, 10 * GIB) == 66 * GIB
     assert part_bytes(24 * GIB, 0.5, 0) == 11.25 * GIB
     assert 2 * GIB < ASLEEP_BYTES < 5 * GIB, "context, workspaces, communicators"
@@ -108,7 +108,7 @@ def test_quantised_weights_are_counted_as_they_are_stored(tmp_path: Path) -> Non
     assert served_bytes(str(tmp_path), "float32") == 32 * (4 + 1 + 4 + 1)
 
 
-def test_flags_change_what_is_held() -> None:
+def test_flags_change_the_estimate() -> None:
     assert memory("--tp-size 2").weights == PARAMETERS
     assert memory("--kv-cache-dtype fp8_e4m3").token == 73728
     assert memory("--disable-cuda-graph").working == memory().working - (512 << 20)
@@ -116,7 +116,7 @@ def test_flags_change_what_is_held() -> None:
     assert memory("--max-total-tokens 5000").tokens_in(0, "policy", least=99999) == 5000
 
 
-def test_what_does_not_fit_is_refused_with_sizes_and_remedies() -> None:
+def test_servers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError):
         memory().tokens_in(20 * GIB, "policy", least=1)
     with pytest.raises(ConfigError):
@@ -145,7 +145,7 @@ def test_parallelism_is_read_off_the_flags() -> None:
         (check_pushed, "--dp-size 2"),
     ],
 )
-def test_what_no_engine_or_push_can_do_is_refused(check, flags: str) -> None:
+def test_unsupported_parallelism_is_refused(check, flags: str) -> None:
     with refuses(ConfigError, "policy.server_flags"):
         check("policy.server_flags", flags)
     check("policy.server_flags", "--tp-size 4 --dp-size 4 --enable-dp-attention")
@@ -170,7 +170,7 @@ def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
     assert backup not in flags(device="cpu", sleeps=True, turn="t")
 
 
-def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
+def test_a_server_on_a_shared_gpu_has_a_token_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []

@@ -1,6 +1,6 @@
-"""A server over several nodes: where its ranks meet, and what each node is started with.
+"""A server over several nodes: the ranks' address, and the command of each node.
 
-That real ranks of two nodes are one server: tests/actors/test_sglang_tp.py.
+tests/actors/test_sglang_tp.py runs real ranks of two nodes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.waiting import DEADLINE_S
 
 
 class Process:
-    """Stands for `SglangServer`, and remembers what it was to start."""
+    """Stand-in for `SglangServer` that records its arguments."""
 
     url, api_key, admin_api_key = "", "", ""
     running = True
@@ -52,7 +52,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SglangConfig:
     return SglangConfig(model=model, device="cpu", server_flags="--tp-size 4 --nnodes 2")
 
 
-def test_the_ranks_of_all_nodes_are_told_of_one_store(config: SglangConfig) -> None:
+def test_the_ranks_of_all_nodes_have_one_store(config: SglangConfig) -> None:
     engine = HostedSglangEngine(config, address=lambda: LOOPBACK)
     point = asyncio.run(engine.meeting_point())
     follower = SglangFollower(config, point, 1)
@@ -117,7 +117,7 @@ def test_the_store_listens_on_its_address_alone_and_holds_the_ports_behind_it() 
     assert len({store.point.port for store in stores}) == 3
 
 
-def test_where_no_ports_are_free_in_a_row_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_ports_in_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(host: str, port: int = 0) -> socket.socket:
         if port:
             raise OSError("address already in use")

@@ -1,6 +1,6 @@
-"""The SGLang plugin: its maths against slow loops, its refusals, and real servers against truth.
+"""The SGLang plugin: its maths against slow loops, its refusals, and real servers.
 
-The truth is transformers in fp32: log softmax(z / T) of every token, at each request's own T.
+The reference is transformers in fp32: log softmax(z / T) of every token, at each request's T.
 """
 
 import asyncio
@@ -176,7 +176,7 @@ def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPa
 def test_a_prompt_in_pieces_is_whole_however_often_it_is_prefilled(
     data: st.DataObject, length: int
 ) -> None:
-    """A retracted request is prefilled again from anywhere: it may have been cached."""
+    """A retracted request is prefilled again from any position: a prefix may be cached."""
     values_S, pieces, at = torch.arange(length, dtype=torch.float32), Pieces(), 0
     for _ in range(data.draw(st.integers(0, 6))):
         begin = data.draw(st.integers(0, min(at, length - 1)))
@@ -228,7 +228,7 @@ def _batch(asked: list[plugin.Asked] | None, lens: list[int], starts: list[int])
 
 
 def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
-    """What SGLang does, in one chunk, with the hooks around it."""
+    """SGLang's forward pass in one chunk, with the hooks around it."""
     processor = SimpleNamespace(vocab_size=logits_NV.shape[1])
     lens = zip(batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu, strict=True)
     rows = rows_of_requests(*zip(*lens, strict=True))
@@ -268,7 +268,7 @@ def test_a_pass_it_does_not_understand_raises(
         _forward(_batch(asked, [3], [0]), torch.randn(3, 10), **metadata)
 
 
-def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
+def test_options_of_requests_are_recorded_from_the_batch() -> None:
     def request(temperature: float, *, logprobs: bool, custom: Any) -> SimpleNamespace:
         sampling = SimpleNamespace(temperature=temperature, custom_params=custom)
         return SimpleNamespace(sampling_params=sampling, return_logprob=logprobs)
@@ -304,7 +304,7 @@ def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
 
 @pytest.fixture
 def importable_sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests that import SGLang into this process, as a server's own process does."""
+    """Make SGLang importable in this process, as in a server's own."""
     standins = importlib.util.find_spec("sgl_kernel") is None
     if standins:
         monkeypatch.syspath_prepend(str(CPU_STANDINS))
@@ -441,7 +441,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Truth:
-    """The model itself, in fp32."""
+    """The model in fp32."""
 
     directory: str
 
@@ -459,7 +459,7 @@ _models: dict[str, Any] = {}
 
 
 class Served:
-    """A server of the tiny model, asked with whole batches."""
+    """Server of the tiny model that takes whole batches."""
 
     def __init__(self, truth: Truth, log: Path, *flags: str, **environment: str) -> None:
         self.truth = truth
@@ -480,7 +480,7 @@ class Served:
         asyncio.run(self.server.ready())
 
     def generate(self, asks: Sequence[Ask]) -> list[dict[str, Any]]:
-        """Their `meta_info`, with the tokens sampled under `output_ids`."""
+        """`meta_info` of each request, with the sampled tokens under `output_ids`."""
         body = {
             "input_ids": [a.prompt for a in asks],
             "sampling_params": [
@@ -509,7 +509,7 @@ class Served:
         return [{**a["meta_info"], "output_ids": a["output_ids"]} for a in answers]
 
     def gaps(self, ask: Ask, meta: dict[str, Any]) -> tuple[float, float]:
-        """Largest distance of the input and of the output log-probs from the truth."""
+        """Largest difference of the input and of the output log-probs from the reference."""
         tokens, n = [*ask.prompt, *meta["output_ids"]], len(ask.prompt)
         truth_TV = torch.log_softmax(self.truth.logits_TV(tokens) / (ask.temperature or 1.0), 1)
 
@@ -548,7 +548,7 @@ class Served:
         return [int(count) for count in counts]
 
     def requests_served(self) -> int:
-        """By the server's own counter; one that scores a list of chains counts each of them."""
+        """The server's own count of requests; a list of sequences counts each of them."""
         with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         counts = [line for line in lines if line.startswith("sglang:num_requests_total{")]
@@ -557,7 +557,7 @@ class Served:
     def score(
         self, requests: Sequence[ScoreRequest], count: Callable[[], int] = lambda: 0
     ) -> tuple[list[Score], int]:
-        """What a teacher of a run would say, and by how much this made the server `count` on."""
+        """Scores of a run's teacher, and the increase of the server's `count` by this call."""
 
         async def ask() -> tuple[list[Score], int]:
             engine = ExternalSglangEngine(url=self.server.url, api_key=self.server.api_key)
@@ -595,7 +595,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def served_spawned(truth: Truth, tmp_path: Path) -> Iterator[Served]:
-    """With processes that load the plugin by themselves, as all do on CUDA."""
+    """Server whose spawned processes load the plugin by themselves, as all do on CUDA."""
     yield from _served(truth, tmp_path, "--enable-mixed-chunk", **{START_METHOD: "spawn"})
 
 
@@ -616,7 +616,7 @@ def served_stock(truth: Truth, tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def served_stock_states(truth: Truth, tmp_path: Path) -> Iterator[Served]:
-    """A server without the plugin that returns hidden states, with its prefix cache."""
+    """Server without the plugin that returns hidden states, with its prefix cache."""
     flag = "--enable-return-hidden-states"
     yield from _served(truth, tmp_path, flag, SGLANG_PLUGINS="none")
 
@@ -626,7 +626,7 @@ def _prompt(rng: random.Random, least: int = 2, most: int = 200) -> list[int]:
 
 
 def _mixed_asks(seed: int) -> list[Ask]:
-    """Every temperature with every way to ask, in one batch."""
+    """Every temperature with every kind of request, in one batch."""
     rng = random.Random(seed)
     asks = []
     for temperature in TEMPERATURES:
@@ -675,7 +675,7 @@ def test_processes_that_are_spawned_load_the_plugin(served_spawned: Served) -> N
 @pytest.mark.slow
 @needs_sglang
 def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
-    """Prompts prefilled in several passes, and each pass's logits computed in several chunks."""
+    """Prompts prefilled in several passes, each with logits in several chunks."""
     asks = _mixed_asks(1)
     _check_mixed(served_in_pieces, asks)
     _check_mixed(served_in_pieces, [replace(ask, token_ids=[5, 9, 150]) for ask in asks])
@@ -705,8 +705,10 @@ def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
 def test_a_teacher_that_prefills_in_chunks_scores_each_row_once(
     served: Served, served_in_pieces: Served
 ) -> None:
-    """q_1 beside q_T, and top k, of rows of one to four chunks; starts in chunks other than the
-    first. As one request a row, and as a server says that prefills each row at once."""
+    """q_1, q_T and top k of rows of one to four chunks, starting in any chunk.
+
+    Compared with a server that prefills each row at once.
+    """
     lengths_and_starts = [(40, 1), (65, 64), (128, 20), (200, 1), (240, 70), (240, 200)]
     requests = []
     for seed, (length, start) in enumerate(lengths_and_starts):
@@ -759,7 +761,7 @@ def test_a_teacher_that_prefills_in_chunks_scores_each_row_once(
 @pytest.mark.slow
 @needs_sglang
 def test_hidden_states_of_prompts_in_chunks(served_in_pieces: Served) -> None:
-    """Of one to four chunks, twice: the second time the prefix cache has the prompts."""
+    """Prompts of one to four chunks, twice: the second time the prefix cache has them."""
     model = served_in_pieces.truth.model()
     requests = [states_request(length, start) for length, start in [(40, 1), (200, 1), (240, 200)]]
     for _ in range(2):
@@ -779,7 +781,7 @@ def test_a_stock_server_returns_hidden_states_by_its_own_flag(served_stock_state
 
 @needs_sglang
 def test_scoring_beside_decoding(served: Served) -> None:
-    """Scored prompts arrive while other requests decode, in the batch after and in mixed ones."""
+    """Scored prompts arrive while others decode, in the next batch and in mixed ones."""
     rng = random.Random(2)
     slow = [Ask(_prompt(rng, most=20), t, new_tokens=100, start=-1) for t in TEMPERATURES]
     quick = [Ask(_prompt(rng), t, new_tokens=n) for t in TEMPERATURES for n in (0, 1, 20)]
@@ -796,7 +798,7 @@ LIKELIEST = {"top_p": 1e-6}
 
 
 def _check_listed_steps(served: Served) -> None:
-    """Each request is there twice, with our switch and without; others come between them."""
+    """Compare each request with and without the switch, with others between them."""
     rng = random.Random(8)
     asks = []
     for i, (t, top) in enumerate(zip((*TEMPERATURES, 0.6), (5, 33, 3, 0, 1), strict=True)):
@@ -844,8 +846,8 @@ def test_listed_steps_of_prompts_in_pieces(served_in_pieces: Served) -> None:
 
 @pytest.mark.slow
 @needs_sglang
-def test_stock_is_off_and_does_not_say_so(served: Served, served_stock: Served) -> None:
-    """If this fails, SGLang has changed, and the plugin may have to step aside."""
+def test_stock_sglang_scores_at_one(served: Served, served_stock: Served) -> None:
+    """If this fails, SGLang has changed, and the plugin may be unnecessary."""
     rng = random.Random(6)
     asks = [Ask(_prompt(rng, 50, 100), t, new_tokens=4) for t in TEMPERATURES]
     for ask, meta in zip(asks, served_stock.generate(asks), strict=True):

@@ -1,4 +1,4 @@
-"""What a server keeps in temporary files goes with it, however it ends."""
+"""A server's temporary files are removed with it, however it ends."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def test_files_and_processes_go_when_the_server_has_ended(end: str) -> None:
         server.stdout.close()
 
 
-def test_a_long_path_is_not_for_sockets(tmp_path: Path) -> None:
+def test_sockets_are_not_put_below_a_long_path(tmp_path: Path) -> None:
     """A unix socket's address has 107 bytes."""
     long = tmp_path / ("x" * 60)
     long.mkdir()

@@ -1,4 +1,4 @@
-"""Bodies of /generate: what SGLang takes as defaults, seeds and lists is said outright."""
+"""Bodies of /generate state SGLang's defaults, seeds and lists explicitly."""
 
 import base64
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_samples_of_one_prompt_are_one_request() -> None:
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_what_is_listed_is_asked_of_sglang_and_of_the_plugin(seeded: bool) -> None:
+def test_listed_tokens_are_requested_from_sglang_and_the_plugin(seeded: bool) -> None:
     event = StopTokens(ids=(2, 9), one_event=True)
     for request, stops, top, given in [
         (replace(GENERATE, top_k=3), None, 3, None),
@@ -52,7 +52,7 @@ def test_what_is_listed_is_asked_of_sglang_and_of_the_plugin(seeded: bool) -> No
 
 
 def listed_answer(texts: Any) -> dict[str, Any]:
-    """A sample of tokens 5, 9 that lists token 9 with each, and the two likeliest tokens."""
+    """Sample of tokens 5 and 9 that lists token 9 and the two likeliest tokens at each step."""
     meta: dict[str, Any] = {
         "finish_reason": {"type": "stop"},
         "output_token_logprobs": [[-1.0, 5, None], [-3.0, 9, None]],
@@ -65,7 +65,7 @@ def listed_text(*values: float | np.ndarray) -> str:
     return base64.b64encode(b"".join(np.float32(v).tobytes() for v in values)).decode()
 
 
-def test_what_the_plugin_lists_is_read() -> None:
+def test_listed_tokens_of_the_plugin_are_read() -> None:
     five, seven, nine = (np.array(i, "<i4").view("<f4") for i in (5, 7, 9))
     texts = [
         listed_text(-4.0, -0.5, -1.0, five, -1.5, seven),
@@ -161,7 +161,7 @@ def test_the_likeliest_are_asked_for_at_the_first_temperature_alone() -> None:
     assert [list(switch.values()) for switch in switches] == [[False], [False], [True]]
 
 
-def test_given_tokens_are_the_plugin_s_business() -> None:
+def test_given_tokens_are_requested_from_the_plugin_only() -> None:
     given_NK = np.array([[8, 3], [2, 9]], np.int32)
     wants = ScoreRequest(
         tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5), given_NK=given_NK, top_k=3

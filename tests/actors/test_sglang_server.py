@@ -1,4 +1,4 @@
-"""A real server process: how it starts, fails to start, and never outlives its owner."""
+"""A real server process: its start, its failures, and its end with its owner."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @needs_sglang
-def test_a_server_shows_its_keys_to_nobody_and_leaves_nothing_when_its_owner_is_killed(
+def test_a_server_hides_its_keys_and_ends_with_its_owner(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     log = tmp_path / "server.log"
@@ -128,12 +128,12 @@ def listening(processes: Sequence[psutil.Process]) -> set[str]:
 
 
 def gloo_address() -> str:
-    """Where gloo listens, on every machine: it takes the address of the host's name."""
+    """Address on which gloo listens: that of the host's name."""
     return socket.gethostbyname(socket.gethostname())
 
 
 def private_directory_of(processes: Sequence[psutil.Process]) -> Path:
-    """As the keeper of the server's launcher, the first of the processes, was told."""
+    """Directory in the arguments of the launcher's keeper; the launcher comes first."""
     launcher = str(processes[0].pid)
     told = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
     [directory] = [line[-2] for line in told if PRIVATE_FILES in line and line[-1] == launcher]
@@ -141,13 +141,13 @@ def private_directory_of(processes: Sequence[psutil.Process]) -> Path:
 
 
 def named_after(directory: Path) -> set[Path]:
-    """A server's directory and its shared memory, where they are."""
+    """A server's directory and its shared memory, if they exist."""
     return {path for path in (directory, *Path("/dev/shm").iterdir())
             if directory.name in path.name and path.exists()}  # fmt: skip
 
 
 async def test_a_claimed_port_is_the_server_s_alone() -> None:
-    """As SGLang's HTTP server binds it (asyncio sets SO_REUSEADDR), and as others might."""
+    """SGLang's HTTP server binds it (asyncio sets SO_REUSEADDR); other binds fail."""
     claims = [sglang_server.claim_port("127.0.0.1") for _ in range(50)]
     ports = {claim.getsockname()[1] for claim in claims}
     assert len(ports) == 50
@@ -175,7 +175,7 @@ async def test_a_claimed_port_is_the_server_s_alone() -> None:
 
 @pytest.mark.slow
 @needs_sglang
-def test_a_taken_port_is_left_and_a_dead_server_says_why(
+def test_a_taken_port_is_skipped_and_a_dead_server_has_a_reason(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "logs/server.log"
@@ -254,7 +254,7 @@ def test_a_model_that_sglang_cannot_load_shows_why(tiny_pair: TinyPair, tmp_path
     assert "by the kernel" not in str(error.value)
 
 
-def test_an_error_of_the_scheduler_is_told_from_a_kill() -> None:
+def test_the_cause_of_a_scheduler_s_end() -> None:
     trace = (
         "[2026-11-25] Scheduler hit an exception: Traceback (most recent call last):\n"
         '  File "scheduler.py", line 1, in run\n    raise KeyError("x")\nKeyError: \'x\'\n\n'
@@ -273,7 +273,7 @@ def test_an_error_of_the_scheduler_is_told_from_a_kill() -> None:
 
 
 @needs_sglang
-def test_a_server_that_takes_too_long_is_ended(
+def test_a_server_that_misses_its_start_deadline_is_ended(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = {
@@ -297,7 +297,7 @@ def test_a_server_that_takes_too_long_is_ended(
 
 
 @needs_sglang
-def test_a_model_that_is_none_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         HostedSglangEngine(SglangConfig(model=str(tmp_path)))
 
@@ -308,7 +308,7 @@ def test_without_sglang_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPat
         SglangServer([])
 
 
-def test_your_flags_replace_ours() -> None:
+def test_user_flags_replace_defaults() -> None:
     made = flags("m", "--attention-backend triton --max-total-tokens=99 --tp-size 2")
     assert made[made.index("--attention-backend") + 1] == "triton"
     assert made.count("--max-total-tokens") == 1

@@ -1,4 +1,4 @@
-"""Engines that sleep: a server that releases its memory serves nothing until it is whole again."""
+"""Sleeping engines: a server that released its memory serves nothing until it is restored."""
 
 import asyncio
 import random
@@ -21,10 +21,11 @@ ALL = {"weights", "kv_cache", "cuda_graph"}
 
 
 class Server:
-    """SGLang's memory: what it holds, and whether its requests may run.
+    """SGLang's memory: its contents, and whether its requests may run.
 
-    It dies, as a GPU would, of work on memory that is not there, and of weights that it releases
-    or loads while something runs.
+    It fails, as a GPU would, on work with missing memory, and on weights that are released or
+    loaded
+    while something runs.
     """
 
     def __init__(self, mode: OnWeightUpdate, fails: str = "", *, keeps: bool = False) -> None:
@@ -190,7 +191,9 @@ async def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
             assert made.versions_T.tolist() == [2, 2, 2]
 
 
-async def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) -> None:
+async def test_weights_that_do_not_fit_leave_the_engine_asleep(
+    directory: str, tmp_path: Any
+) -> None:
     server = Server("continue")
     session = session_of(server, "continue", directory)
     async with asyncio.timeout(DEADLINE_S):
@@ -205,7 +208,7 @@ async def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path:
 
 
 @pytest.mark.parametrize("good", [True, False])
-async def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven(
+async def test_an_engine_with_kept_weights_serves_after_their_verification(
     good: bool, directory: str
 ) -> None:
     server = Server("finish", keeps=True)
@@ -241,7 +244,7 @@ async def test_who_wakes_with_kept_weights_serves_nothing_before_they_are_proven
     ]  # fmt: skip
 
 
-async def test_who_waited_for_a_load_or_gave_up_wakes_nobody(directory: str) -> None:
+async def test_requests_that_waited_or_were_cancelled_wake_no_engine(directory: str) -> None:
     server = Server("finish", keeps=True)
     session = session_of(server, "finish", directory)
 

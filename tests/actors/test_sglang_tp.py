@@ -1,7 +1,7 @@
-"""A real SGLang server of two tensor-parallel ranks: plugin, top-k, a push in buckets, proof.
+"""A real SGLang server of two tensor-parallel ranks: plugin, top-k, pushes and checksums.
 
-Once with both ranks on one node, and once as a server over two, whose processes know one another by
-address alone. Pushes come from memory in the one case, by a group in the other.
+Once on one node, with pushes from memory, and once over two nodes, whose processes know one
+another by address, with pushes from disk.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Served:
 
     @torch.no_grad()
     def logprobs(self, model: int, temperature: float) -> FloatArray:
-        """log p_T of all ids, at each position from START on."""
+        """log p_T of all ids at each position from START on."""
         ids_1T = torch.from_numpy(TOKENS_T.astype(np.int64))[None]
         logits_TV = self.models[model](input_ids=ids_1T, use_cache=False).logits[0].float()
         return torch.log_softmax(logits_TV / temperature, dim=-1)[START - 1 : -1].numpy()
@@ -66,7 +66,7 @@ class Served:
         return HeldWeights(dict(self.models[model].named_parameters()))
 
     def push(self, model: int, version: int) -> None:
-        """As a run would: what lies in this node's memory is for servers of one node."""
+        """Push as a run would: shared memory is for servers of one node."""
         source: WeightSource = shared(dict(self.models[model].named_parameters()))
         if self.follower is not None:
             source = CheckpointDirectory(path=str(self.directory / f"version-{version}"))
@@ -108,7 +108,7 @@ def server(
 
 
 def expect(server: Served, model: int) -> None:
-    """The server scores and samples as the model does, at T, on both ranks' halves."""
+    """Assert that the server scores as the model at T, over both ranks' halves."""
     request = ScoreRequest(tokens_T=TOKENS_T, start=START, temperatures=(0.7, 1.0), top_k=5)
     [score] = server.run(server.engine.score([request]))
     own_N = TOKENS_T[START:, None].astype(np.int64)

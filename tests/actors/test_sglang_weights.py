@@ -1,6 +1,6 @@
-"""Weights into a real SGLang server while it generates: no sample lost, no version mixed unawares.
+"""Weights into a real SGLang server while it generates: no sample is lost or of mixed versions.
 
-One server for the module; each test puts a session of its own mode before it.
+One server per module; each test uses its own session and mode.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ ENDLESS = """--preferred-sampling-params '{"ignore_eos": true}'"""
 
 
 class Orders:
-    """A client's administrative orders: those to `fails` fail, without reaching the server."""
+    """Administrative requests of a client; those to `fails` fail without reaching the server."""
 
     def __init__(self, client: SglangClient, fails: str) -> None:
         self._client, self.fails, self.orders = client, fails, list[str]()
@@ -70,7 +70,7 @@ class Orders:
 
 @dataclass
 class Served:
-    """A server, and two models: even versions are the first one's weights, odd ones the other's."""
+    """Server, and two models: even versions are the first one's weights, odd ones the other's."""
 
     hosted: HostedSglangEngine
     directories: list[str]
@@ -83,7 +83,7 @@ class Served:
         return self.runner.run(asyncio.wait_for(coroutine, timeout=DEADLINE_S))
 
     def session(self, mode: OnWeightUpdate, fails: str = "") -> Orders:
-        """Puts a new engine of this mode before the server, whose orders to `fails` fail."""
+        """Put a new engine of this mode before the server; its requests to `fails` fail."""
         self.close()
         server = self.hosted.server
         assert server is not None
@@ -111,13 +111,13 @@ class Served:
         return self.run(self.engine.generate(ask(20, num_samples)))
 
     async def samples(self, number: int) -> None:
-        """Returns when the server has sampled first tokens of so many responses."""
+        """Wait until the server has sampled first tokens of `number` responses."""
         assert self.client is not None
         while (await self.client.get("/v1/loads"))["loads"][0]["num_running_reqs"] < number:
             await asyncio.sleep(0.01)
 
     def expect_whole(self, version: int) -> None:
-        """The server serves this version, and nothing of another."""
+        """Assert that the server serves this version only."""
         assert self.run(self.engine.info()).weight_version == version
         request = ask(20, 3)
         for sample in self.generate():
@@ -125,12 +125,12 @@ class Served:
             self.expect_own_logprobs(request, sample)
 
     def expect_own_logprobs(self, request: GenerateRequest, sample: Sample) -> None:
-        """Each token has the log-prob that the model of its version gives it."""
+        """Assert that each token has the log-prob of the model of its version."""
         np.testing.assert_allclose(self.gaps(request, sample), 0, atol=1e-4)
 
     @torch.no_grad()
     def gaps(self, request: GenerateRequest, sample: Sample) -> np.ndarray:
-        """Each token's log-prob less what the model of its version gives it."""
+        """Each token's log-prob minus that of the model of its version."""
         start = len(request.prompt_tokens_T)
         ids = np.concatenate([request.prompt_tokens_T, sample.tokens_T]).astype(np.int64)
         ids_1T = torch.from_numpy(ids)[None]
@@ -179,7 +179,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def server(shared_server: Served) -> Iterator[Served]:
-    """At version 0 before each test, and found in order after it."""
+    """Server at version 0, checked to be running after each test."""
     shared_server.session("continue")
     shared_server.run(shared_server.engine.load_weights(shared_server.weights(0), 0))
     yield shared_server
@@ -187,7 +187,7 @@ def server(shared_server: Served) -> Iterator[Served]:
 
 
 async def push_in_the_middle(server: Served, requests: list[GenerateRequest]) -> Any:
-    """(samples by request, the load's pause); the load begins when tokens have been sampled."""
+    """(samples by request, pause of the load); the load begins after first tokens."""
     tasks = [asyncio.create_task(server.engine.generate(request)) for request in requests]
     await server.samples(sum(request.num_samples for request in requests))
     pause = await server.engine.load_weights(server.weights(1), 1)
@@ -309,7 +309,7 @@ def truncated(directory: Path) -> None:
 
 
 def of_other_shapes(directory: Path) -> None:
-    """The first tensor's header names another shape of the same size."""
+    """Give the first tensor another shape of the same size in the header."""
     file = directory / "model.safetensors"
     content = file.read_bytes()
     [length] = struct.unpack("<Q", content[:8])
@@ -370,7 +370,7 @@ def test_an_update_that_cannot_begin_leaves_the_old_weights(server: Served) -> N
 
 
 def misfit() -> CollectiveBroadcast:
-    """One tensor of another shape, by a group that nobody has formed."""
+    """Order for one tensor of another shape, by a group that does not exist."""
     member = GroupMember(
         address="127.0.0.1", port=9, name="nobody", backend="gloo", world_size=2, rank=1,
         join_deadline_s=3, timeout_s=3,

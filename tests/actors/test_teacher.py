@@ -1,4 +1,4 @@
-"""Scoring of groups: which tokens, after which context, at which T, and where the answers go."""
+"""Scoring of groups: tokens, contexts, temperatures, and the fields of the answers."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -31,7 +31,7 @@ async def score_rollout(
     reference: ScoringModel | None,
     top_k: int,
 ) -> TrajectoryGroup:
-    """Of trajectories that ended together, as a worker has them scored."""
+    """Score trajectories that ended together, as a worker does."""
     teacher = teacher_of(teachers, group.teacher) if teachers else None
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -46,7 +46,7 @@ async def score_rollout(
 
 
 def unscored(**changes: Any) -> TrajectoryGroup:
-    """One member of one segment, one of two; observations stand between the actions of the last.
+    """One member of one segment, one of two, with observations between the last one's actions.
 
     Every segment but the second has a privileged context, one longer and one shorter than its own.
     """
@@ -75,7 +75,7 @@ def run(coroutine: Coroutine[Any, Any, TrajectoryGroup]) -> TrajectoryGroup:
 
 
 def seen_by_teacher(of: Segment, position: int) -> TokenArray:
-    """What the teacher sees before the token at `position`, written out."""
+    """Teacher context of the token at `position`."""
     context_T = ids() if of.teacher_context_T is None else of.teacher_context_T
     return np.concatenate([context_T, of.tokens_T[of.teacher_replaces : position]])
 
@@ -103,7 +103,7 @@ def expect_taught(scored: TrajectoryGroup, engine: PrefixEngine, top_k: int = 0)
 
 
 def expect_referred(scored: TrajectoryGroup, engine: PrefixEngine) -> None:
-    """By the policy's own context, whatever the teacher's is."""
+    """Assert log-probs after the policy's own context, independent of the teacher's."""
     for of in scored.segments():
         assert of.reference_logprobs_T is not None
         for t in range(len(of)):
@@ -210,7 +210,7 @@ EPISODES = {
 
 @pytest.mark.parametrize("case", EPISODES)
 def test_the_privileged_context_takes_the_place_of_the_prompt_alone(case: str) -> None:
-    """Turns that are not trained, and what tools answered, are the teacher's to see as well."""
+    """The teacher also sees untrained turns and tool results."""
     turns, expected = EPISODES[case]
     engine = PrefixEngine(4)
     scored = run(score_group(engine, episode(*turns)))
@@ -235,7 +235,7 @@ def test_a_rollout_is_scored_by_its_own_teacher_and_the_reference() -> None:
         expect_otherwise_the_same(scored, before)
 
 
-def test_without_teachers_only_the_reference_scores_and_without_both_nobody() -> None:
+def test_a_reference_alone_a_teacher_alone_and_neither() -> None:
     referred = run(score_rollout(unscored(), teachers={}, reference=REFERENCE, top_k=0))
     expect_referred(referred, REFERENCE)
     assert all(of.teacher_logprobs_T is None for of in referred.segments())
@@ -248,7 +248,7 @@ def test_without_teachers_only_the_reference_scores_and_without_both_nobody() ->
 
 
 class Together(PrefixEngine):
-    """Answers only once another of the same meeting has been asked too."""
+    """Answer only when another engine of the same barrier has a request too."""
 
     def __init__(self, salt: int, meeting: asyncio.Barrier) -> None:
         super().__init__(salt)
@@ -277,7 +277,7 @@ class Failing(PrefixEngine):
 
 
 class Slow(PrefixEngine):
-    """Never answers, and remembers that nobody waits any longer."""
+    """Never answer; record the cancellation."""
 
     cancelled = False
 

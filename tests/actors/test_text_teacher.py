@@ -1,4 +1,4 @@
-"""A teacher that answers in words, behind a real server: what is asked, and what comes of it."""
+"""A teacher that answers in text, behind a real server: its requests and its samples."""
 
 import asyncio
 import pickle
@@ -93,7 +93,7 @@ def test_only_an_answer_that_stopped_has_ended(server: TextServer, reason: str |
         assert answer == Answer("a", reason) and answer.ended == (reason == "stop")
 
 
-def test_what_may_pass_is_asked_again_and_what_is_empty_too(server: TextServer) -> None:
+def test_temporary_failures_and_empty_answers_are_retried(server: TextServer) -> None:
     server.failures = [503, 429, Says(""), Says("b", "content_filter"), 500, Says(None), 408]
     assert ask(address(server.url)) == Answer("yes", "stop")
     assert len(server.chats) == 8 and not server.failures
@@ -103,7 +103,7 @@ def test_what_may_pass_is_asked_again_and_what_is_empty_too(server: TextServer) 
     "said",
     [Says(""), Says(" \n", "length"), Says(None, "tool_calls"), Says("I can", "content_filter")],
 )
-def test_answers_that_are_none_end_it_in_the_end(server: TextServer, said: Says) -> None:
+def test_repeated_useless_answers_are_an_error(server: TextServer, said: Says) -> None:
     server.script = lambda body: said
     with pytest.raises(UselessAnswer):
         ask(address(server.url))
@@ -129,7 +129,7 @@ def test_a_model_that_takes_the_newer_limit_gets_it(server: TextServer) -> None:
         ask(address(server.url))
 
 
-def test_a_wrong_key_a_wrong_path_and_a_wrong_name_are_told_apart_without_the_key(
+def test_errors_of_key_path_and_name_differ_and_hide_the_key(
     server: TextServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(EndpointRefused) as path:
@@ -177,7 +177,7 @@ def test_a_pause_that_is_no_number_is_not_taken(server: TextServer) -> None:
         "http://a b",
     ],
 )
-def test_an_address_that_is_none_is_refused_unseen(url: str) -> None:
+def test_an_invalid_address_is_refused_without_a_request(url: str) -> None:
     with refuses(ConfigError, "samples_url") as caught:
         address(url)
     assert "secret" not in str(caught.value)
@@ -208,7 +208,7 @@ def teacher(server: TextServer, tmp_path: Path) -> TextTeacher:
 
 
 def generate(teacher: TextTeacher, samples: int, told: str = "") -> list[Sample]:
-    """Samples by one that came by pickle, as workers have it."""
+    """Samples of a teacher that was pickled, as in workers."""
     tokenizer = teacher.encoder.tokenizer
     prompt = Prompt(
         tokens_T=render_text(tokenizer, "1 + 1 ="), answer=None, line=1, text="1 + 1 =", told=told
@@ -227,7 +227,7 @@ def generate(teacher: TextTeacher, samples: int, told: str = "") -> list[Sample]
 def test_a_group_s_samples_are_as_long_as_they_come(
     server: TextServer, teacher: TextTeacher
 ) -> None:
-    """A long tail: some end at once, some are cut by the server, some are longer than allowed."""
+    """A long tail: some end at once, some are cut by the server, some exceed the limit."""
     texts = [Says("a"), Says("b" * 11), Says("c" * 12), Says("d" * 400), Says("e" * 9, "length")]
     server.failures = [503, *texts]
     samples = generate(teacher, 5)
@@ -242,7 +242,7 @@ def test_a_group_s_samples_are_as_long_as_they_come(
         assert (EOS in each.tokens_T.tolist()) == (each.stop_reason is StopReason.EOS)
 
 
-def test_the_privileged_context_is_what_it_sees(server: TextServer, teacher: TextTeacher) -> None:
+def test_the_teacher_sees_the_privileged_context(server: TextServer, teacher: TextTeacher) -> None:
     [sample] = generate(teacher, 1, told="1 + 1 = (it is 2)")
     assert [b["messages"][0]["content"] for b in server.chats] == ["1 + 1 = (it is 2)"]
     assert np.array_equal(sample.tokens_T[-1:], [EOS])

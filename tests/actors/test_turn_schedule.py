@@ -1,7 +1,7 @@
-"""Whose turn it is on shared GPUs, over hours on a clock that jumps.
+"""Turns on shared GPUs, over hours on a simulated clock.
 
-Engines, their clients' retries and deadlines, and the locks are the real ones; the servers are made
-up, and take seconds to give memory up and to take it back. So is what a learner computes.
+Engines, their clients' retries and deadlines, and the locks are real; the servers are simulated
+and take seconds to release and restore their memory, like the learner's computation.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ RELEASE_S, RESUME_S, SCORE_S, TOKEN_S, LEARN_S = 2.0, 3.0, 1.0, 3.0, 40.0
 
 
 class Gpus:
-    """What servers have memory on the GPUs, and how often one has given it up."""
+    """Servers with memory on the GPUs, and the number of releases."""
 
     def __init__(self) -> None:
         self.awake: set[str] = set()
@@ -37,7 +37,7 @@ class Gpus:
 
 
 class Server:
-    """A server process that is up."""
+    """Running server process."""
 
     api_key = admin_api_key = "key"
     running = True
@@ -46,7 +46,7 @@ class Server:
         self.url, self.turn = name, turn
 
     async def ready(self) -> None:
-        """It is."""
+        """Do nothing: the server is ready."""
 
     def obituary(self) -> str:
         return "it has not ended"
@@ -57,7 +57,7 @@ class Server:
 
 def client_of(gpus: Gpus) -> type[SglangClient]:
     class Client(SglangClient):
-        """The connection to a server of this name, and all of the server."""
+        """Client and server of this name."""
 
         def __init__(self, url: Any, **settings: Any) -> None:
             super().__init__(url, **settings)
@@ -130,7 +130,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 async def engines_on(gpus: Gpus, number: int, pair: TinyPair, path: Path) -> list[TurnTakingEngine]:
-    """Engines that have started, one after the other, each in its turn."""
+    """Engines that have started one after the other, each in its turn."""
     made = []
     for i in range(number):
         turn = GpuTurn(path / "gpus.turn")
@@ -144,7 +144,7 @@ async def engines_on(gpus: Gpus, number: int, pair: TinyPair, path: Path) -> lis
 
 
 async def spent(engines: list[TurnTakingEngine]) -> Counter[str]:
-    """What the engines' turns took since the last call."""
+    """Costs of the engines' turns since the last call."""
     return sum([Counter(await engine.turns()) for engine in engines], Counter[str]())
 
 
@@ -181,7 +181,7 @@ def test_teachers_without_a_pause_have_equal_turns_that_cost_little(
 
 
 async def learn(turn: GpuTurn, gpus: Gpus, loop: SimulatedLoop) -> float:
-    """A learner's computation in its turn; returns the seconds that it waited for that."""
+    """A learner's computation in its turn; returns the seconds that it waited for the turn."""
     asked = loop.now
     await turn.taken()
     waited = loop.now - asked
@@ -195,7 +195,7 @@ async def learn(turn: GpuTurn, gpus: Gpus, loop: SimulatedLoop) -> float:
 def test_a_step_of_learner_policy_and_teacher_is_a_turn_of_each(
     loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """The learner trains on what is sampled and scored, and the next samples are of its weights."""
+    """The next samples are of the weights that the learner trained on the last ones."""
     steps, turn = 5, GpuTurn(tmp_path / "gpus.turn")
 
     async def group(number: int) -> None:
@@ -227,7 +227,7 @@ def test_a_step_of_learner_policy_and_teacher_is_a_turn_of_each(
 def test_a_learner_has_its_turn_among_samples_and_scores_that_never_pause(
     loop: SimulatedLoop, gpus: Gpus, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """As with max_staleness above 0, where later groups are under way when a step is complete."""
+    """With max_staleness above 0, later groups are in flight when a step is complete."""
     turn, lasts_s, answered = GpuTurn(tmp_path / "gpus.turn"), 20_000.0, Counter[str]()
 
     async def client(number: int) -> None:

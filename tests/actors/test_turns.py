@@ -1,4 +1,4 @@
-"""Servers that take turns on the same GPUs: one is awake, and proves its weights when it wakes."""
+"""Servers with turns on the same GPUs: one is awake, and verifies its weights when it wakes."""
 
 import asyncio
 import os
@@ -63,7 +63,7 @@ async def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) 
     assert all(len({*order[i : i + 3]}) == 3 for i in range(0, 12, 3)), "one was passed over"
 
 
-async def test_who_stops_waiting_for_a_turn_leaves_the_line(tmp_path: Path) -> None:
+async def test_a_cancelled_wait_leaves_the_queue_of_the_turn(tmp_path: Path) -> None:
     holder, waits = GpuTurn(tmp_path / "a"), GpuTurn(tmp_path / "a")
     holder.take()
     waiting = asyncio.create_task(waits.taken())
@@ -97,7 +97,7 @@ async def test_the_turn_of_a_dead_process_ends_when_its_server_has_ended(tmp_pat
 
 @asynccontextmanager
 async def two_engines(pair: TinyPair, out: Path) -> AsyncIterator[list[TurnTakingEngine]]:
-    """Engines of student and teacher on one turn; the second starts once the first one sleeps."""
+    """Engines of student and teacher with one turn; the second starts when the first sleeps."""
     made: list[TurnTakingEngine] = []
     try:
         for name, model in (("student", pair.student), ("teacher", pair.teacher)):
@@ -140,9 +140,7 @@ async def asleep(engine: TurnTakingEngine, other: TurnTakingEngine) -> None:
 
 @pytest.mark.slow
 @needs_sglang
-def test_engines_on_the_same_gpus_score_by_turns_what_they_score_alone(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+def test_engines_in_turns_score_as_they_do_alone(tiny_pair: TinyPair, tmp_path: Path) -> None:
     async def by_turns() -> list[list[np.ndarray]]:
         async with two_engines(tiny_pair, tmp_path) as engines:
 

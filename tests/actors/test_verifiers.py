@@ -1,4 +1,4 @@
-"""Environments of `verifiers`, in a virtual environment of their own that pip makes."""
+"""Environments of `verifiers`, in a virtual environment made by pip."""
 
 import asyncio
 import json
@@ -74,13 +74,13 @@ def test_feedback_has_the_reward_and_no_words(python: str) -> None:
     problems = dataset("products", python, feedback=template)
     assert not problems.builder(1, 2).gives_words
     group = rolled_out(problems, 1, lambda turn, _: ["7", "8"][turn])
-    told = {}
+    texts = {}
     for trajectory in group.trajectories_G:
         context_T = trajectory.segments[0].teacher_context_T
         assert context_T is not None
-        told[trajectory.reward] = str(TOKENIZER.decode(context_T.tolist()))
-    assert "user\n(right) What is 1*7?" in told[1.0]
-    assert "user\n(wrong) What is 1*7?" in told[0.0]
+        texts[trajectory.reward] = str(TOKENIZER.decode(context_T.tolist()))
+    assert "user\n(right) What is 1*7?" in texts[1.0]
+    assert "user\n(wrong) What is 1*7?" in texts[0.0]
 
 
 def test_tools(python: str) -> None:
@@ -103,7 +103,7 @@ def test_tools(python: str) -> None:
 def test_a_game_that_comes_with_the_library(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hangman of textarena, with a dictionary of five words: the game answers as the user."""
+    """Hangman of textarena with a dictionary of five words; the game is the user."""
     words = ["apple", "house", "plant", "water", "stone"]
     (tmp_path / "corpora/words").mkdir(parents=True)
     for name in ("en", "en-basic"):
@@ -123,7 +123,7 @@ def test_a_game_that_comes_with_the_library(
         assert trajectory.metrics["agent/unmatched"] == 0
 
 
-def test_what_cannot_be_played_is_refused(python: str, tmp_path: Path) -> None:
+def test_unusable_environments_are_refused(python: str, tmp_path: Path) -> None:
     for field, name, with_python, settings in [
         ("env.python", "products", "/nowhere/python", {}),
         ("env.python", "products", sys.executable, {}),

@@ -1,4 +1,4 @@
-"""Weights go into a server bucket by bucket: what a push adds to a rank's memory is one bucket."""
+"""Weights are loaded bucket by bucket: a push adds one bucket to a rank's memory."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -28,7 +28,7 @@ LAYERS = 40
 
 
 def model(fill: float) -> dict[str, torch.Tensor]:
-    """Forty buckets' worth: a matrix and a vector a layer."""
+    """Weights of forty buckets: a matrix and a vector per layer."""
     return {
         f"model.layers.{i}.{name}": torch.full(shape, fill + i)
         for i in range(LAYERS)
@@ -42,7 +42,7 @@ BUCKET_BYTES = (32 * 15 + 32) * 4
 def against(
     server: WeightsServer, call: Callable[[WeightSession], Coroutine[Any, Any, Any]]
 ) -> Any:
-    """What the call of a session with the server returns."""
+    """Result of the call of a session with the server."""
 
     async def ask_it() -> Any:
         async with server.running():
@@ -119,8 +119,10 @@ def test_files_are_not_loaded_into_another_draft(
 @pytest.mark.parametrize("word", [GIVES_UP, None])
 @pytest.mark.parametrize("number", [JOINING, 1])
 def test_no_server_waits_in_a_group_that_is_not_to_come(number: int, word: str | None) -> None:
-    """The learner gives up, or is gone, before the group is formed or a push begins: the server is
-    asked to receive nothing, and goes on."""
+    """The learner gives up or dies before the group is formed or a push begins.
+
+    The server is asked to receive nothing, and continues.
+    """
     server, store = WeightsServer(model(0.0)), open_store("127.0.0.1", 60)
     layouts = HeldWeights(model(0.0)).layouts
     member = GroupMember(
@@ -149,7 +151,7 @@ def test_no_server_waits_in_a_group_that_is_not_to_come(number: int, word: str |
 
 
 def test_a_bucket_that_is_refused_tears_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session of the server is closed all the same, generation goes on, nothing is served."""
+    """The server's session is closed, generation continues, and nothing is served."""
     server = WeightsServer(model(0.0))
     server.refused = 20
 

@@ -1,4 +1,4 @@
-"""The rollout worker: what it asks of whom, what it puts, and how it ends."""
+"""The rollout worker: its requests, its deliveries, and its end."""
 
 import asyncio
 import re
@@ -39,7 +39,7 @@ class OneTurn(Env):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(EnvGroupBuilder):
-    """Two members on the same prompt."""
+    """Two members with the same prompt."""
 
     prompt_T: TokenArray
 
@@ -48,7 +48,7 @@ class Pairs(EnvGroupBuilder):
 
 
 class Dataset(EnvStream):
-    """Even groups name the teacher `even`, odd ones `odd`. Each problem follows from its id."""
+    """Even groups name the teacher `even`, odd ones `odd`; problems follow from the group id."""
 
     def __init__(self) -> None:
         pass
@@ -65,7 +65,7 @@ class Dataset(EnvStream):
 
 @dataclass
 class Sink:
-    """Leases so many groups, then closes; remembers what was put."""
+    """Lease a number of groups, then close; record deliveries."""
 
     groups: int
     leased: int = 0
@@ -100,7 +100,7 @@ class Sink:
 
 @dataclass
 class Witness(Sink):
-    """Knows what was reported, once the report has had its time."""
+    """Record a report after a delay."""
 
     known: Mapping[int, str] = field(default_factory=dict)
     reports: int = 0
@@ -144,8 +144,8 @@ def test_every_lease_is_rolled_out_scored_and_put() -> None:
         assert all(segment.reference_logprobs_T is None for segment in group.segments())
 
 
-def test_a_group_that_is_there_is_scored_again_and_nothing_is_sampled() -> None:
-    """What one teacher scored, by another: at the same tokens of the policy, and its own."""
+def test_a_stored_group_is_rescored_without_sampling() -> None:
+    """Another teacher rescores it at the policy's listed tokens and at its own."""
     settings: dict[str, Any] = {
         "reference": PrefixEngine(3), "policy_top_k": 2, "teacher_top_k": 1,
     }  # fmt: skip
@@ -165,7 +165,7 @@ def test_a_group_that_is_there_is_scored_again_and_nothing_is_sampled() -> None:
         assert not np.array_equal(old.teacher_top.ids_NK[:, 2], new.teacher_top.ids_NK[:, 2])
 
 
-def test_segments_carry_the_numbers_of_those_that_scored_them() -> None:
+def test_segments_have_the_numbers_of_their_scorers() -> None:
     class Numbered(PrefixEngine):
         async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
             return [replace(s, scored_by=self._salt) for s in await super().score(requests)]
@@ -179,7 +179,7 @@ def test_segments_carry_the_numbers_of_those_that_scored_them() -> None:
 
 
 class Sampling(PrefixEngine):
-    """Says who sampled; notes what it was asked."""
+    """Mark samples with the sampler; record requests."""
 
     def __init__(self, salt: int) -> None:
         super().__init__(salt)
@@ -196,7 +196,7 @@ def by_teacher(warmup_groups: int, vocab_size: int = VOCAB_SIZE) -> TeacherSampl
     )
 
 
-def test_a_teacher_samples_the_groups_of_its_own_and_nobody_scores_them() -> None:
+def test_groups_of_teacher_samples_are_not_scored() -> None:
     teachers = {"even": Sampling(1), "odd": Sampling(2)}
     settings: dict[str, Any] = {"teacher_samples": by_teacher(2), "reference": PrefixEngine(3)}
     done = run(Sink(groups=4), teachers=teachers, policy_top_k=2, **settings)
@@ -265,7 +265,7 @@ def test_a_token_that_the_student_does_not_have_fails_the_group() -> None:
 
 @dataclass(frozen=True)
 class Turns(Env):
-    """So many turns, each after the same observation."""
+    """Several turns, each after the same observation."""
 
     prompt_T: TokenArray
     turns: list[int]
@@ -279,7 +279,7 @@ class Turns(Env):
 
 
 class OneAndTwo(Pairs):
-    """The first member has one turn, the second two."""
+    """Members of one and of two turns."""
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [Turns(self.prompt_T, [0] * turns) for turns in (1, 2)]
@@ -307,7 +307,7 @@ class LongerTurns(Pairs):
         return [Further(self.prompt_T)]
 
 
-def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:
+def test_a_finished_member_is_scored_while_others_continue() -> None:
     teacher, first_scored = PrefixEngine(1), asyncio.Event()
 
     class Telling(PrefixEngine):
@@ -316,7 +316,7 @@ def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:
             return await super().score(requests)
 
     class Waiting(PrefixEngine):
-        """Samples second turns once a member was scored: a worker that scores groups would hang."""
+        """Sample second turns only after a member was scored: scoring whole groups would hang."""
 
         async def generate(self, request: GenerateRequest) -> list[Sample]:
             if request.num_samples == 1:
@@ -334,7 +334,7 @@ def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:
     expect_scored_by(teacher, group, "teacher_logprobs_T")
 
 
-def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:
+def test_a_failed_group_is_returned_with_its_reason() -> None:
     sink = Sink(groups=4)
     run(sink, teachers={"even": PrefixEngine(1), "maths": PrefixEngine(2)}, max_groups=1)
     assert [group.group_id for group in sink.done] == [0, 2] and sink.failed.keys() == {1, 3}
@@ -348,7 +348,7 @@ class BadBonuses(OneTurn):
 
 
 class BadBonusesDataset(Dataset):
-    """Problem 2 pays bonuses that are no numbers."""
+    """Problem 2 pays NaN bonuses."""
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
         kind = BadBonusPairs if group_id == 1 else Pairs
@@ -369,7 +369,7 @@ def test_bad_data_of_an_environment_is_not_delivered() -> None:
 
 
 class HangingPolicy(PrefixEngine):
-    """Samples the first group, and never the others."""
+    """Sample the first group, and no other."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         if request.prompt_tokens_T[-1] != 5:
@@ -385,7 +385,7 @@ def worker_of(sink: Sink, policy: ScoringModel) -> RolloutWorker:
 
 
 async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
-    """So that a teacher that hangs, or is too small, is not taken for the policy."""
+    """So a teacher that hangs or is too small is not mistaken for the policy."""
     worker = RolloutWorker(
         policy=POLICY, teachers={"": HangingPolicy(0)}, sink=Sink(groups=3, closes=False),
         dataset=Dataset(), sampling=SAMPLING, seed=1, max_groups=2, teacher_samples=by_teacher(3),
@@ -399,7 +399,7 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_what_is_under_way_can_be_seen_and_given_up() -> None:
+async def test_groups_in_flight_are_listed_and_cancelled() -> None:
     sink = Witness(groups=3, closes=False)
     async with asyncio.timeout(DEADLINE_S):
         worker = worker_of(sink, HangingPolicy(0))
@@ -432,7 +432,7 @@ async def test_what_is_under_way_can_be_seen_and_given_up() -> None:
 
 @dataclass(frozen=True)
 class SlowToClose(OneTurn):
-    """Its close waits until it may."""
+    """Environment whose close waits for an event."""
 
     may: asyncio.Event
     told: list[str]
@@ -444,8 +444,8 @@ class SlowToClose(OneTurn):
 
 
 @pytest.mark.parametrize("group_id", [0, 1], ids=["ended", "sampling"])
-async def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
-    """The driver says it at every look, for as long as the group is begun again elsewhere."""
+async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
+    """The driver repeats the order while the group is restarted elsewhere."""
     may, told = asyncio.Event(), list[str]()
 
     class Closing(Pairs):
@@ -484,8 +484,8 @@ async def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
     assert told.count("closed") == 2
 
 
-def test_what_is_given_up_before_it_begins_leaves_its_room() -> None:
-    """A lease of an epoch that ended while it was on its way."""
+def test_a_group_cancelled_before_its_start_frees_its_slot() -> None:
+    """A lease of an epoch that ended while it was in transit."""
 
     class Late(Sink):
         async def lease(self, max_groups: int) -> Sequence[Lease]:
@@ -502,7 +502,7 @@ def test_what_is_given_up_before_it_begins_leaves_its_room() -> None:
     assert [group.group_id for group in sink.done] == [2, 3, 4, 5] and not sink.failed
 
 
-async def test_a_drained_worker_ends_what_it_began() -> None:
+async def test_a_drained_worker_finishes_its_groups() -> None:
     sink = Sink(groups=100)
     async with asyncio.timeout(DEADLINE_S):
         worker = worker_of(sink, POLICY)
@@ -516,7 +516,7 @@ async def test_a_drained_worker_ends_what_it_began() -> None:
 
 @dataclass(frozen=True)
 class Watched(OneTurn):
-    """Notes whether its group was known to be here, before anything and after a while."""
+    """Record whether the group's problem has been reported, at each step."""
 
     group_id: int
     witness: Witness
@@ -548,7 +548,7 @@ class WatchedPairs(Pairs):
 
 
 class SlowPolicy(PrefixEngine):
-    """Is a while at each request, longer for some."""
+    """Delay each request by its last token."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         for _ in range(int(request.prompt_tokens_T[-1])):
@@ -556,7 +556,7 @@ class SlowPolicy(PrefixEngine):
         return await super().generate(request)
 
 
-def test_a_group_is_known_to_be_in_its_environment_before_it_is_there() -> None:
+def test_a_group_is_reported_before_it_enters_its_environment() -> None:
     sink, seen = Witness(groups=12), []
 
     class Groups(Dataset):
@@ -572,7 +572,7 @@ def test_a_group_is_known_to_be_in_its_environment_before_it_is_there() -> None:
     assert 12 < sink.reports < 12 * 4  # they travel together
 
 
-def test_without_code_of_the_users_it_reports_once_that_no_group_is_in_any() -> None:
+def test_a_worker_without_user_code_reports_once() -> None:
     """A worker that never reports has all its groups suspected at its death."""
     sink = Witness(groups=12, known={0: "problem 1"})
     run(sink, teachers={}, max_groups=5, runs_user_code=False)

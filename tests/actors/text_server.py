@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint as an HTTP server of this process: chats and completions."""
+"""OpenAI-compatible endpoint as an HTTP server of this process: chats and completions."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ MODEL = "tiny-writer"
 
 @dataclass(frozen=True, slots=True)
 class Says:
-    """A response: its text, and why it ended."""
+    """Text and finish reason of a response."""
 
     text: str | None
     finish_reason: str | None = "stop"
@@ -27,9 +27,9 @@ Answering = Says | int | float
 
 
 class TextServer:
-    """Answers each request by `script` of its body; refuses other keys and models.
+    """Answer each request with `script` of its body; refuse other keys and models.
 
-    `failures` are answered first, in order. `limit` is what the longest answer is called, and
+    `failures` are answered first, in order. `limit` is the finish reason of the longest answer, and
     `retry_after_ms` is sent with errors.
     """
 

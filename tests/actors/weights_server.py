@@ -1,7 +1,7 @@
-"""An HTTP server that takes weights as SGLang does, rank by rank, and counts what that costs.
+"""HTTP server that takes weights as SGLang does, rank by rank, and counts their memory.
 
-Each rank has a model that keeps rows `[rank/n, (rank + 1)/n)` of each matrix and whole vectors, and
-a device of its own: whatever a load brings there is counted until nothing holds it any more.
+Each rank's model keeps rows `[rank/n, (rank + 1)/n)` of each matrix and whole vectors, on its own
+device: tensors that a load brings there are counted until they are freed.
 """
 
 import base64
@@ -22,13 +22,13 @@ _SESSION = ("/update_weights_from_tensor", "/update_weights_from_distributed", "
 
 
 class Device:
-    """Memory of a rank beside its model: what lives there now, and the most that ever did."""
+    """Memory of a rank in addition to its model: the present and the largest amount."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The tensor's `.to(device)`."""
+        """Replacement of `tensor.to(device)`."""
         made, size = tensor.clone(), tensor.nbytes
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -40,7 +40,7 @@ class Device:
 
 
 class RankModel:
-    """A rank's part of a model. Its loader is a greedy one: all it is given goes to the device."""
+    """A rank's part of a model, whose loader moves all its input to the device at once."""
 
     def __init__(self, weights: Mapping[str, Tensor], rank: int, ranks: int) -> None:
         self._rank, self._ranks, self.device = rank, ranks, Device()
@@ -60,7 +60,7 @@ class RankModel:
 
 
 class WeightsServer(MisbehavingServer):
-    """Refuses what SGLang refuses: loads outside of a session, a second session."""
+    """Refuse what SGLang refuses: loads outside of a session, and a second session."""
 
     def __init__(self, weights: Mapping[str, Tensor], ranks: int = 1, **info: Any) -> None:
         super().__init__()
@@ -121,5 +121,5 @@ class WeightsServer(MisbehavingServer):
         ]
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
-        """Of all requests to the path, in order."""
+        """Bodies of all requests to the path, in order."""
         return [body for asked, body in self.orders if asked == path]

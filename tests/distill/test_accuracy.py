@@ -1,4 +1,4 @@
-"""pass@k against every choice of k, votes, and intervals that hold the truth as they say."""
+"""pass@k against every choice of k, votes, and coverage of intervals."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -23,7 +23,7 @@ def test_pass_at_k_is_the_mean_best_of_every_choice(
     assert pass_at_k(rewards, k) == pytest.approx(expected)
 
 
-def test_the_most_frequent_answer_wins_and_silence_does_not_vote() -> None:
+def test_the_most_frequent_answer_wins() -> None:
     assert majority(["18", "17", "18", None]) == 0
     assert majority([None, None, "3"]) == 2
     assert majority(["a", "b", "b", "a"]) == 0  # as frequent: the first
@@ -59,10 +59,10 @@ def test_an_interval_of_shares_holds_their_mean_within_0_and_1(
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("chance", [0.5, 0.95])
 @pytest.mark.parametrize("prompts", [10])
-def test_an_interval_holds_the_truth_as_often_as_it_says(
+def test_an_interval_has_its_nominal_coverage(
     prompts: int, chance: float, samples: int, concentration: float | None
 ) -> None:
-    """Prompts differ in how hard they are, from nearly always all or none to not at all."""
+    """Prompts of different or equal difficulty."""
     random = np.random.default_rng(3)
     share_DP1 = np.full((400, prompts, 1), chance)
     if concentration is not None:
@@ -74,7 +74,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says(
     assert 0.88 < held <= 1  # Wilson's own least is 0.89 of 10 prompts at 0.95
 
 
-def test_a_ratio_s_interval_holds_the_truth() -> None:
+def test_a_ratio_s_interval_has_its_nominal_coverage() -> None:
     """Sums over responses of different lengths, whose tokens are not independent."""
     random = np.random.default_rng(6)
     held = []

@@ -21,7 +21,7 @@ from tests.samples import segment, segment_fields, segment_of, trajectory
 
 
 def rewarded(*rewards: float, group_id: int = 0) -> TrajectoryGroup:
-    """A group of one-segment trajectories of different lengths."""
+    """Group of one-segment trajectories of different lengths."""
     return TrajectoryGroup(
         group_id=group_id,
         trajectories_G=tuple(
@@ -107,7 +107,7 @@ def two_turn_group() -> TrajectoryGroup:
 
 
 def scored(seed: int, prompt: int = 3, actions: int = 4, **changes: Any) -> Segment:
-    """A segment with a reference's log-probs and bonuses, also where nothing was sampled."""
+    """Segment with a reference's log-probs and bonuses, also at observed tokens."""
     rng = np.random.default_rng(seed)
     length = prompt + actions
     fields: dict[str, Any] = {

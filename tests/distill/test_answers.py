@@ -1,4 +1,4 @@
-"""Answers of rows keep their meaning, and rewards read them before a run."""
+"""Answers of rows keep their meaning, and are checked before a run."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_number_keeps_its_value_and_is_read_by_last_number(value: float | int)
     "value",
     ["", "  \n", float("nan"), float("inf"), Decimal("NaN"), True, np.bool_(True), [72], {"a": 1}],
 )
-def test_what_is_no_answer_is_refused(value: object) -> None:
+def test_invalid_answers_are_refused(value: object) -> None:
     with refuses(DataError, "answer"):
         answer_text(value)
 

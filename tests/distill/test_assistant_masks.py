@@ -1,4 +1,4 @@
-"""Only what the assistant says is trained, after what a served model would see before it."""
+"""Only the assistant's turns are trained, after the context of a served model."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ OPENS_THINKING = (
 
 @pytest.fixture
 def chatty(tmp_path: Path) -> PreTrainedTokenizerBase:
-    """Characters, and `<s>` and `<e>` as special tokens around each message."""
+    """Tokenizer of characters, with `<s>` and `<e>` as special tokens around each message."""
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.add_tokens(["<s>", "<e>"], special_tokens=True)
@@ -53,7 +53,7 @@ def chatty(tmp_path: Path) -> PreTrainedTokenizerBase:
 
 
 def say(*contents: str) -> list[dict]:
-    """User and assistant in turns."""
+    """Turns of user and assistant."""
     return [
         {"role": "assistant" if i % 2 else "user", "content": content}
         for i, content in enumerate(contents)
@@ -68,7 +68,7 @@ def chains_of(
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, chains: list[MaskedTokens]) -> list[str]:
-    """Each chain's text, its trained spans in [[ ]]."""
+    """Text of each sequence, with its trained spans in [[ ]]."""
     texts = []
     for chain in chains:
         edges = np.flatnonzero(np.diff(chain.loss_mask_T, append=False)) + 1
@@ -115,7 +115,7 @@ def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
-def test_tool_calls_are_trained_and_what_tools_say_is_not(
+def test_tool_calls_are_trained_and_tool_results_are_not(
     chatty: PreTrainedTokenizerBase, arguments: object
 ) -> None:
     """OpenAI's format has the arguments as JSON text; templates want the object."""

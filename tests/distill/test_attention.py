@@ -1,4 +1,4 @@
-"""Attention under masks: one mask for all layers of a window, and no fallback to a slow kernel."""
+"""Attention masks: one for all layers of a window, and no fallback to a slow kernel."""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -74,7 +74,7 @@ def test_layers_of_a_window_keep_one_mask_between_them(
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_what_is_visible(window: int | None) -> None:
+def test_visible_tokens(window: int | None) -> None:
     queries_NS, keys_NK = torch.tensor([[4, 5], [0, 2]]), torch.tensor([[0, 3, 4, 5], [0, 1, 2, 3]])
     keys_NK[0, 1] = NOWHERE
     bias_N1SK = visibility_bias(queries_NS, keys_NK, window, torch.float32)
@@ -87,7 +87,7 @@ def test_what_is_visible(window: int | None) -> None:
 
 
 def test_kernels_that_take_grouped_heads() -> None:
-    """By the constraints of torch's fused kernels; everything else goes to its math kernel."""
+    """The constraints of torch's fused kernels; everything else goes to its math kernel."""
     takes = takes_grouped_heads
     for masked in (False, True):
         assert takes("cpu", torch.float32, 64, 64, masked=masked)
@@ -101,7 +101,7 @@ def test_kernels_that_take_grouped_heads() -> None:
 def test_no_mask_meets_grouped_heads_on_cuda(
     windowed: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """Windows, and a shared prefix, as they run on that device; the values are the same."""
+    """Windows and a shared prefix, as run on that device; the values are the same."""
     calls: list[tuple[bool, bool]] = []
     real = F.scaled_dot_product_attention
 
@@ -132,7 +132,7 @@ def test_no_mask_meets_grouped_heads_on_cuda(
 
 @pytest.mark.parametrize("softcap, heads", [(None, 1), (30.0, 4)])
 def test_scores_that_a_layer_holds_are_counted_by_head(softcap: float | None, heads: int) -> None:
-    """A cap of the scores is applied to all of them; else no kernel holds them."""
+    """A cap is applied to all scores; without one no kernel holds them."""
     config = Gemma2Config(**SIZES, attn_logit_softcapping=softcap)
     model = SharedPrefixModel(AutoModelForCausalLM.from_config(config))
     assert model.most_mask == MOST_MASK // heads

@@ -1,4 +1,4 @@
-"""Rows become batches: every row once, under the budget, each trained token at its place."""
+"""Batches of rows: every row once, within the budget, each trained token in its place."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -37,7 +37,7 @@ rows_lists = st.lists(
 
 @st.composite
 def units(draw: st.DrawFn, teachers: tuple[str, ...] = ("",)) -> tuple[list[TrainingRow], int]:
-    """Rows, and how many of them make a unit; the rows of a unit have one teacher."""
+    """Rows, and the number of rows per unit; the rows of a unit have one teacher."""
     size, count = draw(st.integers(1, 3)), draw(st.integers(0, 6))
     rows = []
     for unit in range(count):
@@ -59,7 +59,7 @@ def test_teachers_never_share_a_batch(made: tuple[list[TrainingRow], int], budge
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[TrainingRow], int]:
-    """Units of rows, several to a context of up to 150 tokens, in any order."""
+    """Units of rows, several with a context of up to 150 tokens, in any order."""
     size, rows = draw(st.integers(1, 2)), []
     for group in range(draw(st.integers(1, 4))):
         context_T = np.random.default_rng(group).integers(0, 99, draw(st.integers(1, 150)))
@@ -72,7 +72,7 @@ def groups(draw: st.DrawFn) -> tuple[list[TrainingRow], int]:
 
 
 def cost(batches: list[list[TrainingRow]], most_mask: int) -> int:
-    """Tokens through the layers, counted batch by batch from what is in it."""
+    """Tokens through the layers, counted batch by batch."""
     total = 0
     for rows in batches:
         prefixes = {tuple(row.tokens_T[: row.first_trained - 1]) for row in rows}
@@ -88,7 +88,7 @@ def cost(batches: list[list[TrainingRow]], most_mask: int) -> int:
 def plain_plan(
     rows: list[TrainingRow], size: int, budget: int, most_mask: int, *, by_context: bool
 ) -> list[list[TrainingRow]]:
-    """Units by length, or by context and length, put together until the budget is full."""
+    """Units sorted by length, or by context and length, packed until the budget is full."""
 
     def width(unit: list[TrainingRow]) -> int:
         return max(map(len, unit))
@@ -210,7 +210,7 @@ OPTIONAL = {
 
 
 def full_row(prompt: int, trained: int, *, seed: int, k: int = 3) -> TrainingRow:
-    """A row with all that a row may have; some of its response untrained."""
+    """Row with all optional fields; some of its response is untrained."""
     rng = np.random.default_rng(seed)
     row = training_row(prompt, trained, seed=seed)
     mask_T = _some_of(row.loss_mask_T, rng)
@@ -244,7 +244,7 @@ def test_optional_fields_are_at_their_tokens(shapes: list[tuple[int, int]], k: i
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 @pytest.mark.parametrize("name", [*OPTIONAL, "teacher_top"])
-def test_what_a_row_lacks_is_none_for_all(name: str, lacking: int) -> None:
+def test_a_field_that_one_row_lacks_is_none_for_all(name: str, lacking: int) -> None:
     rows = [full_row(2, 3 + i, seed=i) for i in range(3)]
     rows[lacking] = replace(rows[lacking], **{name: None})
     batch = collate(rows)
@@ -255,7 +255,7 @@ def test_what_a_row_lacks_is_none_for_all(name: str, lacking: int) -> None:
 
 
 def _some_of(mask_T: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A random, non-empty part of the mask: trained tokens need not be contiguous."""
+    """Random non-empty part of the mask: trained tokens need not be contiguous."""
     kept_T = mask_T & (rng.random(len(mask_T)) < 0.5)
     kept_T[np.flatnonzero(mask_T)[-1]] = True
     return kept_T

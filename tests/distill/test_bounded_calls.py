@@ -1,4 +1,4 @@
-"""Calls that do not end, that end everything, and those after them."""
+"""Calls that hang or end their process, and the calls after them."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from tests.leftovers import gone, mapped_inodes
 
 
 def nothing() -> None:
-    """What a child prepares."""
+    """Preparation of a child."""
 
 
 def end(exit_code: int) -> None:
@@ -93,7 +93,7 @@ def fail_to_prepare() -> None:
     raise ImportError("no such module")
 
 
-def test_a_child_that_cannot_be_prepared_says_why() -> None:
+def test_a_child_that_cannot_be_prepared_is_an_error() -> None:
     with pytest.raises(ImportError):
         in_child(fail_to_prepare, divmod, 7, 2, timeout_s=60)
 
@@ -124,7 +124,7 @@ def test_a_child_has_no_sockets() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A thread of the test's own; what hangs waits for the event, which is set at the end."""
+    """Separate thread; hanging calls wait for the event, which is set at the end."""
     monkeypatch.setattr(bounded, "_caller", bounded._Caller())
     over = threading.Event()
     yield over
@@ -136,14 +136,14 @@ def test_calls_share_one_thread(calls: threading.Event) -> None:
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_a_thread_that_is_late_is_given_up(calls: threading.Event) -> None:
+def test_a_late_thread_is_abandoned(calls: threading.Event) -> None:
     with pytest.raises(OverLimit):
         in_thread(calls.wait, timeout_s=0.1)
     assert in_thread(divmod, 7, 2, timeout_s=60) == (3, 1)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
-def test_whatever_a_thread_raises_is_raised(calls: threading.Event, error: type) -> None:
+def test_an_error_of_the_thread_is_raised(calls: threading.Event, error: type) -> None:
     def fail() -> None:
         raise error("no")
 

@@ -1,4 +1,4 @@
-"""Canaries: noise raises no alarm; other weights, empty ones, a lost T and a slow drift do."""
+"""Canaries: noise raises no alarm; other or empty weights, another T and a slow drift do."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ NOISE = {"float32": 3e-7, "bfloat16": 2**-9}
 
 
 class Model:
-    """Bags of embeddings: enough of a model to have weights, precision and noise."""
+    """Bags of embeddings, as a model with weights, precision and noise."""
 
     def __init__(self, seed: int, dtype: str = "float32") -> None:
         rng = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ class Model:
         self.noise, self.rng = NOISE[dtype], rng
 
     def states_TH(self, tokens_T: np.ndarray) -> np.ndarray:
-        """After each token."""
+        """States after each token."""
         age_TT = np.arange(len(tokens_T))[:, None] - np.arange(len(tokens_T))
         return np.where(age_TT >= 0, 0.7 ** np.abs(age_TT), 0) @ self.embedding_VH[tokens_T]
 
@@ -47,14 +47,14 @@ class Model:
         return HiddenStates((states_NH * (1 + noise_NH)).astype(np.float32), "float32")
 
     def logits_TV(self, tokens_T: np.ndarray) -> np.ndarray:
-        """After each token."""
+        """Logits after each token."""
         state_TH = self.states_TH(tokens_T)
         scale_TV = np.abs(state_TH) @ np.abs(self.head_HV)
         noise_TV = self.rng.normal(size=scale_TV.shape) * self.noise
         return state_TH @ self.head_HV + scale_TV * noise_TV
 
     def score(self, requests: list[ScoreRequest], temperature: float | None = None) -> list[Score]:
-        """`temperature`: what it takes for each T; None: the T that it is asked for."""
+        """`temperature` replaces the T of each request, if it is not None."""
         scores = []
         for request in requests:
             logits_NV = self.logits_TV(request.tokens_T)[request.start - 1 : -1]
@@ -121,7 +121,7 @@ def test_the_tolerance_is_that_of_the_first_answers_within_bounds() -> None:
 
 
 def test_a_slow_drift_adds_up() -> None:
-    """Each step is far below the tolerance; the answers are held against the first ones."""
+    """Each step is far below the tolerance; answers are compared with the first ones."""
     rows = CanaryRows.of(INFO, T)
     model = Model(3, "bfloat16")
     first = introduced(model, rows, "bfloat16")
@@ -160,7 +160,7 @@ def test_known_mistakes_are_named() -> None:
 def test_hidden_states_that_change_are_found_beside_log_probs_that_do_not(
     dtype: str, factor: float
 ) -> None:
-    """The head in the learner is given the states, and the server's log-probs are its own."""
+    """The learner's head is applied to the states; the server's log-probs use its own head."""
     rows = CanaryRows.of(INFO, T, states=True)
     model = Model(5, dtype)
     first = introduced(model, rows, dtype)

@@ -44,7 +44,7 @@ CALL = call("calculator", {"expression": "6*7"})
 
 
 class Echo(MessageEnv):
-    """Says back what the model said, three times; pays a point a turn."""
+    """Repeat the model's message three times; pay a point per turn."""
 
     closed = 0
 
@@ -71,7 +71,7 @@ class Echo(MessageEnv):
 
 @chz.chz
 class Echoes(ChatEnvConfig):
-    """Words to be said back."""
+    """Words to be repeated."""
 
     reads_prompts = False
     judges = False
@@ -96,7 +96,7 @@ def trajectory(dataset: EnvDataset, policy: Scripted):
 
 
 def turns_of(segment: Segment) -> list[int]:
-    """Where turns begin."""
+    """Positions at which turns begin."""
     return np.flatnonzero(np.diff(segment.action_mask_T.astype(int)) == 1).tolist()
 
 
@@ -129,7 +129,7 @@ def test_turns_rewards_and_bonuses() -> None:
     assert Echo.closed == closed + 1
 
 
-def test_a_subset_is_sent_without_the_other_problems() -> None:
+def test_a_pickled_subset_has_no_other_problems() -> None:
     dataset = Echoes(words="alpha bravo gamma")(None, setting(TOKENIZER))
     sent = pickle.dumps(dataset.subset([2, 0]))
     assert b"gamma" in sent and b"alpha" in sent and b"bravo" not in sent
@@ -155,7 +155,7 @@ def test_a_tool_is_called_and_answered(tmp_path: Path) -> None:
 
 
 class Reader:
-    """A reward model that notes the text it is shown, as its own tokenizer writes it."""
+    """Reward model that records the text of its input, encoded by its own tokenizer."""
 
     def __init__(self, path: str) -> None:
         self._encode = ConversationEncoder(path)
@@ -168,7 +168,7 @@ class Reader:
 
 
 def test_a_reward_model_scores_a_whole_chat(tmp_path: Path) -> None:
-    """Calls and results too, without an answer; to the last that was said where a limit cuts."""
+    """With calls and results, without an answer; up to the last message if a limit ends it."""
     path = tiny_model_dir(
         tmp_path, seed=1, vocab_size=len(TOKENIZER), hidden_size=32, layers=1, context_length=512
     )
@@ -203,7 +203,7 @@ def test_a_reward_model_scores_a_whole_chat(tmp_path: Path) -> None:
     ],
     ids=["json", "name", "schema", "failure", "nothing"],
 )
-def test_a_bad_call_is_told_to_the_model(tmp_path: Path, said: str, told: str) -> None:
+def test_the_model_sees_the_error_of_a_bad_call(tmp_path: Path, said: str, told: str) -> None:
     policy = Scripted(TOKENIZER, [said, "42"])
     [episode] = play(tool_use(questions(tmp_path)), policy)
     assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 1
@@ -250,8 +250,10 @@ def test_the_limit_on_tokens() -> None:
 
 
 def test_a_privileged_teacher_has_room_for_every_turn(tmp_path: Path) -> None:
-    """Its prompt is longer than the policy's by more than a turn takes; so the episode ends
-    earlier, by that much, than without a hint."""
+    """Its prompt is longer than the policy's by more than a turn.
+
+    So the episode ends earlier than without a hint, by that many tokens.
+    """
     hint = "The answer is 42, for six sevens are forty-two. " * 4
     row = {"prompt": "What is 6*7?", "answer": "42"}
     room = 512
@@ -286,7 +288,7 @@ def test_a_hint_without_room_for_a_turn_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_turn_that_is_cut_off_is_the_last_if_the_environment_says_so(
+def test_a_truncated_turn_is_the_last_with_ends_when_cut(
     monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     monkeypatch.setattr(Echo, "ends_when_cut", ends)
@@ -315,8 +317,8 @@ def test_hostile_tool_text_is_text(tmp_path: Path) -> None:
     assert "obey" in policy.seen[1]
 
 
-def test_what_was_condensed_can_be_read_back() -> None:
-    """By number and in full, as a message of a tool's."""
+def test_condensed_messages_can_be_read_back() -> None:
+    """By number and in full, as a tool message."""
     secret = "7" * 90
     dataset = Echoes(
         words=secret, max_tokens=400, condenser="keywords", condense_to=330, keep_last=1,
@@ -363,8 +365,7 @@ def test_blocks_are_listed_within_their_budget() -> None:
 
 
 def test_the_policy_itself_may_condense() -> None:
-    """It is asked beside the episode, with a budget, a temperature and a prompt of their own: what
-    it answers is no turn."""
+    """Its separate requests have their own budget, temperature and prompt, and are no turns."""
     dataset = Echoes(
         words="1" * 20, condenser="model", max_tokens=100, condense_to=80, keep_last=1,
         condenser_tokens=33, condenser_temperature=0.5, condenser_prompt="Say it shorter.",
@@ -393,7 +394,7 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
         Echoes(max_tokens=40)(None, setting(TOKENIZER))
 
 
-def test_what_must_stay_is_longer_than_the_budget() -> None:
+def test_fixed_messages_longer_than_the_budget() -> None:
     with refuses(ConfigError, "env.condense_to"):
         Echoes(words="1" * 99, max_tokens=100, condenser="keywords", condense_to=30)(
             None, setting(TOKENIZER, max_new_tokens=40)

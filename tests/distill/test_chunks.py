@@ -1,4 +1,4 @@
-"""Chunks: all of the text, once, in order, in its budget, and cut where a reader would pause."""
+"""Chunks cover the text once, in order and within the budget, and end at natural boundaries."""
 
 import random
 from itertools import pairwise
@@ -47,7 +47,7 @@ def chunks(text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase = BYTE
 def check(
     found: list[Chunk], text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Between one chunk and the next there is nothing but whitespace."""
+    """Assert that only whitespace lies between chunks."""
     end = 0
     for chunk in found:
         assert chunk.text == text[chunk.start : chunk.stop] and chunk.text.strip()

@@ -1,4 +1,4 @@
-"""Columns of any name are read as fields; a misspelt field is noticed, any other is left alone."""
+"""Columns of any name are read as fields; misspelt fields are refused, others ignored."""
 
 import pytest
 
@@ -95,5 +95,5 @@ def test_a_misspelt_field_is_noticed(slip: str, beside: dict[str, str]) -> None:
     "name",
     ["id", "level", "tags", "lag", "prompt_id", "answer_type", "message", "promt", "question", ""],
 )
-def test_other_columns_are_left_alone(name: str) -> None:
+def test_other_columns_are_ignored(name: str) -> None:
     refuse_misspelt({"prompt": "a", "answer": "b", name: "c"}, FIELDS)

@@ -1,4 +1,4 @@
-"""The handshake's verdict: who is off, by how much, and that NaN never agrees."""
+"""The handshake's verdict: the wrong party and its gap; NaN never agrees."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def compared(
     must_differ: bool = False,
     suspicions: Sequence[Suspicion] = (),
 ) -> Comparison:
-    """`party` against a reference of -2 everywhere, off by `gaps`."""
+    """`party` against a reference of -2 everywhere, with these gaps."""
     reference = np.full(len(gaps), -2, np.float32)
     return compare(
         party, reference + np.array(gaps, np.float32), "teacher decode", reference,
@@ -68,7 +68,7 @@ def test_a_small_gap_everywhere_is_worse_than_an_outlier() -> None:
 
 
 @pytest.mark.parametrize("gap", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_agrees(gap: float) -> None:
+def test_non_finite_values_never_agree(gap: float) -> None:
     assert not compared(0.0, gap, dtype="bfloat16").agrees
 
 
@@ -84,7 +84,7 @@ def test_json_has_no_constants_that_json_lacks() -> None:
     assert [row["max_gap"] for row in rows] == ["nan", "inf"]
 
 
-def test_a_mistake_that_fits_is_told_first() -> None:
+def test_a_matching_explanation_comes_first() -> None:
     reference = np.array([-2, -3], np.float32)
     mistaken = np.array([-5, -1], np.float32)
 
@@ -113,7 +113,7 @@ Z = np.array([[3.0, 1.0, -2.0], [0.5, -4.0, 9.0]], np.float32)
 
 
 def pair_differences(temperature: float) -> FloatArray:
-    """log p(a) - log p(b) of the softmax itself, normaliser and all."""
+    """log p(a) - log p(b) of the softmax itself, with its normaliser."""
     p_NV = np.exp(Z / temperature)
     log_p_NV = np.log(p_NV / p_NV.sum(axis=1, keepdims=True))
     return log_p_NV[:, 0] - log_p_NV[:, 2]
@@ -173,7 +173,7 @@ def test_facts_that_differ(
     assert difference is None or difference in found[0]
 
 
-def test_a_party_that_ignores_the_temperature_is_told_from_one_that_heeds_it() -> None:
+def test_a_party_that_ignores_the_temperature_is_detected() -> None:
     def heeds(gap: float) -> CalibrationReport:
         return CalibrationReport(comparisons=(compared(gap, must_differ=True),))
 

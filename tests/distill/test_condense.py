@@ -1,4 +1,4 @@
-"""Condensers keep to their budgets by the real tokenizer, and histories keep what must stay."""
+"""Condensers keep to their token budgets, and histories keep their fixed messages."""
 
 import asyncio
 import pickle
@@ -75,8 +75,8 @@ def test_words(text: str, found: list[str]) -> None:
 
 
 @pytest.mark.parametrize("focus", ["Where is the green bottle?", "LIGHTHOUSE", ""])
-def test_keywords_keep_what_matters(focus: str) -> None:
-    """Without a focus too: what is said once matters more than what is said ever again."""
+def test_keywords_keep_relevant_sentences(focus: str) -> None:
+    """Without a focus, rare sentences matter more than repeated ones."""
     assert "Then the lighthouse keeper found a green bottle." in keywords(STORY, 80, focus)
 
 
@@ -89,7 +89,7 @@ def test_keywords_keep_the_order_and_mark_the_gaps() -> None:
     assert condensed.index("day 3 ") < condensed.index("bottle") < condensed.index("day 21 ")
 
 
-def test_what_fits_stays_as_it_is() -> None:
+def test_a_text_within_the_budget_is_unchanged() -> None:
     assert keywords(STORY, 10**6, "bottle") == STORY
     assert keywords(STORY, count_tokens(BYTES, STORY)) == STORY
     assert keywords("", 0) == ""
@@ -108,7 +108,7 @@ def test_keywords_keep_to_the_budget(text: str, max_tokens: int, focus: str) -> 
 
 
 @given(TEXT, st.integers(1, 60))
-def test_keywords_whatever_the_tokenizer(
+def test_keywords_with_another_tokenizer(
     tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int
 ) -> None:
     keywords(text, max_tokens, "wall", tokenizer)
@@ -116,7 +116,7 @@ def test_keywords_whatever_the_tokenizer(
 
 @dataclass
 class Scribe:
-    """A sampler that answers as it is told to; keeps what it was asked."""
+    """Scripted sampler that records its prompts."""
 
     answer: Callable[[str], str]
     prompts: list[str] = field(default_factory=list)
@@ -170,12 +170,12 @@ def test_summaries_are_summarised_until_they_fit() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5, 30])
-def test_a_model_that_says_everything_again_comes_to_an_end(max_tokens: int) -> None:
+def test_a_model_that_repeats_its_input_terminates(max_tokens: int) -> None:
     scribe = Scribe(lambda prompt: prompt[prompt.index("Text:\n") + 6 :] * 2)
     assert by_model(scribe, STORY, max_tokens, chunk_tokens=64)
 
 
-def test_what_a_model_thinks_is_no_summary() -> None:
+def test_thinking_is_no_summary() -> None:
     scribe = Scribe(
         lambda prompt: "<think>Hm.</think>\n\nBread." if "day 3" in prompt else "<think>"
     )
@@ -211,9 +211,7 @@ def call(condenser: Condenser, max_tokens: int) -> str:
 
 
 @pytest.mark.parametrize("name", ["head", "later"])
-def test_a_function_of_the_user_s(
-    user_module: str, name: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_custom_functions(user_module: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     condenser = load_condenser(f"{user_module}:{name}", tokenizer)
     assert call(condenser, 6) == "why so"
     packed = pickle.dumps(condenser)
@@ -223,7 +221,7 @@ def test_a_function_of_the_user_s(
 
 
 @pytest.mark.parametrize("name", ["too_long", "nothing"])
-def test_a_function_that_breaks_its_promise(
+def test_a_custom_function_with_a_bad_result_is_an_error(
     user_module: str, name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     condenser = load_condenser(f"{user_module}:{name}", tokenizer)
@@ -275,13 +273,13 @@ def condense(
     return condensed
 
 
-def test_a_history_that_fits_stays_as_it_is() -> None:
+def test_a_history_within_the_budget_is_unchanged() -> None:
     whole = len(render_messages(BYTES, HISTORY))
     assert condense(HISTORY, whole) == HISTORY
     assert condense(HISTORY, whole - 1) != HISTORY
 
 
-def test_what_is_between_becomes_one_message() -> None:
+def test_middle_messages_become_one() -> None:
     condensed = condense(HISTORY, 150)
     assert [condensed[0], *condensed[2:]] == [SYSTEM, *HISTORY[-2:]]
     assert condensed[1]["role"] == "user"
@@ -298,7 +296,7 @@ def test_results_stay_with_their_calls(keep_last: int, stay: int) -> None:
 
 @dataclass
 class Echo:
-    """Says the text itself, as far as it fits; keeps what it was asked."""
+    """Return the text as far as it fits; record the calls."""
 
     asked: list[tuple[str, str, int]] = field(default_factory=list)
 
@@ -334,7 +332,7 @@ def test_a_condenser_that_takes_more_than_it_may_is_cut() -> None:
     assert condensed[1]["content"].endswith("milk.")
 
 
-def test_a_budget_below_what_must_stay() -> None:
+def test_a_budget_below_the_fixed_messages_is_refused() -> None:
     with refuses(DataError, "max_tokens"):
         condense(HISTORY, 20)
     fixed = len(render_messages(BYTES, [SYSTEM, message("user", SUMMARY_PREFIX), *HISTORY[-2:]]))

@@ -1,4 +1,4 @@
-"""Prompt and completion are encoded so that decoding gives what was written, by any tokenizer."""
+"""Prompt and completion are encoded so that any tokenizer decodes them to the written text."""
 
 from functools import cache
 
@@ -55,7 +55,7 @@ def _byte_level(add_prefix_space: bool) -> Tokenizer:
 
 
 def _pieces() -> dict[str, int]:
-    """Bytes, characters, and words with and without the space before them."""
+    """Bytes, characters, and words with and without a leading space."""
     chars = sorted(set("".join(_TEXTS).replace(" ", _BAR)))
     words = [*_WORDS, *(_BAR + word for word in _WORDS), _BAR * 2]
     return {piece: i for i, piece in enumerate(dict.fromkeys(["<unk>", *_BYTES, *chars, *words]))}
@@ -163,7 +163,7 @@ _WRITTEN = st.text("ab4 \n\t.:=(é日ﬁA", min_size=1, max_size=12) | st.lists(
 @pytest.mark.parametrize("name", [*_EXACT, *_LOSSY])
 @settings(max_examples=12)
 @given(prompt=_WRITTEN, completion=_WRITTEN)
-def test_what_is_trained_is_what_was_written(name: str, prompt: str, completion: str) -> None:
+def test_the_trained_text_is_the_written_one(name: str, prompt: str, completion: str) -> None:
     encoder = _encoder(name)
     try:
         chain = encoder.completion(prompt, completion)
@@ -188,7 +188,9 @@ def test_what_is_trained_is_what_was_written(name: str, prompt: str, completion:
         ("a", "b"),
     ],
 )
-def test_the_seam_has_no_space_that_nobody_wrote(name: str, prompt: str, completion: str) -> None:
+def test_no_space_is_inserted_between_prompt_and_completion(
+    name: str, prompt: str, completion: str
+) -> None:
     encoder = _encoder(name)
     chain = encoder.completion(prompt, completion)
     said_T = chain.tokens_T[chain.loss_mask_T][:-1]
@@ -210,7 +212,7 @@ def test_a_prompt_has_one_bos_and_no_eos(name: str, bos: bool, eos: bool) -> Non
     assert np.count_nonzero(row.tokens_T == tokenizer.eos_token_id) == 1
 
 
-def test_what_a_tokenizer_cannot_write_is_refused_with_the_place() -> None:
+def test_text_that_a_tokenizer_cannot_encode_is_refused() -> None:
     with pytest.raises(DataError):
         _encoder("lossy").completion("the answer:", " It is Four")
 

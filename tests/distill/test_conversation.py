@@ -1,4 +1,4 @@
-"""What was sampled is kept as sampled; what is seen next is what the template writes."""
+"""Sampled tokens are kept as sampled; the next observation is the template's text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def spoken(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
 
 
 class Episode:
-    """A conversation as an environment drives it, with all that was seen and sampled."""
+    """Conversation driven like an environment's, with all observed and sampled tokens."""
 
     def __init__(self, family: str, *messages: dict[str, Any], **settings: Any) -> None:
         self.tokenizer = chat_tokenizer(family)
@@ -66,7 +66,7 @@ class Episode:
         return self.talk.said(taken)
 
     def hears(self, *messages: dict[str, Any]) -> bool:
-        """Whether the next observation extends what was seen, having checked that it is right."""
+        """True if the next observation extends the sequence; checks that it is right."""
         observation_T, taken = self.turns[-1]
         breaks = len(self.talk.prefix_breaks)
         self.talk.hear(messages)
@@ -98,7 +98,7 @@ def parted(episode: Episode) -> list[str]:
 
 
 def trained(episode: Episode) -> list[list[str]]:
-    """The text of each trained span, by segment."""
+    """Text of each trained span, by segment."""
     texts = []
     for segment in episode.segments():
         edges = np.flatnonzero(np.diff(segment.action_mask_T)) + 1
@@ -109,7 +109,7 @@ def trained(episode: Episode) -> list[list[str]]:
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_a_tool_loop(family: str) -> None:
-    """Only templates that drop or rewrite what was said open a new segment."""
+    """Only templates that drop or rewrite earlier turns open a new segment."""
     episode = Episode(family)
     thought = "hm\n</think>\n\n" if family in ("qwq", "opens thinking") else ""
     call = thought + call_of(family)
@@ -207,7 +207,7 @@ def test_messages_that_the_template_refuses_are_not_heard() -> None:
     assert episode.hears(THANKS)
 
 
-def test_a_history_that_was_condensed_is_rendered_anew() -> None:
+def test_a_condensed_history_is_rendered_again() -> None:
     episode = Episode("qwen2.5")
     episode.says("Yes.")
     episode.hears(THANKS)
@@ -229,7 +229,7 @@ def test_tools_need_a_template_for_them() -> None:
 
 
 def spacing_tokenizer(assistant: str) -> PreTrainedTokenizerBase:
-    """As SentencePiece's: a text that is encoded alone starts with a space."""
+    """Tokenizer like SentencePiece's: a text that is encoded alone starts with a space."""
     tokens = ["<unk>", "\u2581", *"abcdefgh:"]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -244,7 +244,7 @@ def spacing_tokenizer(assistant: str) -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("said", [("c", "d", "<e>"), ("c", "d")])
-def test_what_follows_is_encoded_as_it_is_there(said: tuple[str, ...]) -> None:
+def test_the_following_text_is_encoded_in_its_context(said: tuple[str, ...]) -> None:
     tokenizer = spacing_tokenizer(":{{ m.content }}<e>")
     talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
     reason = StopReason.EOS if "<e>" in said else StopReason.LENGTH
@@ -256,7 +256,7 @@ def test_what_follows_is_encoded_as_it_is_there(said: tuple[str, ...]) -> None:
     assert talk.prefix_breaks == ()
 
 
-def test_what_cannot_be_encoded_on_its_own_is_encoded_behind_other_text() -> None:
+def test_text_that_depends_on_its_context_is_encoded_after_other_text() -> None:
     tokenizer = spacing_tokenizer(":{{ m.content }}")
     talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
     ids = [token_id(tokenizer, token) for token in "cd"]
@@ -272,7 +272,7 @@ _HEARD = st.sampled_from(["Go on.", "  ", "<think>", "caf\u00e9 \U0001f40c", "e\
 
 @st.composite
 def turns_of(draw: st.DrawFn, family: str) -> tuple[Sample, str]:
-    """A turn of text, calls and random ids, with or without its end; and what is heard then."""
+    """Turn of text, calls and random ids, with or without its end, and the next message."""
     tokenizer = chat_tokenizer(family)
     call = call_of(family)
     texts = draw(st.lists(_TEXTS | st.sampled_from([call, call[:20]]), max_size=3))
@@ -291,7 +291,7 @@ def turns_of(draw: st.DrawFn, family: str) -> tuple[Sample, str]:
 def test_sampled_tokens_land_once_in_the_context_that_the_model_saw(
     family: str, data: st.DataObject
 ) -> None:
-    """Whatever is sampled. `Episode.hears` checks each observation against the template's text."""
+    """For any samples. `Episode.hears` checks each observation against the template's text."""
     episode = Episode(family)
     drawn = data.draw(st.lists(turns_of(family), min_size=1, max_size=4))
     for turn, (taken, heard) in enumerate(drawn):

@@ -1,4 +1,4 @@
-"""Divergences against sums written out, and what each must satisfy."""
+"""Divergences against written-out sums, and their properties."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_a_partition_loses_no_mass(k: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_top_with_padding_that_the_student_lacks(name: DivergenceName) -> None:
-    """It is as if the teacher had one token less; the student's mass is all where it was."""
+    """The same as a teacher with one token less; the student's mass is unchanged."""
     log_p_NV, log_q_NV = log_pair(3)
     log_p_NV = log_p_NV.requires_grad_(True)
     log_q_NK, ids_NK = likeliest(log_q_NV, 3)
@@ -107,7 +107,7 @@ def test_a_top_with_padding_that_the_student_lacks(name: DivergenceName) -> None
 
 
 @pytest.mark.parametrize("mass", [0.0, 0.002, 0.5, 1.0 - 1e-7])
-def test_padding_in_the_top_is_left_out_whatever_its_mass(mass: float) -> None:
+def test_padding_in_the_top_is_left_out_with_any_mass(mass: float) -> None:
     log_q_NK = torch.tensor([[0.6 * (1 - mass), mass, 0.3 * (1 - mass)]]).log()
     kept_NK = without_padding(9, torch.tensor([[4, 11, 2]]), log_q_NK)
     if mass < 0.9:
@@ -131,7 +131,7 @@ def test_padding_of_a_whole_vocabulary_is_masked_before_the_softmax(name: Diverg
 def test_a_partition_s_divergence_is_between_zero_and_the_whole_one(
     name: DivergenceName, seed: int
 ) -> None:
-    """It grows with K (a finer partition), and with all but one token it is the whole one."""
+    """It grows with K, up to the whole divergence with all tokens but one."""
     log_p_NV, log_q_NV = log_pair(seed)
     whole_N = divergence(log_p_NV, log_q_NV, name, 0.5)
     least_N = torch.zeros_like(whole_N)
@@ -166,7 +166,7 @@ def test_a_partition_s_divergence_is_zero_where_the_partitions_agree_only(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_teacher_without_a_tail_leaves_value_and_gradient_finite(name: DivergenceName) -> None:
-    """Rounding may leave the top K with a sum of 1, or a little more."""
+    """Rounding may leave the top K with a sum of 1 or a little more."""
     logits_NV = torch.randn(1, 6, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
     for surplus in (0.0, 3e-4):
         log_q_NK = torch.tensor([[0.75, 0.25 + surplus]]).log()

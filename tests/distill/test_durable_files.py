@@ -43,10 +43,10 @@ def test_the_remains_of_a_killed_writer_are_replaced(tmp_path: Path, left_direct
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_is_before_the_end(
+def test_content_and_name_are_synced_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power failure leaves the file as it was, or whole."""
+    """A power failure leaves the file unchanged or complete."""
     path, seen, real = tmp_path / "kept", list[tuple[str, bool]](), os.fsync
 
     def fsync(descriptor: int) -> None:

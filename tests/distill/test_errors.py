@@ -1,4 +1,4 @@
-"""Descriptions of errors: the user's own line, and the kind that counts them."""
+"""Descriptions of errors have the user's line; kinds of errors group them."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Packed rows by flex attention: what sees what, in blocks, and that it is what padding gives.
+"""Packed rows by flex attention: visible tokens, blocks, and equality with padded rows.
 
 Gradients go through a dense twin (tests/flex_twin.py); whole learners are in
 tests/learner/test_packing.py, and the compiled kernel in `make gpu`.
@@ -27,7 +27,7 @@ JOINT = [
 
 
 def tokens(lengths: Sequence[int], continues: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(row, continued row, position) of each token, one by one."""
+    """(row, continued row, position) of each token."""
     found = []
     for row, (length, before) in enumerate(zip(lengths, continues, strict=True)):
         first = lengths[before] if before != row else 0
@@ -36,7 +36,7 @@ def tokens(lengths: Sequence[int], continues: Sequence[int]) -> list[tuple[int, 
 
 
 def seen(lengths: Sequence[int], continues: Sequence[int], window: int | None) -> np.ndarray:
-    """(L, L), token by token."""
+    """Visible tokens (L, L), token by token."""
     rows, befores, positions = map(np.array, zip(*tokens(lengths, continues), strict=True))
     kin = (rows[None] == rows[:, None]) | (rows[None] == befores[:, None])
     ago = positions[:, None] - positions[None]
@@ -45,7 +45,7 @@ def seen(lengths: Sequence[int], continues: Sequence[int], window: int | None) -
 
 @pytest.mark.parametrize("window", [None, 1, 50, 200])
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_hold_what_tokens_see_and_no_others(seed: int, window: int | None) -> None:
+def test_blocks_hold_exactly_the_visible_tokens(seed: int, window: int | None) -> None:
     draw = np.random.default_rng(seed)
     prefixes = draw.integers(1, 400, size=3).tolist()
     continues = [0, 1, 2, *draw.integers(0, 3, size=5).tolist()]
@@ -70,7 +70,7 @@ def heads(length: int, count: int, seed: int) -> Tensor:
 
 
 def results(length: int, current: Pass, rule: AttentionRule, *, gradients: bool) -> list[Tensor]:
-    """The output, and what it gives back to queries, keys and values."""
+    """Output, and its gradients for queries, keys and values."""
     inputs = [heads(length, n, seed).requires_grad_(gradients) for seed, n in enumerate((4, 2, 2))]
     query, key, value = inputs
     out = current.attend(0, query, key, value, rule)
@@ -84,7 +84,7 @@ RULES = [
 
 
 def passes(case: int) -> list[tuple[int, Pass, Pass]]:
-    """(L, flex, padded) of rows that continue others, and of the same rows if none did."""
+    """(L, flex, padded) of rows that continue others, and of independent rows."""
     prefixes, of_row, suffixes = JOINT[case]
     lengths = [*prefixes, *suffixes]
     total, rows = sum(lengths), range(len(lengths))
@@ -97,7 +97,7 @@ def passes(case: int) -> list[tuple[int, Pass, Pass]]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", range(len(JOINT)))
-def test_it_is_what_padded_attention_gives(
+def test_flex_attention_equals_padded_attention(
     rule: AttentionRule, case: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex_attention, "flex_attention", dense_flex)
@@ -109,7 +109,7 @@ def test_it_is_what_padded_attention_gives(
 
 @pytest.mark.slow  # its compiler's parts, imported
 def test_torch_reads_masks_and_caps_as_the_twin_does() -> None:
-    """Forward, which is all that a CPU has."""
+    """Only the forward pass runs on a CPU."""
     length, flex, padded = passes(0)[0]
     [ours], [theirs] = (results(length, way, RULES[-1], gradients=False) for way in (flex, padded))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""No text of a stranger speaks for the template, whatever tokenizer reads it."""
+"""Untrusted text never becomes a control token, with any tokenizer."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -67,8 +67,8 @@ def test_no_control_token_is_left(name: str, text: str) -> None:
     assert neutralised(clean, tokenizer) == clean
 
 
-def test_as_it_stands_it_would_be_one() -> None:
-    """Else the test above could not fail."""
+def test_raw_text_would_be_a_control_token() -> None:
+    """Otherwise the test above could not fail."""
     for name in NAMES:
         tokenizer = tokenizers()[name]
         ids = tokenizer("a<eos>", add_special_tokens=False)["input_ids"]
@@ -83,13 +83,13 @@ def test_the_break_is_invisible_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "a < b > c | d", "x\n\n  y"])
-def test_plain_text_stays(text: str) -> None:
+def test_plain_text_is_unchanged(text: str) -> None:
     for name in ("tiny", "bytes", "lower"):
         tokenizer = tokenizers()[name]
         assert neutralised(text, tokenizer) == text
 
 
-def test_what_cannot_be_encoded_is_replaced() -> None:
+def test_characters_that_cannot_be_encoded_are_replaced() -> None:
     assert encodable("a水\ud800b", tokenizers()["tiny"]) == "a??b"
     assert encodable("a水\ud800b", tokenizers()["bytes"]) == "a水?b"
     assert encodable("a水b", tokenizers()["tinier"]) == "a b"

@@ -1,4 +1,4 @@
-"""Formats: patterns and schemas by value, and what is wrong with them."""
+"""Formats: patterns and schemas by value, and refusals."""
 
 import asyncio
 import json
@@ -54,10 +54,10 @@ def test_json_schema(response: str, reward: float) -> None:
     assert json_schema(response, SCHEMA) == reward
 
 
-async def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
+async def test_endless_backtracking_is_no_match_and_blocks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python's `re`, which schemas are read by, lets no other thread run."""
+    """Schemas use Python's `re`, which holds the interpreter lock."""
     monkeypatch.setattr("distill.rewards.formats.CHILD_TIMEOUT_S", 2.0)
     ticks = []
 
@@ -73,7 +73,7 @@ async def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
     assert json_schema('"aa"', '{"pattern": "^(a+)+$"}') == 1  # the next one is not kept waiting
 
 
-def test_nothing_is_fetched_for_a_schema(tmp_path: Path) -> None:
+def test_remote_schemas_are_refused_and_not_fetched(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"const": 1}')
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"

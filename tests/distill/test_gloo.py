@@ -1,4 +1,4 @@
-"""gloo listens where the processes of its group can reach it."""
+"""gloo listens on an address that the processes of its group can reach."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interfaces() -> dict[str, str]:
-    """Names of this machine's interfaces by their addresses."""
+    """Names of this machine's interfaces by address."""
     return {
         each.address: name
         for name, addresses in psutil.net_if_addrs().items()
@@ -39,7 +39,7 @@ def test_the_interface_follows_the_address_of_the_group() -> None:
     assert os.environ[INTERFACE] == "lo"
 
 
-def test_an_interface_that_the_user_names_stays() -> None:
+def test_an_interface_set_by_the_user_is_kept() -> None:
     os.environ[INTERFACE] = "eth7"
     listen_towards("127.0.0.1")
     assert os.environ[INTERFACE] == "eth7"

@@ -20,7 +20,7 @@ LOGPROBS = [name for name in ARRAYS if "logprobs" in name]
 
 
 def among_others(made: Segment) -> TrajectoryGroup:
-    """A group in which this segment (3 observed, 4 sampled tokens) is neither first nor last."""
+    """Group in which this segment (3 observed, 4 sampled tokens) is neither first nor last."""
     others = segment(2, 6, seed=1), segment(5, 2, seed=2, teacher_logprobs_T=None)
     members = trajectory(others[0], made), trajectory(others[1])
     return TrajectoryGroup(group_id=4, trajectories_G=members)

@@ -1,4 +1,4 @@
-"""A group that was packed and unpacked is the group."""
+"""A packed and unpacked group is unchanged."""
 
 import pickle
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tests.samples import group, ids, segment, top_logprobs, trajectory
 
 
 def assert_same(made: Any, expected: Any) -> None:
-    """Deeply, to the bit, with types, shapes and dtypes; arrays are read-only."""
+    """Assert deep equality with types, shapes and dtypes; arrays are read-only."""
     if isinstance(expected, Mapping):
         assert made == dict(expected)
         return
@@ -34,12 +34,12 @@ def assert_same(made: Any, expected: Any) -> None:
 
 
 def experts(tokens: int, largest: int, dtype: type) -> np.ndarray:
-    """Of two layers, three each."""
+    """Experts of two layers, three each."""
     return np.arange(largest, largest - 6 * tokens, -1).reshape(tokens, 2, 3).astype(dtype)
 
 
 def varied() -> TrajectoryGroup:
-    """Several segments, some with fields that others lack."""
+    """Group of several segments, some with fields that others lack."""
     return TrajectoryGroup(
         group_id=17,
         trajectories_G=(
@@ -65,7 +65,7 @@ def varied() -> TrajectoryGroup:
 
 
 def travelled(made: TrajectoryGroup, least_bytes: int) -> TrajectoryGroup:
-    """The group from its metadata and its parts, each as it is after a journey."""
+    """Group from its metadata and parts, each pickled as for another process."""
     columns = checked(made)
     meta = pickle.loads(pickle.dumps(meta_of(made, columns), protocol=5))
     parts = pickle.loads(pickle.dumps(columns.parts(least_bytes), protocol=5))

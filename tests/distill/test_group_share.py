@@ -1,4 +1,4 @@
-"""A share of a run's groups: by their ids alone, as many of each step as were asked for."""
+"""Shares of a run's groups by id, with the given number in each step."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The guard of a program, as the starters of processes that we use start it."""
+"""The guard of a program, with the process starters in use."""
 
 import signal
 import subprocess
@@ -13,8 +13,8 @@ from tests.leftovers import is_alive
 from tests.waiting import DEADLINE_S, until
 
 
-def test_a_program_may_be_started_by_what_runs_hooks_of_forks_first() -> None:
-    """So uvloop does, and CPython with a `preexec_fn`."""
+def test_a_program_starts_with_fork_hooks() -> None:
+    """uvloop runs them, and CPython with a `preexec_fn`."""
     started = subprocess.run(
         guarded([sys.executable, "-c", "print('started')"]), start_new_session=True,
         pass_fds=(lifeline(),), preexec_fn=lambda: None, capture_output=True, text=True,
@@ -43,8 +43,8 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("children_first", [False, True])
-def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path, children_first: bool) -> None:
-    """With its children, as Ray's workers do, or alone."""
+def test_a_killed_starter_leaves_nothing(tmp_path: Path, children_first: bool) -> None:
+    """With its children, as Ray's workers are killed, or alone."""
     scratch = tmp_path / "scratch"
     command = [sys.executable, "-c", STARTER, PROGRAM, str(scratch)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:

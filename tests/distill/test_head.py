@@ -1,4 +1,4 @@
-"""The head of a checkpoint alone, of families that differ in what they make of its logits."""
+"""The head of a checkpoint alone, of families that transform its logits in different ways."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Held-out problems share no prompt with those that are trained."""
+"""Held-out problems share no prompt with trained ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st

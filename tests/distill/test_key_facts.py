@@ -1,4 +1,4 @@
-"""Key facts pay once, where they are said first, as whole words."""
+"""Key facts pay once, at their first occurrence, as whole words."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_the_first_occurrence_is_paid_over_its_tokens(tokenizer: PreTrainedToken
         ("no; a.b", "a.b"),
     ],
 )
-def test_what_says_a_fact(text: str, fact: str) -> None:
+def test_texts_that_contain_a_fact(text: str, fact: str) -> None:
     assert sum(paid(text, fact)) == pytest.approx(1)
 
 
@@ -60,17 +60,17 @@ def test_what_says_a_fact(text: str, fact: str) -> None:
         ("so", "s"),
     ],
 )
-def test_what_does_not(text: str, fact: str) -> None:
+def test_texts_that_do_not_contain_a_fact(text: str, fact: str) -> None:
     assert not any(paid(text, fact))
 
 
-def test_facts_add_up_and_one_said_twice_is_one() -> None:
+def test_facts_add_up_and_repetitions_count_once() -> None:
     row = paid(CORPUS, "Paris", "paris ", "42 bridges", "桥", "London", value=0.5)
     assert sum(row) == pytest.approx(1.5)
     assert not any(paid(CORPUS))
 
 
-def test_a_thought_says_nothing() -> None:
+def test_facts_in_thinking_do_not_count() -> None:
     thought = "<think>Paris has 42</think>"
     assert sum(paid(f"{thought} 42\n", "Paris", "42", answer=" 42\n")) == pytest.approx(1)
     assert not any(paid(thought, "Paris", answer=""))
@@ -87,7 +87,7 @@ FACTS = ["Paris", "42 bridges", "桥", "is it"]
 
 
 @given(st.lists(st.sampled_from([*FACTS, "so", "paris", "42", "\n", "é"]), max_size=12))
-def test_the_row_adds_up_to_the_facts_that_are_said(said: list[str]) -> None:
+def test_the_row_adds_up_to_the_contained_facts(said: list[str]) -> None:
     text = " ".join(said)
     folded = f" {' '.join(text.casefold().split())} "
     kept = sum(f" {fact.casefold()} " in folded for fact in FACTS)

@@ -1,4 +1,4 @@
-"""A feature whose library is missing ends in an error that names the feature and the package."""
+"""The error for a missing library names the feature and the package."""
 
 import sys
 from collections.abc import Callable

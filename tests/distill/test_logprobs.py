@@ -1,4 +1,4 @@
-"""Log-probs and entropies against the definition, and vocabulary heads against their models."""
+"""Log-probs and entropies against their definition, and vocabulary heads against models."""
 
 import math
 from typing import Any
@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
 
 
 def by_hand(logits: list[float], token: int, temperature: float) -> tuple[float, float]:
-    """(log p_T(token), entropy of p_T), in float64, a value at a time."""
+    """(log p_T(token), entropy of p_T) in float64, value by value."""
     highest = max(logits)
     total = 0.0
     for z in logits:
@@ -52,7 +52,7 @@ def by_hand(logits: list[float], token: int, temperature: float) -> tuple[float,
 
 
 def drawn_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Five positions, each at a temperature of its own."""
+    """Five positions, each with its own temperature."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = (3 * torch.randn(5, 11, generator=generator)).to(dtype)
     tokens_N = torch.randint(0, 11, (5,), generator=generator)
@@ -107,7 +107,7 @@ def hidden_and_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 class _TwoLinears(nn.Module):
-    """A projection that is no Linear: two matrices, as adapters have them."""
+    """Projection of two matrices that is no Linear, as with adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_every_gradient_of_the_chunks_is_autograd_s_own(
 def test_chunks_under_autocast_are_the_whole_under_autocast(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Of hidden states in either precision: a model's last norm may give both."""
+    """For hidden states in either precision: a model's last norm may return both."""
     model = qwen3()
     head, hidden_NH = VocabularyHead.of(model), hidden_and_logits(model)[0].detach().to(dtype)
     made = []
@@ -232,7 +232,7 @@ def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Strange(Qwen3ForCausalLM):
-    """Does to its logits what no rule here knows."""
+    """Model that transforms its logits in an unknown way."""
 
     def forward(self, *args: object, **kwargs: object):
         output = super().forward(*args, **kwargs)  # pyright: ignore[reportArgumentType]

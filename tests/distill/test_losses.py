@@ -51,7 +51,7 @@ def test_the_loss_and_its_gradient_written_out(
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if "ppo" in name or "cispo" in name])
 def test_the_drawn_tokens_fall_on_all_sides_of_the_bounds(name: str) -> None:
-    """Or the test above would not have seen what it is about."""
+    """Otherwise the test above would prove nothing."""
     how = ObjectiveConfig(**LOSSES[name])
     low, high = bounds(how)
     ratios = []
@@ -101,7 +101,7 @@ def test_only_the_learner_s_own_figures_carry_a_gradient(
 def test_a_corrected_loss_written_out(
     loss: dict[str, Any], correction: Any, proximal: bool
 ) -> None:
-    """Ratios are against the learner's own log-probs; learner to server is a weight beside them."""
+    """Ratios use the learner's own log-probs; learner to server is a separate weight."""
     cap = 1.5
     how = ObjectiveConfig(**loss, correction=correction, correction_cap=cap)
     made = drawn(2, proximal=True)

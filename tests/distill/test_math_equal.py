@@ -1,4 +1,4 @@
-"""Mathematics that is equal, that is not, and that nobody should try to simplify."""
+"""Answers that are mathematically equal, unequal, or too expensive to simplify."""
 
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def test_equality_is_exact_but_for_decimals() -> None:
         ("", "18", 0),
     ],
 )
-def test_what_is_equal(response: str, answer: str, reward: float) -> None:
+def test_rewards_of_responses(response: str, answer: str, reward: float) -> None:
     assert math_equal(response, answer) == reward
     assert load_function("math_equal")(response, answer) == reward
 
@@ -125,7 +125,7 @@ def test_numbers_of_any_length_vote(response: str, digits: int) -> None:
     assert math_equal(response, response) == 1
 
 
-def test_what_takes_for_ever_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_simplification_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "TIMEOUT_S", 3.0)
     assert math_equal(ENDLESS, "2") == 0
     assert math_equal("2", "2") == 1  # the next one is not kept waiting

@@ -1,4 +1,4 @@
-"""Messages reach every chat template in one form, and what it does not write is found."""
+"""Messages reach every chat template in one form; lost content is detected."""
 
 import json
 import logging
@@ -120,7 +120,7 @@ HEARD = {"role": "tool", "content": "3"}
         ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", [ASK, SAY], None, "content"),
     ],
 )
-def test_what_is_not_written_is_refused(
+def test_content_that_the_template_drops_is_refused(
     template: str, messages: list[dict], tools: list | None, field: str
 ) -> None:
     with refuses(DataError, field):
@@ -172,6 +172,6 @@ def test_a_begun_answer_is_continued(family: str) -> None:
     assert answered(messages, " 3.") == whole and answered([ASK], "3") == [ASK, SAY]
 
 
-def test_a_call_that_nobody_answers_is_nothing_to_continue() -> None:
+def test_an_unanswered_call_cannot_be_continued() -> None:
     with pytest.raises(DataError):
         render_messages(tokenizer_of("qwen2.5"), [ASK, calling()])

@@ -79,8 +79,8 @@ def test_every_metric_written_out() -> None:
     )
 
 
-def test_turns_are_counted_and_told_apart() -> None:
-    """The twin walks over the tokens one by one."""
+def test_metrics_by_turn() -> None:
+    """The reference walks over the tokens one by one."""
     groups = uneven_groups()
     gaps: dict[int, list[float]] = {}
     counts, segments, reasons = [], [], []
@@ -159,7 +159,7 @@ def test_reference_bonuses_and_constant_groups_written_out() -> None:
         (-2.0, 1, False, 0.0),
     ],
 )
-def test_equal_members_are_told_from_sure_ones(
+def test_share_of_groups_with_equal_members(
     logprob: float, members: int, differs: bool, share: float
 ) -> None:
     def member(g: int):
@@ -200,7 +200,7 @@ def test_reward_and_kl_come_once_more_for_each_teacher_and_tag() -> None:
 
 
 def test_a_teacher_that_moves_has_an_age() -> None:
-    """Mean over tokens of the versions that it was behind; none where any teacher is frozen."""
+    """Mean versions behind per token; none if any teacher is frozen."""
     moving = [group(0, members=1, teacher_version=3), group(1, members=2, teacher_version=5)]
     expected = (3 * (6 - 3) + 7 * (6 - 5)) / 10  # of 3 tokens, and of 3 and 4
     assert group_metrics(moving, version=6)["opd/teacher_age"] == pytest.approx(expected)

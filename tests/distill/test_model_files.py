@@ -1,4 +1,4 @@
-"""Files beside the weights leave as they came, or are refused before a run."""
+"""Files beside the weights are exported unchanged, or refused before a run."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ def written(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_generation_settings_leave_as_they_came(
+def test_generation_settings_are_exported_unchanged(
     name: str, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     student = copy_of(tiny_pair, tmp_path / "student")
@@ -90,13 +90,13 @@ def test_settings_that_cannot_be_loaded_are_refused(tiny_pair: TinyPair, tmp_pat
 
 
 class Unsaved:
-    """A tokenizer that loads and cannot be saved."""
+    """Tokenizer that loads and cannot be saved."""
 
     def save_pretrained(self, directory: Path) -> None:
         raise Exception("no merges")
 
 
-def test_what_cannot_be_saved_is_found_before_a_step(tiny_pair: TinyPair) -> None:
+def test_files_that_cannot_be_saved_are_refused_before_a_step(tiny_pair: TinyPair) -> None:
     with pytest.raises(CheckpointError):
         check_model_files(tiny_pair.student, Unsaved())  # pyright: ignore[reportArgumentType]
 
@@ -109,7 +109,7 @@ def test_an_export_that_fails_leaves_nothing(tiny_pair: TinyPair, tmp_path: Path
     assert "space" not in str(error.value) and not list(tmp_path.iterdir())
 
 
-def test_a_text_model_leaves_within_the_model_that_it_came_in(tmp_path: Path) -> None:
+def test_a_text_model_is_exported_within_its_outer_model(tmp_path: Path) -> None:
     origin, exported = tmp_path / "origin", tmp_path / "exported"
     outer = multimodal(origin)
     save_tokenizer(origin)
@@ -131,7 +131,7 @@ def test_a_config_that_servers_would_not_read_is_refused_before_a_run(tmp_path: 
     check_export(str(tmp_path))
 
     def of_an_unknown_kind(path: str) -> PreTrainedModel:
-        """The text model with a config that is none of the outer config's parts."""
+        """Text model whose config is no part of the outer config."""
         model = meta_causal_lm(path)
         model.config.__class__ = type("OtherConfig", (type(model.config),), {})
         return model
@@ -141,7 +141,7 @@ def test_a_config_that_servers_would_not_read_is_refused_before_a_run(tmp_path: 
 
 
 def multimodal(directory: Path) -> Qwen3_5ForConditionalGeneration:
-    """A tiny model whose text model transformers loads by itself, with a config of its own."""
+    """Tiny model whose text model transformers loads alone, with its own config."""
     heads = {"linear_num_key_heads": 2, "linear_key_head_dim": 16}
     values = {"linear_num_value_heads": 2, "linear_value_head_dim": 16, "head_dim": 64}
     layers = {"layer_types": ["linear_attention", "full_attention"]}
@@ -156,7 +156,7 @@ def multimodal(directory: Path) -> Qwen3_5ForConditionalGeneration:
     return model
 
 
-def test_full_disks_are_told_from_other_errors() -> None:
+def test_full_disks_differ_from_other_errors() -> None:
     full = [OSError(errno.ENOSPC, "x"), OSError(errno.EDQUOT, "x")]
     full += [SafetensorError("I/O error: No space left on device (os error 28)")]
     wrapped = RuntimeError("the writer failed")

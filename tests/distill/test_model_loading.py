@@ -81,7 +81,7 @@ def test_a_corrupt_config(copy: Path, content: str) -> None:
         load(copy)
 
 
-def test_a_config_that_does_not_say_its_context() -> None:
+def test_a_config_without_a_context_length() -> None:
     with pytest.raises(CheckpointError):
         context_length(BloomConfig())
 
@@ -119,7 +119,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape(
 
 
 def test_a_file_that_cannot_be_mapped(copy: Path) -> None:
-    """A terabyte, of which the disk has the header alone: its tensors are known, and not read."""
+    """A terabyte file of which only the header is on disk: its tensors are listed, not read."""
     entry = {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}
     header = json.dumps({"large": entry}).encode()
     with (copy / "model.safetensors").open("wb") as file:

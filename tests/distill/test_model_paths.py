@@ -1,4 +1,4 @@
-"""Paths of models that are not there: refused before a hub is asked, with what was meant."""
+"""Missing model paths are refused before a hub is asked, with the nearest name."""
 
 from pathlib import Path
 
@@ -26,9 +26,7 @@ def test_other_names_are_directories(path: str) -> None:
         check_model_path(path)
 
 
-def test_a_path_of_nearly_the_name_is_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nearest_path_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models/student").mkdir(parents=True)
     Path("models/rows.jsonl").touch()

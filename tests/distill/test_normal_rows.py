@@ -163,7 +163,7 @@ def nullable(schema: dict, *required: str) -> dict:
         (ADD, False, False),
     ],
 )
-def test_a_null_argument_stays_where_its_tool_takes_it(
+def test_null_arguments_are_kept_if_the_tool_has_them(
     tool: dict, kept: bool, kept_from_arrow: bool
 ) -> None:
     row = {"messages": [called("get", {"city": "Paris", "unit": None})], "tools": [tool]}
@@ -249,6 +249,6 @@ def test_prompts_as_they_are_published(tmp_path: Path, row: dict, columns: dict)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "[INST] hi [/INST]", '["role"]', "{}", '[{"a": 1}]'])
-def test_a_text_that_is_no_chat_stays_a_text(tmp_path: Path, text: str) -> None:
+def test_a_text_that_is_no_chat_is_kept(tmp_path: Path, text: str) -> None:
     [prompt] = load_prompts(write_rows(tmp_path / "a.jsonl", {"prompt": text}), context())
     assert prompt.text == text

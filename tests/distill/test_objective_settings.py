@@ -30,7 +30,7 @@ REFUSED_OF_TEACHERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "settings"), REFUSED_OF_POLICIES, ids=str)
-def test_refused_whoever_rewards(field: str, settings: dict[str, Any]) -> None:
+def test_combinations_refused_with_any_reward(field: str, settings: dict[str, Any]) -> None:
     for config in (ObjectiveConfig, OpdObjective, RlObjective):
         with refuses(ConfigError, f"objective.{field}"):
             config(**settings)
@@ -86,7 +86,7 @@ WEIGHING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("weighing", WEIGHING, ids=str)
-def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) -> None:
+def test_a_loss_without_any_weight_is_refused(weighing: dict[str, Any]) -> None:
     [name, *_] = weighing
     for settings in WHOLE:
         assert not ObjectiveConfig(**settings).has_advantages

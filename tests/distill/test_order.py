@@ -1,4 +1,4 @@
-"""The order of training is a pure function of sizes, weights and seed, with each source's share."""
+"""The order of training depends on sizes, weights and seed, with each source's share."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ def test_every_block_has_every_source_as_often_as_its_weight(
 
 @given(parts=PARTS, seed=SEEDS)
 def test_every_source_is_walked_as_if_it_were_alone(parts: list[MixedPart], seed: int) -> None:
-    """The slow way: go from the start, and count how often each source came."""
+    """Slow reference: walk from the start, and count the occurrences of each source."""
     stream = MixedStream(parts, seed)
     alone = [PromptStream(part.size, seed, number) for number, part in enumerate(parts)]
     seen = [0] * len(parts)
@@ -37,10 +37,10 @@ def test_every_source_is_walked_as_if_it_were_alone(parts: list[MixedPart], seed
 
 
 @given(parts=PARTS, seed=SEEDS, positions=st.lists(st.integers(0, 10**9), min_size=1, max_size=9))
-def test_it_does_not_matter_what_was_asked_before(
+def test_indices_do_not_depend_on_earlier_calls(
     parts: list[MixedPart], seed: int, positions: list[int]
 ) -> None:
-    """Workers ask out of order, and a resumed run begins in the middle."""
+    """Workers ask out of order, and a resumed run begins midway."""
     used = MixedStream(parts, seed)
     for position in positions:
         assert used.index(position) == MixedStream(parts, seed).index(position)

@@ -1,4 +1,4 @@
-"""Pairs in three forms; each side trains what the assistant says after the shared context."""
+"""Pairs in three forms; each side trains the assistant's turns after the shared context."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def load(tmp_path: Path):
 
 
 def shown(row: TrainingRow) -> tuple[str, str]:
-    """(all of the text, what is trained of it)"""
+    """(whole text, its trained text)"""
     return (
         str(TOKENIZER.decode(row.tokens_T.tolist())),
         str(TOKENIZER.decode(row.tokens_T[row.loss_mask_T].tolist())),
@@ -70,7 +70,7 @@ BEFORE = [USER, RIGHT, MORE]
         ({"prompt": "2+2", "chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]}, ASKED_TWICE),
     ],
 )
-def test_what_both_sides_of_a_chat_begin_with_is_context(load, row: dict, before: str) -> None:
+def test_the_common_beginning_of_both_sides_is_context(load, row: dict, before: str) -> None:
     [pair] = load(row)
     assert both(pair) == ((before + "4\n", "4\n"), (before + "5\n", "5\n"))
 

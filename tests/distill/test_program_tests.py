@@ -1,4 +1,4 @@
-"""Formats of published tests: right programs pass, wrong ones do not, empty tests are refused."""
+"""Formats of published tests: right programs pass, wrong ones fail, empty tests are refused."""
 
 import json
 import sys
@@ -96,7 +96,7 @@ def test_functions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passes(program: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """True if the program passes, in this process: the sandbox costs a tenth of a second."""
+    """True if the program passes in this process; the sandbox costs a tenth of a second."""
     tests, solution, names = read_tests(answer), ModuleType("solution"), {"__name__": "tests"}
     exec(program, vars(solution))
     monkeypatch.setitem(sys.modules, "solution", solution)
@@ -212,7 +212,7 @@ def test_results_of_calls(
         "-" * 100_000 + "1",
     ],
 )
-def test_what_can_assert_nothing_is_refused_before_the_run(answer: str) -> None:
+def test_tests_that_cannot_fail_are_refused_before_the_run(answer: str) -> None:
     with pytest.raises(DataError):
         check_answer(load_reward("unit_tests"), answer)
 
@@ -232,6 +232,6 @@ def test_what_can_assert_nothing_is_refused_before_the_run(answer: str) -> None:
         "    def test_a(self): self.same(f(1), 2)",
     ],
 )
-def test_what_can_fail_is_taken(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_can_fail_are_accepted(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(SystemExit):
         assert not passes("def f(x): return 1 / 0 if x == 2 else 1 / 3", answer, monkeypatch)

@@ -1,4 +1,4 @@
-"""Prompt files are read whole or refused by line; the order of prompts is seeded and resumable."""
+"""Prompt files are read or refused by line; the order of prompts is seeded and resumable."""
 
 import asyncio
 import json
@@ -143,7 +143,7 @@ def test_tools_reach_the_template(load, tmp_path: Path) -> None:
     assert str(tokenizer.decode(prompt.tokens_T.tolist())).startswith("add:")
 
 
-def test_a_begun_answer_is_continued_and_said(
+def test_a_begun_answer_is_continued_and_reported(
     load, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -182,14 +182,14 @@ def test_rows_name_their_teacher(
         (("maths",), "code"),
     ],
 )
-def test_a_teacher_that_is_none_is_refused(
+def test_an_unknown_teacher_is_refused(
     load, teachers: tuple[str, ...], teacher: str | None
 ) -> None:
     with refuses(DataError, "teacher", names="prompts.jsonl:2:"):
         load(named("maths"), named(teacher), teachers=teachers)
 
 
-def test_what_the_teacher_sees_fits_its_context(load) -> None:
+def test_the_teacher_s_prompt_must_fit_its_context(load) -> None:
     row = json.dumps({"prompt": "a", "teacher_prompt": "x" * 30})
     for context in (None, 38):
         assert len(load(row, teacher_context_length=context)) == 1
@@ -222,7 +222,7 @@ async def _rewards(builder: SingleTurnGroupBuilder, tokens: list[int]) -> list[f
 def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Also after the dataset went to another process."""
+    """Also after the dataset was pickled."""
     prompt = Prompt(
         tokens_T=ids(3), answer="4", line=1, teacher="maths", tag="sums",
         teacher_tokens_T=ids(5, 6), bonuses={"so": 1.0},
@@ -238,7 +238,7 @@ def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
     assert result.bonuses_T.tolist() == [0.5, 0.5, 0, 0, 0]
 
 
-def test_a_subset_is_sent_without_the_other_problems(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_pickled_subset_has_no_other_problems(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = [
         Prompt(tokens_T=ids(3 + i), answer=f"answer-{i}", line=i + 1, tag=f"tag-{i}")
         for i in range(4)

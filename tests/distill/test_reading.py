@@ -1,4 +1,4 @@
-"""Documents longer than the context: parts, notes, segments of their own, and what is refused."""
+"""Documents longer than the context: parts, notes, separate segments, and refusals."""
 
 import asyncio
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def dataset(
 
 
 def reads(row: Mapping[str, str]):
-    """Notes the number as soon as it is shown, and keeps it."""
+    """Write the number down when it is shown, and keep it."""
 
     def script(_turn: int, seen: str) -> str:
         shown = seen.rpartition("user\n")[2].partition("<|im_end|>")[0]

@@ -1,4 +1,4 @@
-"""What the weights account for: a watermark, what was set aside below it, and ids above it."""
+"""Groups that the weights account for: a watermark, dropped ids below it, trained ids above."""
 
 import json
 import pickle
@@ -16,10 +16,8 @@ from distill.records import TrainedGroups
     order=st.permutations(range(12)),
     sizes=st.lists(st.integers(1, 4), max_size=8),
 )
-def test_it_remembers_what_a_set_remembers(
-    poison: set[int], order: list[int], sizes: list[int]
-) -> None:
-    """Groups in any order; the watermark stands after the last trained one without a gap below."""
+def test_records_equal_a_set_of_ids(poison: set[int], order: list[int], sizes: list[int]) -> None:
+    """Groups in any order; the watermark is after the last trained one without a gap below."""
     reasons = {group_id: f"reason {group_id}" for group_id in poison}
     left = [group_id for group_id in order if group_id not in poison]
     trained, plain = TrainedGroups(), set[int]()
@@ -41,7 +39,7 @@ def test_it_remembers_what_a_set_remembers(
         assert (trained == before) == (not ids)
 
 
-def test_what_is_written() -> None:
+def test_the_serialised_form() -> None:
     trained = TrainedGroups(17).after([18], {17: "its environment raised KeyError"})
     written = {"watermark": 19, "set_aside": {"17": "its environment raised KeyError"}}
     assert trained.to_json() == written
@@ -49,7 +47,7 @@ def test_what_is_written() -> None:
     assert TrainedGroups.from_json(written) == trained
 
 
-def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
+def test_the_dropped_groups_are_read_only() -> None:
     given_reasons = {1: "poison"}
     trained = TrainedGroups(3, given_reasons)
     given_reasons[2] = "more"

@@ -1,4 +1,4 @@
-"""Advantages of samples over a step, what lengths do to rewards, and functions of a user's."""
+"""Advantages of samples over a step, length penalties, and custom functions."""
 
 import math
 import textwrap
@@ -236,7 +236,7 @@ def with_advantage(name: str) -> ObjectiveConfig:
     return ObjectiveConfig(kl_coef=0.0, reward_coef=0.5, baseline=name)
 
 
-def test_an_advantage_of_one_s_own_is_told_all_that_happened(own: str) -> None:
+def test_a_custom_advantage_gets_all_results(own: str) -> None:
     facts = [GroupRewards.of(group) for group in step()]
     made = sample_advantages(facts, with_advantage(f"{own}:lengths"))
     assert [made_G.tolist() for made_G in made] == [[0.5, 1, 0, 2], [0.5, 1, 1.5], [0, 1]]
@@ -249,7 +249,7 @@ def test_an_advantage_of_one_s_own_is_told_all_that_happened(own: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["raises", "one_short", "divided"])
-def test_what_is_wrong_with_an_advantage_is_said(own: str, name: str) -> None:
+def test_bad_results_of_a_custom_advantage_are_refused(own: str, name: str) -> None:
     with refuses(DataError, "baseline"), np.errstate(all="ignore"):
         AdvantageTrial(name=f"{own}:{name}", group_size=4)()
 
@@ -265,7 +265,7 @@ def test_functions_are_found_and_can_be_called_so_or_are_refused(own: str) -> No
             trial()
 
 
-def test_a_loss_of_one_s_own_is_the_tokens_losses(own: str) -> None:
+def test_a_custom_loss_returns_the_tokens_losses(own: str) -> None:
     generator = torch.Generator().manual_seed(1)
     logprobs_N, old_N, advantages_N = torch.randn(3, 6, generator=generator)
     logprobs_N.requires_grad_()
@@ -282,12 +282,12 @@ def test_a_loss_of_one_s_own_is_the_tokens_losses(own: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["detached", "over_the_batch", "summed", "infinite", "nothing"])
-def test_what_is_wrong_with_a_loss_is_said(own: str, name: str) -> None:
+def test_bad_results_of_a_custom_loss_are_refused(own: str, name: str) -> None:
     with pytest.raises(DataError):
         LossTrial(name=f"{own}:{name}")()
 
 
-def test_a_divergence_of_one_s_own_is_of_each_state(own: str) -> None:
+def test_a_custom_divergence_is_one_per_state(own: str) -> None:
     how = ObjectiveConfig(estimator="full", divergence=f"{own}:tv")
     DivergenceTrial(name=how.divergence)()
     drawn = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)).log_softmax(2)
@@ -304,6 +304,6 @@ def test_a_divergence_of_one_s_own_is_of_each_state(own: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["of_teacher", "mass", "averaged", "scalar"])
-def test_what_is_wrong_with_a_divergence_is_said(own: str, name: str) -> None:
+def test_bad_results_of_a_custom_divergence_are_refused(own: str, name: str) -> None:
     with pytest.raises(DataError):
         DivergenceTrial(name=f"{own}:{name}")()

@@ -1,4 +1,4 @@
-"""Rewards: the built-in ones by value, a user's by name, checked for being a finite number."""
+"""Built-in rewards by value; custom ones by name, checked for finite numbers."""
 
 import asyncio
 import pickle
@@ -124,20 +124,20 @@ def test_last_number(response: str, answer: str, reward: float) -> None:
     assert last_number(response, answer) == reward
 
 
-def test_a_function_of_the_user_s(user_module: str) -> None:
+def test_custom_functions(user_module: str) -> None:
     assert load_function(f"{user_module}:length")("abc", "a") == 2.0
     right = load_function(f"{user_module}:right")
     assert (right("a", "a"), right("a", "b")) == (1.0, 0.0)
     assert isinstance(right("a", "a"), float)
 
 
-def test_words_of_a_user_s_reward_are_its_verdict_s(user_module: str) -> None:
+def test_feedback_of_a_custom_reward_is_in_its_verdict(user_module: str) -> None:
     reward = load_function(f"{user_module}:told")
     assert asyncio.run(verdict(reward, "abc", "a")) == Verdict(reward=3.0, feedback="not a")
     assert asyncio.run(judge(reward, "abc", "a")) == 3.0
 
 
-def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
+def test_a_custom_function_pickles_by_name(user_module: str) -> None:
     reward = load_function(f"{user_module}:length")
     packed = pickle.dumps(reward)
     assert f"{user_module}:length".encode() in packed
@@ -145,13 +145,13 @@ def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["pair", "nan", "inf", "none", "text", "large", "integer"])
-def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> None:
+def test_rewards_that_are_no_finite_numbers_are_refused(user_module: str, answer: str) -> None:
     reward = load_function(f"{user_module}:broken")
     with refuses(DataError, "reward"):
         reward("response", answer)
 
 
-def test_a_reward_that_is_late_says_which_and_of_what(user_module: str) -> None:
+def test_a_late_reward_is_an_error(user_module: str) -> None:
     reward = load_function(f"{user_module}:hang", timeout_s=0.2)
     with refuses(DataError, "reward"):
         asyncio.run(judge(pickle.loads(pickle.dumps(reward)), "response", "the answer"))
@@ -163,7 +163,7 @@ def test_a_reward_that_is_late_says_which_and_of_what(user_module: str) -> None:
     ("answer", "error"),
     [("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("mine", "Mine")],
 )
-def test_whatever_a_reward_raises_is_an_error_of_the_reward(
+def test_any_exception_of_a_reward_is_an_error_of_the_reward(
     user_module: str, answer: str, error: str
 ) -> None:
     reward = load_function(f"{user_module}:exits")
@@ -192,8 +192,8 @@ def test_names_that_cannot_be_loaded(user_module: str, name: str) -> None:
         load_reward(name)
 
 
-def test_only_rewards_of_ours_know_what_a_response_answers(user_module: str) -> None:
-    """A user's may be an object without a hash."""
+def test_only_built_in_rewards_extract_answers(user_module: str) -> None:
+    """A custom one may be an object without a hash."""
     mine = load_function(f"{user_module}:half")
     assert mine("4", "4") == 0.5 and answer_of(mine) is None
     find = answer_of(last_number)

@@ -151,7 +151,7 @@ def test_a_long_cell_is_read(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_malformed_files_are_refused(
     tmp_path: Path, name: str, content: str | bytes, row: str
 ) -> None:
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)

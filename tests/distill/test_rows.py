@@ -1,4 +1,4 @@
-"""Training rows of rollouts: one a segment, with its own facts and what the objective asks."""
+"""Training rows of rollouts: one per segment, with its own data and the objective's terms."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -30,7 +30,7 @@ def groups_of(**changes: Any) -> list[TrajectoryGroup]:
 
 
 def with_top() -> Segment:
-    """Five actions; the teacher's likeliest hold the second and the fourth of them."""
+    """Five actions; the teacher's likeliest contain the second and the fourth of them."""
     tokens = [9, 20, 21, 22, 23, 24]
     top = [[1, 2], [21, 3], [4, 5], [6, 23], [7, 8]]
     return segment(
@@ -51,7 +51,7 @@ def centred_rewards(of: TrajectoryGroup) -> list[float]:
     return group_centred(np.array(rewards, np.float32)).tolist()
 
 
-def test_a_row_for_every_segment_with_its_own_facts() -> None:
+def test_one_row_per_segment_with_its_own_data() -> None:
     objective = ObjectiveConfig(kl_coef=0.7, kl_discount_factor=0.9, reward_coef=2.0)
     groups = groups_of()
     rows = policy_rows(groups, objective)
@@ -147,8 +147,8 @@ def test_equal_rewards_have_advantages_of_0_and_a_whole_divergence_has_none() ->
     assert advantage_metrics(bonus, whole)["advantage/max"] == 0.5
 
 
-def test_metadata_says_of_a_row_what_the_row_does() -> None:
-    """By it the leader deals rows that it does not have."""
+def test_metadata_equals_that_of_the_row() -> None:
+    """The leader deals rows that it does not have by their metadata."""
     shared = segment(5, 3, seed=1)
     other = replace(shared, tokens_T=np.where(np.arange(8) == 4, 9, shared.tokens_T))
     made = TrajectoryGroup(

@@ -1,4 +1,4 @@
-"""One home for T: above 0 and never truncated in training, 0 and up in evaluation."""
+"""Temperatures: above 0 and never truncated in training, 0 and up in evaluation."""
 
 import math
 from dataclasses import fields

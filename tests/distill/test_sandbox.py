@@ -1,4 +1,4 @@
-"""Real programs that mean harm: none reaches our files, our network, our memory or our time."""
+"""Hostile programs in the sandbox reach no files, network, memory or time of ours."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ print(open({str(tmp_path / "weights")!r}).read())
     assert "FileNotFoundError" in result.stderr
 
 
-def test_nothing_is_written_outside(tmp_path: Path) -> None:
+def test_programs_write_nothing_outside(tmp_path: Path) -> None:
     source = f"""
 import os, sys
 for place in ["/", "/usr", "/dev", {sys.prefix!r}, {sys.base_prefix!r}, {str(Path.home())!r}]:
@@ -111,7 +111,7 @@ print(os.getcwd(), os.listdir())
     assert not os.path.exists("/tmp/here")
 
 
-def test_it_is_nobody_and_stays_so() -> None:
+def test_programs_have_no_privileges_and_get_none() -> None:
     source = """
 import ctypes, os
 print(os.getuid(), os.getgid(), os.getpid())
@@ -193,7 +193,7 @@ def test_system_calls_that_no_computation_needs_are_refused(isolation) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_ordinary_programs_go_on(isolation) -> None:
+def test_ordinary_programs_run(isolation) -> None:
     source = """
 import asyncio, concurrent.futures, multiprocessing, subprocess, sys, tempfile, threading
 def double(x): return 2 * x
@@ -217,7 +217,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "isolation", ["namespaces", pytest.param("process", marks=pytest.mark.slow)]
 )
-def test_what_takes_too_long(isolation) -> None:
+def test_the_time_limit(isolation) -> None:
     result = run("import time; time.sleep(600)", wall_s=2, isolation=isolation)
     assert (result.outcome, result.exit_code) == ("time", None)
     busy = "print('so far', flush=True)\nwhile True: pass"
@@ -228,13 +228,13 @@ def test_what_takes_too_long(isolation) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_what_takes_too_much_memory(isolation) -> None:
+def test_the_memory_limit(isolation) -> None:
     result = run("x = 'a' * (1 << 30)", memory_mb=256, isolation=isolation)
     assert (result.outcome, result.stderr.splitlines()[-1]) == ("memory", "MemoryError")
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
-def test_what_writes_too_much(isolation) -> None:
+def test_the_output_limit(isolation) -> None:
     before = psutil.Process().memory_info().rss
     result = run("while True: print('x' * 1000)", output_bytes=10_000, isolation=isolation)
     assert (result.outcome, len(result.stdout)) == ("output", 10_000)
@@ -347,7 +347,7 @@ def test_limits_that_cannot_be(limits, field: str) -> None:
 
 
 def test_without_namespaces_it_is_refused() -> None:
-    """In a namespace of users that may make no other: what a strict container looks like."""
+    """A user namespace that may create no other, like a strict container."""
     code = """
 import asyncio
 from distill.sandbox.sandbox import require_sandbox, run_python

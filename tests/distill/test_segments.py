@@ -1,4 +1,4 @@
-"""Turns become one chain while the prefix holds, and a new segment when it breaks."""
+"""Turns are one segment while each extends the prefix, and a new one when it does not."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def build(*turns: tuple[np.ndarray, Sample]) -> tuple[Segment, ...]:
     return builder.build()
 
 
-def test_the_chain_goes_on_from_where_it_broke() -> None:
+def test_a_new_segment_starts_at_the_break() -> None:
     made = build((ids(5), sample(7)), (ids(9), sample(8)), (ids(9, 8, 3), sample(2)))
     assert [segment.tokens_T.tolist() for segment in made] == [[5, 7], [9, 8, 3, 2]]
 
@@ -54,7 +54,7 @@ def test_nothing_trained_is_refused() -> None:
 
 
 def test_a_turn_that_is_not_trained_is_context() -> None:
-    """Also of its own segment: one in which nothing is trained is left out."""
+    """Also of its own segment; a segment without trained tokens is left out."""
     builder = SegmentBuilder(0.7)
     builder.append(ids(5), sample(7, 8), row(1, 2), trained=False)
     builder.append(ids(5, 7, 8, 3), sample(6), row(4))
@@ -79,7 +79,7 @@ def told(made: Segment) -> tuple[list[int], int] | None:
 
 
 def test_the_privileged_context_is_on_every_segment_that_begins_with_the_prompt() -> None:
-    """And on no other: what was observed is what counts, not what the policy made of it."""
+    """And on no other: observed tokens count, not sampled ones."""
     builder = SegmentBuilder(0.7, ids(3, 4, 2))
     for observation in [ids(5, 6), ids(5, 6, 7, 8), ids(5, 6, 1), ids(5), ids(9, 5, 6)]:
         builder.append(observation, sample(6 if len(observation) == 1 else 7))
@@ -91,7 +91,7 @@ def test_the_privileged_context_is_on_every_segment_that_begins_with_the_prompt(
     assert told(plain) is None
 
 
-def test_an_untrained_first_segment_still_says_what_the_prompt_was() -> None:
+def test_an_untrained_first_segment_defines_the_prompt() -> None:
     builder = SegmentBuilder(0.7, ids(3))
     builder.append(ids(5, 6), sample(7), trained=False)
     builder.append(ids(5, 6, 1), sample(8))

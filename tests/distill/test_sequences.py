@@ -1,4 +1,4 @@
-"""Trajectories of several segments are one sequence, whichever micro-batches its rows are in."""
+"""Trajectories of several segments are one sequence across micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def proximal(rows_D: Sequence[TrainingRow]) -> list[TrainingRow]:
 
 
 def present_logprobs(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
-    """The learner's: near the sampler's."""
+    """The learner's log-probs, near the sampler's."""
     made = []
     for row in rows_D:
         rng = np.random.default_rng(int(row.tokens_T.sum()))
@@ -89,7 +89,7 @@ def present_logprobs(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
 def gradients(
     rows_D: Sequence[TrainingRow], how: ObjectiveConfig, counts: StepCounts
 ) -> tuple[float, list[float]]:
-    """Loss and gradient by the log-prob of each token, of one micro-batch."""
+    """Loss, and gradient by the log-prob of each token, of one micro-batch."""
     logprobs_N = torch.from_numpy(np.concatenate(present_logprobs(rows_D))).requires_grad_(True)
     stats = TokenStats(logprobs_N, torch.zeros_like(logprobs_N))
     loss, _ = policy_loss(stats, collate(rows_D), counts, how)
@@ -99,7 +99,7 @@ def gradients(
 def written_out(
     rows_D: Sequence[TrainingRow], how: ObjectiveConfig, counts: StepCounts
 ) -> list[float]:
-    """Gradients, a sequence and a token at a time."""
+    """Gradients by sequence and token."""
     rows, gradients = iter(rows_D), []
     gaps = [
         (each.behaviour_logprobs_T - each.reference_logprobs_T)[each.action_mask_T]

@@ -69,7 +69,7 @@ def test_a_name_means_a_path(name: str, paths: list[str]) -> None:
     assert meant_by(Press, name) == paths
 
 
-def test_an_ambiguous_name_lists_what_it_may_be() -> None:
+def test_the_error_of_an_ambiguous_name_lists_its_meanings() -> None:
     with refuses(ConfigError, "every", names="inks.every or paper.every"):
         path_of(Press, "every")
 

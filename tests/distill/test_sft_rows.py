@@ -1,4 +1,4 @@
-"""Supervised rows: prompt, completion and EOS; or a conversation, the assistant's turns trained."""
+"""Supervised rows: prompt, completion and EOS; or a conversation's assistant turns."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_completion_that_ends_with_the_eos_gets_no_other(load) -> None:
     assert facts(rows[0]) == facts(rows[1]) == facts(rows[2])
 
 
-def test_messages_answer_a_prompt_as_what_the_user_says(load) -> None:
+def test_a_prompt_before_messages_is_a_user_message(load) -> None:
     asked, *said = CHAT["messages"]
     made = load(CHAT, {"prompt": asked["content"], "completion": said})
     assert facts(made[0]) == facts(made[1])
@@ -112,7 +112,7 @@ def test_completions_need_an_eos_token(load, tmp_path: Path) -> None:
 
 
 def test_a_conversation_may_take_several_rows(load, tmp_path: Path) -> None:
-    """The template writes the last answer in capitals, so the first is seen so only on its own."""
+    """The template writes the last answer in capitals, so the first needs its own row."""
     template = (
         "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
     )
@@ -129,7 +129,7 @@ def test_a_conversation_may_take_several_rows(load, tmp_path: Path) -> None:
 
 
 def sampled() -> dict:
-    """A row of token ids, two runs of which were sampled."""
+    """Row of token ids, two runs of which were sampled."""
     row = {"tokens": [5, 6, 7, 8, EOS, 9], "loss_mask": [[1, 3], [4, 5]]}
     return row | {"tokenizer": fingerprint(TOKENIZER).vocab_hash}
 

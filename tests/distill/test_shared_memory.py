@@ -1,4 +1,4 @@
-"""Weights in shared memory: what another process reads is what was written last."""
+"""Weights in shared memory: another process reads the last written values."""
 
 import gc
 import io
@@ -35,7 +35,7 @@ def held(fill: float) -> HeldWeights:
 
 
 def read_elsewhere(shares: list[SharedTensors]) -> list[dict[str, torch.Tensor]]:
-    """What a process that is no child of this one's sharing reads."""
+    """Tensors as read by a process that is not a child sharing memory with this one."""
     program = (
         "import pickle, sys, torch; shares = pickle.load(sys.stdin.buffer); "
         "read = [{name: t.clone() for name, t in shared.unpack().items()} for shared in shares]; "
@@ -47,7 +47,7 @@ def read_elsewhere(shares: list[SharedTensors]) -> list[dict[str, torch.Tensor]]
     return torch.load(io.BytesIO(done.stdout))
 
 
-def test_another_process_reads_what_was_written_last() -> None:
+def test_another_process_reads_the_last_written_values() -> None:
     block = SharedBlock()
     for fill in (1.0, 2.0):
         block.write(held(fill))
@@ -102,7 +102,7 @@ def writer() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_killed_writer_leaves_nothing_and_takes_nothing(writer: subprocess.Popen[bytes]) -> None:
-    """No name in /dev/shm, no helper process; those who had the memory keep it, others are told."""
+    """No name in /dev/shm, no helper process; processes with the memory keep it, others fail."""
     assert writer.stdout is not None
     shared: SharedTensors = pickle.load(writer.stdout)
     assert not shared_memory_of(writer.pid)
@@ -129,7 +129,7 @@ def test_a_path_that_means_another_file_by_now(tmp_path: Path) -> None:
 
 
 def open_blocks() -> int:
-    """Descriptors of blocks that this process has; its other threads open and close other files."""
+    """Descriptors of this process's blocks; its other threads open and close other files."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -161,7 +161,7 @@ def test_a_limit_on_the_size_of_a_file_is_named() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_found(bad: float) -> None:
+def test_non_finite_values_are_found(bad: float) -> None:
     good = tensors(2.0) | {"huge": torch.full((9,), 3e38)}  # its sum overflows
     assert first_non_finite(good) is None
     spoilt = good | {"w": torch.ones(50)}

@@ -1,4 +1,4 @@
-"""Rewards that take long: one at a time, while what else a process does goes on."""
+"""Slow rewards run one at a time while the rest of the process continues."""
 
 import asyncio
 import threading

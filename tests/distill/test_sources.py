@@ -1,4 +1,4 @@
-"""Sources of rows: how they are written, what they are called, read once, known by content."""
+"""Sources of rows: syntax, names, reading once, and digests of content."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2", "bonuses": {"so": 1.0}}, {"prompt": "Ã
 
 
 def one_by_one() -> Iterator[dict]:
-    """Rows as a user's function makes them."""
+    """Rows as a custom function yields them."""
     yield from ROWS
 
 
@@ -61,7 +61,7 @@ def test_functions_and_hub_data_sets_have_colons_of_their_own() -> None:
     ]
 
 
-def test_two_of_one_name_are_told_by_their_places() -> None:
+def test_sources_with_equal_names_are_named_by_their_paths() -> None:
     assert [name for _, name, _ in parsed("x/train.jsonl,y/train.jsonl,z.csv")] == [
         "x/train.jsonl", "y/train.jsonl", "z",
     ]  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_file_of_exactly_that_name_is_meant(tmp_path: Path) -> None:
         "a.jsonl:1.0001,b.jsonl:1",
     ],
 )
-def test_what_cannot_be_sources_is_refused(value: str) -> None:
+def test_invalid_sources_are_refused(value: str) -> None:
     with refuses(ConfigError, "prompts"):
         parse_sources("prompts", value)
 
@@ -111,7 +111,7 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path / "saved")
 
 
-def test_a_saved_data_set_of_splits_says_which_there_are(saved: str, tmp_path: Path) -> None:
+def test_a_saved_data_set_needs_its_split(saved: str, tmp_path: Path) -> None:
     one = datasets.Dataset.load_from_disk(saved)
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
     assert RowReader()(str(tmp_path / "both/train")) == list(enumerate(ROWS, 1))
@@ -137,7 +137,7 @@ def test_a_hub_data_set_is_asked_for_its_subset_and_split(monkeypatch: pytest.Mo
     ]
 
 
-def test_what_the_library_complains_of_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_library_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise RuntimeError("Config name\n  is missing")
 
@@ -147,7 +147,7 @@ def test_what_the_library_complains_of_is_one_line(monkeypatch: pytest.MonkeyPat
 
 
 def test_columns_that_no_source_has_are_refused(tmp_path: Path) -> None:
-    """One source may have the field itself; if all do, the setting is a slip."""
+    """One source may have the field itself; if all do, the setting is a mistake."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text('[{"question": "1", "answer": "=2"}]')
     b.write_text('[{"prompt": "1", "answer": "=3"}]')
@@ -185,5 +185,5 @@ def test_a_digest_is_of_content_and_weights(tmp_path: Path, saved: str) -> None:
     assert digest((str(a), 3), (str(b), 1)) == digest((str(moved), 3), (str(b), 1))
 
 
-def test_what_an_environment_reads_by_itself_has_no_digest(tmp_path: Path) -> None:
+def test_data_read_by_an_environment_has_no_digest(tmp_path: Path) -> None:
     assert RowReader().digest([Source(place=str(tmp_path), name="a")]) is None

@@ -1,4 +1,4 @@
-"""The run's stop tokens: those at which any model ends, or those chosen; one event."""
+"""The run's stop tokens: the union of the models', or chosen ones; one event."""
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
@@ -72,7 +72,7 @@ def test_an_event_is_one_outcome_of_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("name", ["reverse", "forward", "jsd"])
-def test_what_is_absent_has_no_share_in_a_divergence_nor_in_its_gradient(name: str) -> None:
+def test_absent_tokens_do_not_count_in_a_divergence(name: str) -> None:
     torch.manual_seed(1)
     ones_N, event = torch.ones(4), (0, 3)
     z_NV = (torch.randn(4, 6) * 4).requires_grad_()

@@ -1,4 +1,4 @@
-"""Which groups the teacher samples: by their ids alone, and in the share that was asked for."""
+"""Groups that the teacher samples, by id and share."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The run's chat template: a file's, with arguments that stand in the template itself."""
+"""The run's chat template: from a file, with its arguments written into the template."""
 
 import pickle
 from copy import deepcopy
@@ -71,7 +71,7 @@ def test_any_json_value_arrives(tmp_path: Path, value: str, written: str) -> Non
     assert text(settings) == written
 
 
-def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
+def test_invalid_templates_and_arguments_are_refused(switch: str, tmp_path: Path) -> None:
     for bad in ("{", "[1]"):
         with refuses(ConfigError, "model.chat_template_kwargs"):
             ChatTemplateSettings(chat_template_kwargs=bad)

@@ -1,4 +1,4 @@
-"""Games of the textarena library on scripted policies: real games, played to their ends."""
+"""Games of the textarena library with scripted policies, played to their ends."""
 
 import pickle
 import random
@@ -36,7 +36,7 @@ def play(
 
 
 def test_both_seats_play_the_game_to_its_end() -> None:
-    """First listed move by first listed move, the first seat has 0, 2, 4, 6: a diagonal."""
+    """With the first listed moves, the first seat has 0, 2, 4, 6: a diagonal."""
     (first, second), policy = play(first_listed)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
@@ -49,7 +49,7 @@ def test_both_seats_play_the_game_to_its_end() -> None:
 
 
 def test_a_long_game_is_played_to_its_end() -> None:
-    """Column by column, seats in turn: diagonals are of one seat, and win in the fourth row."""
+    """Columns in order, alternating seats: diagonals of one seat win in the fourth row."""
     episodes, _ = play(lambda turn, _: f"[{turn % 7}]", game="ConnectFour-v0", eval_opponent="self")
     assert [episode.stop_reason for episode in episodes] == [StopReason.DONE] * 2
     assert sorted(episode.reward for episode in episodes) == [-1, 1]
@@ -64,7 +64,7 @@ def test_an_opponent_of_listed_moves(problem: int) -> None:
 
 
 def test_games_draw_from_generators_of_their_own() -> None:
-    """Two games at once: each goes as it does alone, and others' randomness is left as it was."""
+    """Two concurrent games go as they do alone, and the global random state is unchanged."""
 
     def hands(*games: TextArenaGame) -> list[str]:
         for _ in range(4):
@@ -113,6 +113,6 @@ def test_an_evaluation_by_self_play_of_one_episode_plays_a_game() -> None:
         ({"rules": False}, "env.rules"),
     ],
 )
-def test_what_cannot_be_played_is_refused(settings: dict[str, object], field: str) -> None:
+def test_unusable_games_are_refused(settings: dict[str, object], field: str) -> None:
     with refuses(ConfigError, field):
         TextArena(**settings)  # pyright: ignore[reportArgumentType]

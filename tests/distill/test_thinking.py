@@ -1,4 +1,4 @@
-"""Thinking is told from the answer by the marks that each family's chat template writes."""
+"""Thinking is separated from the answer by the marks of each family's chat template."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -30,10 +30,10 @@ THOUGHT, ANSWER = "so 1 + 2 = 3", "3"
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family writes an assistant's turn, and what its models sample.
+    """Format of a family's assistant turn, and of its models' samples.
 
     `assistant` and `prompt` are of its chat template; `before`, `between` and `after` are what a
-    model samples around its thought and its answer; `field` is where the template takes a thought.
+    model samples around its thinking and answer; `field` is the template's field for thinking.
     """
 
     assistant: str
@@ -182,7 +182,7 @@ def test_a_response_without_thinking_is_its_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_next_prompt_is_what_the_template_writes_of_thinking_and_answer(name: str) -> None:
+def test_the_next_prompt_equals_the_template_s_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     talk = Conversation(tokenizer, [QUESTION])
     talk.said(said(name, whole(name)))
@@ -234,15 +234,15 @@ def test_channels_that_are_not_the_final_one_are_no_answer() -> None:
         ("", "", ""),
     ],
 )
-def test_where_the_template_tells_nothing_thinking_is_in_think(
+def test_without_marks_in_the_template_thinking_is_in_think(
     text: str, thinking: str, answer: str
 ) -> None:
     response = THINK.response(text)
     assert (response.thinking, response.answer, response.text) == (thinking, answer, text)
 
 
-def test_a_response_is_what_was_sampled() -> None:
-    """No space is tidied, no special token lost, and the stop token is the last one alone."""
+def test_a_response_is_the_sampled_text() -> None:
+    """Spaces and special tokens are kept; only the last token is the stop token."""
     tokenizer = tokenizer_of("think")
     prompt_T = np.array([1], np.int32)
     for text in ("a != b , say 'm' .", " a", "<|end|><|end|>x", "[THINK]"):

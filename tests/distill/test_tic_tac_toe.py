@@ -1,4 +1,4 @@
-"""Tic-tac-toe against its obvious version: rules, and players that are what they say."""
+"""Tic-tac-toe against a naive version: rules and players."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_game_by_hand() -> None:
     assert game.view(1) == "O\nOOX\n.X.\nX.."
 
 
-def test_nobody_beats_the_perfect_player() -> None:
+def test_the_perfect_player_is_never_beaten() -> None:
     assert value(FREE * 9) == 0
     for seed in range(60):
         perfect, other = PerfectPlayer(seed), RandomPlayer(1000 + seed)

@@ -1,4 +1,4 @@
-"""Phrases pay the tokens that spell them, whatever the tokens are, and no more than they say."""
+"""Phrases pay the tokens that spell them, with any tokenizer, and no more than their value."""
 
 import random
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def byte_tokenizer(
     special: Sequence[str] = ("<eos>",),
     normalizer: normalizers.Normalizer | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Bytes, and merges of them in the corpus, up to `vocab_size` tokens; `special` come first."""
+    """Bytes and merges of the corpus, up to `vocab_size` tokens; `special` come first."""
     backend = Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -141,7 +141,7 @@ MERGED = byte_tokenizer(*["ab abé 你好 🙂a", "éab 你好ab b🙂"] * 20, v
 
 @given(st.text(alphabet="ab é你好🙂", max_size=40), st.integers(0, 2**16))
 def test_the_row_adds_up_to_its_occurrences(text: str, seed: int) -> None:
-    """Whatever the tokens: the usual ones, or single bytes in between."""
+    """With the usual tokens, or single bytes in between."""
     rng = random.Random(seed)
     ids: list[int] = []
     for token in MERGED(text)["input_ids"]:

@@ -1,4 +1,4 @@
-"""Two tokenizers either mean the same by every id, or the first difference is named."""
+"""Two tokenizers agree on every id, or the first difference is an error."""
 
 import json
 from pathlib import Path

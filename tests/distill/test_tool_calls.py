@@ -1,4 +1,4 @@
-"""Every family's calls are read, nothing a model writes raises, and what is no call stays text."""
+"""Every family's calls are parsed, no text raises, and text that is no call stays text."""
 
 import json
 from typing import Any, get_args
@@ -63,14 +63,14 @@ def test_one_call(tool_format: ToolFormat, text: str) -> None:
     ],
 )
 def test_calls_in_parallel(tool_format: ToolFormat, text: str) -> None:
-    """Where models write them in other ways than templates, which are read back below."""
+    """Forms that models write and templates do not; template forms are tested below."""
     parsed = parse(text, tool_format, first=7)
     assert said(parsed) == [("add", ARGUMENTS)] * 2
     assert [call.id for call in parsed.calls] == ["call00007", "call00008"]
     assert parsed.content == ""
 
 
-def test_content_stands_beside_the_calls() -> None:
+def test_content_is_kept_beside_calls() -> None:
     call = ONE_CALL["hermes"][0]
     assert parse(f"Let me see.\n{call}").content == "Let me see."
     assert parse(f"Let me see.\n\n{call}").content == "Let me see.\n"
@@ -194,7 +194,7 @@ def test_parameters_in_xml_have_the_types_of_the_schema(
         ("pythonic", "<|tool_call_start|>[add(a=1]<|tool_call_end|>", None),
     ],
 )
-def test_arguments_that_are_no_object_are_told_as_they_stand(
+def test_arguments_that_are_no_object_are_kept_as_text(
     tool_format: ToolFormat, text: str, arguments: str | None
 ) -> None:
     parsed = parse(text, tool_format)
@@ -286,9 +286,7 @@ _MARKS += [text for texts in ONE_CALL.values() for text in texts]
     tool_format=st.sampled_from(get_args(ToolFormat)),
     opened=st.booleans(),
 )
-def test_whatever_is_written_can_be_read_and_shown_again(
-    text: str, tool_format: ToolFormat, opened: bool
-) -> None:
+def test_any_text_is_parsed_and_rendered(text: str, tool_format: ToolFormat, opened: bool) -> None:
     parsed = parse(text, tool_format, opened=opened)
     assert all(call.id for call in parsed.calls)
     assert all(isinstance(call.arguments, (dict, str)) for call in parsed.calls)
@@ -306,7 +304,7 @@ def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("family", FORMATS)
-def test_a_template_tells_its_format(family: str) -> None:
+def test_the_format_is_detected_from_the_template(family: str) -> None:
     assert detect_format(chat_tokenizer(family)) == FORMATS[family]
 
 
@@ -344,7 +342,7 @@ _ARGUMENTS = st.fixed_dictionaries(
     words=st.sampled_from(["", "Let me see.", "One (1):\n\n- two"]),
     arguments=st.lists(_ARGUMENTS, min_size=1, max_size=2),
 )
-def test_what_a_template_writes_is_read_back(
+def test_rendered_calls_are_parsed_back(
     family: str, words: str, arguments: list[dict[str, Any]]
 ) -> None:
     if family in ("llama", "gpt-oss"):  # one call a turn

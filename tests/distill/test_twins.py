@@ -1,4 +1,4 @@
-"""Random twins: the family as it is, in a tiny size."""
+"""Random tiny twins of a model's family."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_twin_is_of_the_family_and_small(name: str, tmp_path: Path) -> None:
     assert type(model).__name__ in twin.told
 
 
-def test_what_is_large_becomes_small_and_kinds_of_layers_stay() -> None:
+def test_sizes_shrink_and_kinds_of_layers_are_kept() -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 12
     config = Qwen3Config(
         **LARGE, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,

@@ -1,4 +1,4 @@
-"""Games of two on scripted policies: whose turn, who earns what, and that nobody waits for ever."""
+"""Two-player games with scripted policies: turns, rewards and deadlocks."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ BOARD = re.compile(r"[.XO]{3}\n[.XO]{3}\n[.XO]{3}")
 
 
 def board_of(seen: str) -> str:
-    """The last board that a player was shown."""
+    """Last board that a player was shown."""
     return BOARD.findall(seen)[-1].replace("\n", "")
 
 
@@ -46,7 +46,7 @@ def scripted(script: Script, **settings: Any) -> tuple[list[Episode], Scripted]:
 
 
 def test_both_seats_are_episodes_of_one_game() -> None:
-    """First free square by first free square, X has 1, 3, 5, 7: a diagonal."""
+    """With the first free squares X has 1, 3, 5, 7: a diagonal."""
     (first, second), policy = scripted(first_free)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
@@ -80,7 +80,7 @@ def test_a_limit_on_one_seat_frees_the_other() -> None:
 
 
 def test_a_frozen_model_sits_opposite() -> None:
-    """It plays by its own conversation, at its own temperature, and is no member of the group."""
+    """It has its own conversation and temperature, and is no member of the group."""
     config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)
     assert list(config.asks) == ["reference"] and list(TicTacToeGames().asks) == []
     policy, frozen = Scripted(TOKENIZER, first_free), Scripted(TOKENIZER, first_free)

@@ -1,4 +1,4 @@
-"""Programs that pass, programs that fail, and programs that would rather not be tested."""
+"""Programs that pass, fail, or try to evade their tests."""
 
 import asyncio
 import json
@@ -238,19 +238,19 @@ PLAIN_TESTS = {
 }  # fmt: skip
 
 
-def test_objects_that_say_what_tests_like_to_hear_pass_none() -> None:
+def test_objects_that_equal_everything_pass_no_test() -> None:
     tests = [each for group in PLAIN_TESTS.values() for each in group]
     names = [f"f{n}" for n in range(len(LIARS))]
     assert passed("".join(LIARS), names, tests) == []
 
 
-def test_plain_data_passes_what_they_do_not() -> None:
+def test_plain_data_passes() -> None:
     for right, tests in PLAIN_TESTS.items():
         assert passed(f"def f(x): return {right}", ["f"], tests) == [["f", each] for each in tests]
 
 
 def passed(program: str, names: Sequence[str], tests: Sequence[str]) -> list[list[str]]:
-    """What ends well of the tests, given each of the program's functions as `f`."""
+    """Tests that succeed with each of the program's functions as `f`."""
     code = f"""
 import json, solution
 well = []
@@ -381,11 +381,11 @@ assert f((x for x in [1]), lambda: 0, Kind()) {} 5
          "if __name__ == '__main__': input()", "assert f() == 1"),
     ],
 )  # fmt: skip
-def test_what_tests_may_do(program: str, tests: str) -> None:
+def test_allowed_tests(program: str, tests: str) -> None:
     assert unit_tests(program, tests) == 1
 
 
 @pytest.mark.parametrize("answer", ["def f(:", "42 is 4 2", "\0", "", "# none\n"])
-def test_an_answer_that_tests_nothing_is_the_data_s_fault(answer: str) -> None:
+def test_an_answer_without_tests_is_a_data_error(answer: str) -> None:
     with refuses(DataError, "answer"):
         unit_tests(ADD, answer)

@@ -1,4 +1,4 @@
-"""Answers in words as the student's tokens: where they end, and where they were cut."""
+"""Text answers as the student's tokens: their end, and truncation."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -57,7 +57,7 @@ def chat(tokenizer: PreTrainedTokenizerBase) -> Prompt:
 def said(
     encoder: ExampleEncoder, prompt: Prompt, text: str, *, ended: bool, limit: int = LONG
 ) -> tuple[str, StopReason]:
-    """The sample's text, stop tokens and all, and how it ended."""
+    """The sample's text with stop tokens, and its stop reason."""
     sample = written_sample(encoder, prompt, text, ended=ended, max_new_tokens=limit)
     assert len(sample.tokens_T) == len(sample.logprobs_T) == len(sample.versions_T)
     assert sample.tokens_T.dtype == np.int32 and not sample.logprobs_T.any()
@@ -95,7 +95,7 @@ def test_where_an_answer_ends(
 
 
 @pytest.mark.parametrize("template", [ENDS, ""])
-def test_a_begun_answer_is_answered_with_what_follows_it(
+def test_a_begun_answer_gets_its_continuation(
     tokenizer: PreTrainedTokenizerBase, template: str
 ) -> None:
     encoder = encoder_of(tokenizer, template=template)
@@ -119,7 +119,7 @@ def test_a_begun_answer_is_answered_with_what_follows_it(
         ("", "two", False, "tw", StopReason.LENGTH),
     ],
 )
-def test_a_turn_is_what_the_student_s_template_makes_of_it(
+def test_a_turn_is_written_by_the_student_s_template(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     text: str,
@@ -132,7 +132,7 @@ def test_a_turn_is_what_the_student_s_template_makes_of_it(
 
 
 def test_the_end_is_the_run_s_and_not_the_tokenizer_s(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A student whose config ends elsewhere than its tokenizer does, and pads with its EOS."""
+    """A student whose config names another stop token than its tokenizer, and pads with its EOS."""
     other, pad = token_id(tokenizer, "z"), token_id(tokenizer, "<pad>")
     for stops in ((other,), (pad, other)):
         prompt = plain(tokenizer)
@@ -147,7 +147,7 @@ def test_the_end_is_the_run_s_and_not_the_tokenizer_s(tokenizer: PreTrainedToken
     assert text == "two<eos>", "its own, where it is one of them"
 
 
-def test_what_is_no_token_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_without_valid_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = plain(tokenizer)
     with pytest.raises(DataError):
         said(encoder_of(tokenizer), prompt, "", ended=False)

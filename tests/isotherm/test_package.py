@@ -1,4 +1,4 @@
-"""What importing the package does and does not do, and which packages it takes for ours."""
+"""Effects of importing the package, and packages of the same names."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    """The console script, as pip writes it."""
+    """Console script as pip writes it."""
     path = tmp_path / "bin" / "isotherm"
     path.parent.mkdir()
     path.write_text("import sys\nfrom isotherm.__main__ import main\nsys.exit(main())\n")
@@ -45,7 +45,7 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A working directory."""
+    """Working directory of the test."""
     path = tmp_path / "here"
     path.mkdir()
     return path
@@ -59,7 +59,7 @@ def test_importing_it_imports_neither_torch_nor_ray(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "meant"), [("trian", "'train'"), ("sft", "train recipe=sft")])
-def test_a_command_that_is_none_is_named_with_the_nearest(
+def test_an_unknown_command_is_refused_with_the_nearest(
     here: Path, script: str, word: str, meant: str
 ) -> None:
     done = python(script, word, cwd=here)
@@ -80,7 +80,7 @@ def test_a_command_that_is_none_is_named_with_the_nearest(
         ("torch", ["doctor"]),
     ],
 )
-def test_an_interrupt_while_modules_are_imported_is_said_in_one_line(
+def test_an_interrupt_during_imports_prints_one_line(
     here: Path, script: str, module: str, arguments: list[str]
 ) -> None:
     done = python("-c", _INTERRUPTED, script, module, *arguments, cwd=here)

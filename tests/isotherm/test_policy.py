@@ -1,4 +1,4 @@
-"""A policy trained by hand: the same numbers as one step, one sampler, one state on disk."""
+"""A policy trained by hand has the numbers of a run: steps, samples and files."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -205,7 +205,7 @@ def test_a_push_makes_the_next_samples_on_policy(
 
 
 @pytest.mark.parametrize("lora_rank", [None, 2])
-def test_a_state_goes_on_as_if_nothing_had_been(
+def test_a_restored_state_continues_bit_for_bit(
     new_policy: Callable[..., isotherm.Policy], tmp_path: Path, lora_rank: int | None
 ) -> None:
     def train(policy: isotherm.Policy, rows: list[TrainingRow]) -> dict[str, float]:
@@ -254,7 +254,7 @@ def test_an_export_is_loaded_by_transformers(
         policy.export(tmp_path / "a" / "final")
 
 
-def test_what_cannot_be_meant_is_refused_and_leaves_no_gradient_behind(
+def test_invalid_calls_are_refused_and_leave_no_gradient(
     new_policy: Callable[..., isotherm.Policy],
 ) -> None:
     policy = new_policy()
@@ -281,7 +281,7 @@ def test_what_cannot_be_meant_is_refused_and_leaves_no_gradient_behind(
 
 
 def test_samples_and_rows_end_where_recipes_stop(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """A base model's configs name one end, its chat tokenizer another."""
+    """A base model's configs name one stop token, its chat tokenizer another."""
     model = tmp_path / "model"
     shutil.copytree(tiny_pair.student, model)
     tokenizer = load_tokenizer(str(model))

@@ -1,4 +1,4 @@
-"""Recipes as iterators: metrics, early ends, and the errors of the command line."""
+"""Recipes as iterators: metrics, early ends, and errors of the command line."""
 
 import json
 import threading
@@ -78,7 +78,7 @@ def test_a_function_of_the_notebook_itself_is_refused(settings: dict[str, Any]) 
         list(isotherm.run(**settings, reward=lambda response, answer: 1.0))
 
 
-def test_a_run_that_fails_says_the_remedy(settings: dict[str, Any]) -> None:
+def test_the_error_of_a_failed_run_has_the_remedy(settings: dict[str, Any]) -> None:
     settings |= {"lr": 1e30, "steps": 50, "eval_size": 0}
     with pytest.raises(isotherm.RunFailed):
         list(isotherm.run(**settings))

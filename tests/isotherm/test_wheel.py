@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
 def build(hook: str, source: Path, out: Path) -> Path:
-    """Calls a hook of the build backend, as `pip` and `build` do; returns the file that it made."""
+    """Call a hook of the build backend as `pip` and `build` do; return the file."""
     out.mkdir()
     subprocess.run(
         [sys.executable, "-c", BUILD, hook, out],
@@ -39,7 +39,7 @@ def build(hook: str, source: Path, out: Path) -> Path:
 
 
 def sources(*directories: str) -> list[str]:
-    """Files of the repository, as git lists them; generated ones are not among them."""
+    """Files of the repository in git, without generated ones."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *directories],
         cwd=REPOSITORY, check=True, capture_output=True, text=True,
@@ -79,7 +79,7 @@ def test_its_metadata_name_version_license_and_entry_points(wheel: Path) -> None
 
 
 class Installation:
-    """A virtual environment with the wheel, and this one's libraries, but not the sources."""
+    """Virtual environment with the wheel and this environment's libraries, without the sources."""
 
     def __init__(self, wheel: Path, root: Path) -> None:
         self._bin, self.directory = root / "venv/bin", root / "elsewhere"
@@ -100,7 +100,7 @@ class Installation:
         return kept | {"PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}"}
 
     def run(self, program: str, *arguments: str) -> str:
-        """Runs a program of the environment, elsewhere; returns what it printed."""
+        """Run a program of the environment in another directory; return its output."""
         done = subprocess.run(
             [str(self._bin / program), *arguments],
             cwd=self.directory, env=self._environment, timeout=DEADLINE_S,
@@ -140,7 +140,9 @@ def test_help_version_and_doctor(installed: Installation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
-def test_a_run_and_what_reads_it(installed: Installation, tiny_pair: TinyPair, engine: str) -> None:
+def test_a_run_and_the_commands_that_read_it(
+    installed: Installation, tiny_pair: TinyPair, engine: str
+) -> None:
     if engine == "sglang" and not sglang_installed():
         pytest.skip("SGLang is not installed")
     out = installed.directory / engine

@@ -1,4 +1,4 @@
-"""Learners on the tiny student, loops around them, and what to compare them with."""
+"""Learners on the tiny student, loops around them, and reference values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ IMPORTANCE_SAMPLING = PolicyObjectiveLoss(objective=ObjectiveConfig())
 def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
     """new_learner(model=, token_budget=, total_steps=, dtype=, lora=, **optimizer).
 
-    Nothing is clipped unasked.
+    Gradients are not clipped by default.
     """
 
     def new(
@@ -67,7 +67,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
 
 @pytest.fixture
 def plain_model(tiny_pair: TinyPair) -> PreTrainedModel:
-    """What learners start from, as transformers runs it."""
+    """The learners' first weights in transformers."""
     return AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32).eval()
 
 
@@ -77,7 +77,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 class World(GroupsHere):
-    """Both ends of the loop in memory: hands out groups, receives weights, keeps the order."""
+    """Both ends of the loop in memory: provides groups, receives weights, records the order."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class World(GroupsHere):
         per_step: int = 2,
         replaced: Mapping[int, float] | None = None,
     ) -> None:
-        """`set_aside` and `replaced` come with the first groups that are taken."""
+        """`set_aside` and `replaced` are returned with the first groups."""
         super().__init__()
         self.groups, self.per_step = list(groups), per_step
         self.set_aside = dict(set_aside or {})
@@ -117,7 +117,7 @@ class World(GroupsHere):
 def new_loop(
     new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore
 ) -> NewLoop:
-    """new_loop(world, objective, teachers=, learner={...}, resume_from=, and the loop's own)."""
+    """new_loop(world, objective, teachers=, learner={...}, resume_from=, and loop settings)."""
 
     def new(
         world: World,
@@ -163,8 +163,7 @@ def new_supervised_loop(
 
 
 class Watched:
-    """Notes what a learner is asked to do, and lets it do so: calls, the parts of each update, the
-    rows of each part, and what is scored."""
+    """Record a learner's calls, the parts of each update, the rows of each part, and scores."""
 
     def __init__(self, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -221,7 +220,7 @@ def adjusted(learner: Learner) -> dict[str, Tensor]:
 
 
 def assert_same(made: dict[str, Tensor], expected: dict[str, Tensor], share: float) -> None:
-    """Equal tensors, up to `share` of the largest value of all."""
+    """Assert equal tensors, up to `share` of the largest value of all."""
     largest = max(value.abs().max().item() for value in expected.values())
     assert made.keys() == expected.keys() and largest > 0
     for name, value in expected.items():
@@ -229,7 +228,7 @@ def assert_same(made: dict[str, Tensor], expected: dict[str, Tensor], share: flo
 
 
 def naive_distribution(model: PreTrainedModel, row: TrainingRow) -> Tensor:
-    """log p_T at the row's trained tokens, shape (trained, V): the row alone, all its logits."""
+    """log p_T at the row's trained tokens, shape (trained, V), from all logits of the row alone."""
     logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0]
     trained_N = np.flatnonzero(row.loss_mask_T)
     return torch.log_softmax(logits_TV[trained_N - 1] / row.temperature, dim=1)
@@ -242,14 +241,14 @@ def naive_logprobs(model: PreTrainedModel, row: TrainingRow) -> Tensor:
 
 
 def trained(rows: Sequence[TrainingRow], name: str) -> np.ndarray:
-    """An array of the rows, at their trained tokens, in float64."""
+    """Array of the rows at their trained tokens, in float64."""
     return np.concatenate([getattr(row, name)[row.loss_mask_T] for row in rows]).astype(np.float64)
 
 
 def own_advantages(
     rows: Sequence[TrainingRow], logprobs_N: np.ndarray, discount: float = 0.0
 ) -> np.ndarray:
-    """Of the rows' trained tokens, with the learner's log-probs in the teacher's terms."""
+    """Advantages of trained tokens, with the learner's log-probs in the teacher's terms."""
     advantages_N, coef_N, behaviour_N = (
         trained(rows, name)
         for name in ("advantages_T", "sampled_kl_coef_T", "behaviour_logprobs_T")
@@ -265,7 +264,7 @@ def own_advantages(
 
 
 def near_policy(learner: Learner, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """The rows as if sampled, and begun, by policies a little away from the learner's."""
+    """The rows as if sampled and begun by policies near the learner's."""
     rng = np.random.default_rng(0)
 
     def moved(row: TrainingRow, logprobs_N: np.ndarray) -> np.ndarray:
@@ -284,7 +283,7 @@ def near_policy(learner: Learner, rows: Sequence[TrainingRow]) -> list[TrainingR
 
 
 def trainer_state(learner: Learner) -> dict[str, Any]:
-    """What a learner alone keeps besides its weights."""
+    """State of a learner besides its weights."""
     worker = learner.worker
     return {
         "schedule": worker.schedule.state_dict(),
@@ -296,7 +295,7 @@ def trainer_state(learner: Learner) -> dict[str, Any]:
 
 
 def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what a second run does not repeat."""
+    """Metrics that a second run repeats."""
     return {
         name: value
         for name, value in metrics.items()

@@ -1,5 +1,6 @@
-"""A learner's workers in processes of this machine, called through pipes: for tests of `learner/`
-and for benchmarks, which start learners without Ray.
+"""Learner workers in processes of this machine, called through pipes.
+
+For tests of `learner/` and for benchmarks, which start learners without Ray.
 
     store, seats = meet(size, context, timeout_s)      one seat a process; keep the store
     leader      Learner(..., group=WorkerGroup(seat.membership, device))
@@ -28,7 +29,7 @@ class Seat(NamedTuple):
 
 
 def meet(size: int, context: Any, timeout_s: float, replicas: int = 1) -> tuple[Any, list[Seat]]:
-    """The store at which workers meet, to be kept while they do, and their seats, by rank."""
+    """Store at which the workers meet, which must be kept, and their seats by rank."""
     store = open_store(LOOPBACK, timeout_s)
     of_leader, of_followers = [], []
     for _ in range(1, size):
@@ -47,7 +48,7 @@ def meet(size: int, context: Any, timeout_s: float, replicas: int = 1) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class PipedFollowers:
-    """`Followers`, by the leader's ends of each follower's pipes."""
+    """`Followers` over the leader's ends of the pipes."""
 
     ends: Sequence[Ends]
 
@@ -68,7 +69,7 @@ def _result(end: Connection) -> Any:
 
 
 def serve(worker: LearnerWorker, seat: Seat) -> None:
-    """Run what the leader calls, a thread a lane, until the leader is gone."""
+    """Execute the leader's calls, one thread per lane, until the leader ends."""
     threads = [threading.Thread(target=_serve, args=(worker, end)) for end in seat.ends.values()]
     for thread in threads:
         thread.start()

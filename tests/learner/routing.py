@@ -1,4 +1,4 @@
-"""Rows that bring the experts of a mixture along."""
+"""Rows with the experts of a mixture."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +12,12 @@ from tests.actors.routing import chosen_by
 
 
 def own_experts(path: str, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """The rows, with the experts that the model itself sends them to."""
+    """Rows with the experts that the model itself chooses."""
     return [replace(row, experts_TLK=chosen_by(path, row.tokens_T)) for row in rows]
 
 
 def other_experts(path: str, rows: Sequence[TrainingRow], seed: int = 0) -> list[TrainingRow]:
-    """The rows with experts at random; nobody knows of some tokens."""
+    """Rows with random experts; those of some tokens are unknown."""
     shape, rng = MixtureShape.of(load_config(path)), np.random.default_rng(seed)
     assert shape is not None
     made = []

@@ -1,4 +1,4 @@
-"""Frozen models in a learner: one number that changes is found, and so is another pass."""
+"""Canaries of frozen models in a learner find one changed number and another pass."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from learner.learner import Learner
 from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLearner
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import training_row
 
 T = 0.7
@@ -60,10 +60,10 @@ def test_an_answer_is_read_off_the_distribution_that_the_loss_is_given(
     assert answer.info.dtype == "float32" and answer.info.vocab_size == 160
 
 
-def test_one_number_that_changes_in_a_weight_is_found_and_named(
+def test_one_changed_number_of_a_weight_is_found(
     teachers: LocalTeachers, copy: WatchedModel
 ) -> None:
-    """A change that no row shows: the embedding of a token that is in none of them."""
+    """No row shows the change: the embedding of a token that is in none of them."""
     first = copy.answer(FIRST)
     again = copy.answer(AGAIN)
     assert again.changed == () and again.digest == first.digest and not drift_of(again, first).why
@@ -122,7 +122,7 @@ def test_of_a_base_that_is_sharded_each_worker_watches_its_share(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     config = LearnerConfig.of(model=tiny_pair.student, total_steps=1, device="cpu", lora_rank=2)
-    (again, moved), [[(name, mine)], [(_, theirs)]] = tell(_story, config, tmp_path, (), {})
+    (again, moved), [[(name, mine)], [(_, theirs)]] = on_workers(_story, config, tmp_path, (), {})
     assert name is None and mine != theirs
     assert again == [[()], [()]]
     [[of_first], [of_second]] = moved

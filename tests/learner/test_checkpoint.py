@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, whatever kills the writer; a resumed run is the same run."""
+"""Checkpoints are complete or absent after any death; a resumed run is the same run."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ fork = multiprocessing.get_context("fork")
 def train(
     learner: Learner, first: int, steps: int, loss: LossFunction = IMPORTANCE_SAMPLING
 ) -> list[dict[str, float]]:
-    """Steps `first` and on, each on a pair of rows that follows from its number."""
+    """Steps from `first` on, each on a pair of rows that follows from its number."""
     return [
         untimed(learner.step(Part(rows_D=[ROWS[step % 8], ROWS[(3 * step + 1) % 8]], loss=loss)))
         for step in range(first, first + steps)
@@ -77,7 +77,7 @@ def names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.root.iterdir())
 
 
-def test_what_is_saved_comes_back(
+def test_a_saved_state_is_restored(
     store: CheckpointStore,
     save,
     learner: Learner,
@@ -102,7 +102,7 @@ def test_what_is_saved_comes_back(
     assert state["moments"] == expected["moments"] and any(expected["moments"].values())
 
 
-def test_seals_are_digests_of_what_orjson_writes(store: CheckpointStore) -> None:
+def test_seals_equal_digests_of_orjson_output(store: CheckpointStore) -> None:
     """They are written without orjson, which `local=True` does not need."""
     delivery = {
         "watermark": 2**40,
@@ -124,7 +124,7 @@ def test_the_newest_are_kept(store: CheckpointStore, save) -> None:
     assert names(store) == ["step-000100", "step-1000000"]
 
 
-def test_what_is_left_of_one_that_was_being_removed_goes_with_the_next(
+def test_a_partly_removed_checkpoint_is_removed_with_the_next(
     store: CheckpointStore, save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(path: Path, **_: object) -> None:
@@ -140,7 +140,7 @@ def test_what_is_left_of_one_that_was_being_removed_goes_with_the_next(
     assert names(store) == ["step-000003", "step-000004"]
 
 
-def test_a_step_that_is_saved_is_left_alone(store: CheckpointStore, save) -> None:
+def test_a_saved_step_is_not_written_again(store: CheckpointStore, save) -> None:
     first = save(store, 1)
     written = (first.path / "manifest.json").stat().st_mtime_ns
     assert save(store, 1) == first
@@ -200,7 +200,7 @@ def test_an_incomplete_or_edited_checkpoint_is_passed_over(
 
 
 def flip(path: Path) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -209,7 +209,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model/model.safetensors", "model/config.json", "trainer.json", MOMENTS]
 )
-def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str) -> None:
+def test_a_flipped_bit_is_detected_and_reported(store: CheckpointStore, save, name: str) -> None:
     first, second = save(store, 1), save(store, 2)
     written = digest(second.path / name)
     flip(second.path / name)
@@ -225,7 +225,7 @@ def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str)
         fresh.latest()
 
 
-def test_the_damaged_is_set_aside_and_never_taken_for_saved(store: CheckpointStore, save) -> None:
+def test_a_damaged_checkpoint_is_renamed_and_not_reused(store: CheckpointStore, save) -> None:
     first, second = save(store, 1), save(store, 2)
     flip(second.path / "trainer.json")
     fresh = CheckpointStore(store.root, keep=1)
@@ -242,7 +242,7 @@ def test_the_damaged_is_set_aside_and_never_taken_for_saved(store: CheckpointSto
 def test_files_and_their_directories_are_synced_before_the_manifest(
     tmp_path: Path, store: CheckpointStore, save
 ) -> None:
-    """What the kernel was asked, by the descriptors' own names."""
+    """The order of fsync calls, by the descriptors' names."""
     asked: list[str] = []
     real = os.fsync
 
@@ -276,7 +276,7 @@ def test_a_corrupt_trainer_state_is_named(
 
 
 def die_at(countdown: int, action: Callable[[], object]) -> None:
-    """Runs `action`, and kills this process just before its `countdown`-th change of a file."""
+    """Run `action`, and kill this process just before its `countdown`-th change of a file."""
     changes = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
     left = countdown
 
@@ -303,7 +303,7 @@ def exit_code(target: Callable[..., object], *arguments: object) -> int:
 
 
 @pytest.mark.parametrize("first_death", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_between_any_two_writes_a_whole_checkpoint_is_left(
+def test_a_complete_checkpoint_survives_a_kill_between_any_two_writes(
     tmp_path: Path, save, first_death: int
 ) -> None:
     """Before every second write."""
@@ -330,7 +330,7 @@ def test_killed_between_any_two_writes_a_whole_checkpoint_is_left(
 
 
 def save_with_limit(limit: int, action: Callable[[], object], answer) -> None:
-    """In a child: no file may grow past `limit` bytes, as on a disk that fills up."""
+    """Save in a child in which no file may grow past `limit` bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         action()
@@ -366,7 +366,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
 
 
 def random_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
-    """A custom loss that depends on torch's random state."""
+    """Custom loss that depends on torch's random state."""
     loss, metrics = cross_entropy_loss(forward, batch, counts)
     return loss * torch.rand(()), metrics
 
@@ -394,7 +394,7 @@ def test_a_resumed_run_is_bit_for_bit_the_same_run(
 
 
 def with_unused_layer(learner: Learner) -> Learner:
-    """The learner, of a model with a weight that no pass uses: a vision tower, say."""
+    """Add a weight that no pass uses, like that of a vision tower."""
     worker = learner.worker
     torch.manual_seed(0)
     worker.model.model.register_module("tower", torch.nn.Linear(3, 2))
@@ -403,7 +403,7 @@ def with_unused_layer(learner: Learner) -> Learner:
     return learner
 
 
-def test_a_weight_without_a_gradient_does_not_keep_a_run_from_going_on(
+def test_a_run_with_a_weight_without_a_gradient_resumes(
     new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     settings = {"weight_decay": 0.1, "total_steps": 6}

@@ -1,4 +1,4 @@
-"""Checkpoints from a copy: the state as it was copied, whatever the learner does meanwhile."""
+"""Checkpoints written from a copy have the state at the time of the copy."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def train(learner: Learner) -> None:
 
 
 def hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of all its files; of the moments' files, of each tensor: their headers' order varies."""
+    """Digests of all files; of the moments by tensor, as the order in their headers varies."""
     digests = json.loads((checkpoint.path / "manifest.json").read_bytes())["sha256"]
     for file in (checkpoint.path / "optimizer").iterdir():
         del digests[f"optimizer/{file.name}"]
@@ -61,7 +61,7 @@ def new_writer(trained: Learner, tokenizer: PreTrainedTokenizerBase, tmp_path: P
 
 
 class Gate(CheckpointStore):
-    """A store that writes nothing until it is opened, and says when it was asked to."""
+    """Store that writes nothing until it is opened, and records requests."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, keep=2)
@@ -115,7 +115,7 @@ def test_the_next_waits_for_the_one_before(new_writer: NewWriter, tmp_path: Path
     assert written is not None and written.checkpoint.step == 2
 
 
-def test_nothing_is_copied_where_memory_is_short(
+def test_a_checkpoint_is_written_at_once_if_memory_is_short(
     new_writer: NewWriter,
     trained: Learner,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: its loss, its reference that is scored once, its resumed run."""
+"""Direct preference optimisation: loss, reference log-probs that are kept, and resume."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ ROWS = [row for i in range(NUM_PAIRS) for row in pair(2 + 3 * i, 10 * i)]
 
 
 class Scorer:
-    """A reference that counts how often it is asked."""
+    """Reference that counts its calls."""
 
     def __init__(self, compute: Callable[[Sequence[TrainingRow]], list[np.ndarray]]) -> None:
         self.calls = 0
@@ -106,7 +106,7 @@ def test_the_reference_is_scored_once_and_kept(path: Path) -> None:
             assert replace(row, reference_logprobs_T=None).tokens_T is plain.tokens_T
 
 
-def test_a_run_that_ends_while_the_reference_scores_goes_on_behind_what_is_written(
+def test_interrupted_reference_scoring_continues_after_the_written_rows(
     path: Path,
 ) -> None:
     expected = made_up(ROWS)
@@ -151,7 +151,7 @@ def cut(data: bytes) -> bytes:
 
 
 def flip(data: bytes) -> bytes:
-    """One byte of the numbers changes."""
+    """Change one byte of the numbers."""
     at = data.index(made_up(ROWS)[1].tobytes())
     return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
 

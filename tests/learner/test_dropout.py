@@ -1,4 +1,4 @@
-"""Training has no dropout and no router noise, whatever the checkpoint's config has."""
+"""Training has no dropout and no router noise, even if the checkpoint's config has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def checkpoint(config: PretrainedConfig, directory: Path) -> str:
 
 @pytest.fixture(params=list(NOISY))
 def noisy(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A checkpoint with dropout in its config."""
+    """Checkpoint with dropout in its config."""
     return checkpoint(NOISY[request.param], tmp_path / request.param)
 
 
@@ -72,14 +72,14 @@ def learner_of(model: str, **changes: object) -> Learner:
 
 
 def own_logprobs(model: str, rows: list[TrainingRow]) -> list[np.ndarray]:
-    """As transformers computes them for inference."""
+    """Log-probs of transformers in inference mode."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
         return [naive_logprobs(plain, row).numpy() for row in rows]
 
 
 def sampled_by(model: str) -> list[TrainingRow]:
-    """The rows, as if the model itself had sampled them."""
+    """The rows as if the model itself had sampled them."""
     rows = []
     for row, logprobs_N in zip(ROWS, own_logprobs(model, ROWS), strict=True):
         behaviour_T = np.zeros(len(row), np.float32)

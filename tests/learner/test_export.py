@@ -1,6 +1,6 @@
-"""Models whose weights would leave under names that nobody reads are refused by name.
+"""Models whose weights would be exported under unknown names are refused by name.
 
-`test_families.py` has what becomes of those that are taken.
+`test_families.py` tests the export of accepted models.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Families of models: trained a step, pushed, scored, saved, loaded; never renamed on the way."""
+"""Families of models: trained a step, pushed, scored, saved and loaded without renaming."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from learner.policy_loss import cross_entropy_loss
 from learner.process_group import WorkerGroup
 from tests.families import FAMILIES, MTP_LAYER, family_dir
 from tests.learner.routing import other_experts
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import training_row
 from tests.weights import gather_all, shared
 
@@ -101,7 +101,7 @@ def expect_close(ours: list[FloatArray], theirs: list[FloatArray], atol: float =
 
 
 def in_portions(weights: Weights, nbytes: int) -> dict[str, Tensor]:
-    """As a transport takes them: a bucket at a time, copied before the next."""
+    """Weights as a transport takes them: one bucket at a time, copied before the next."""
     made: dict[str, Tensor] = {}
     for bucket in plan_buckets(weights.layouts, nbytes):
         portion = weights.gather(names_of(bucket))
@@ -143,7 +143,7 @@ def test_one_step_pushed_scored_and_saved(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_values_are_what_save_pretrained_writes(
+def test_values_equal_those_of_save_pretrained(
     name: str, directory: Directory, tmp_path: Path
 ) -> None:
     learner = trained(directory(name), tmp_path)
@@ -158,7 +158,7 @@ def test_values_are_what_save_pretrained_writes(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_read_by_tensors_is_what_is_loaded_whole(
+def test_tensors_read_one_by_one_equal_the_loaded_model(
     name: str, dtype: torch.dtype, directory: Directory
 ) -> None:
     path = directory(name)
@@ -179,9 +179,7 @@ def test_what_is_read_by_tensors_is_what_is_loaded_whole(
     assert units_of(initial.model, shapes) == units_of(loaded, shapes)
 
 
-def test_a_push_that_broke_off_leaves_nothing_of_old_weights(
-    directory: Directory, tmp_path: Path
-) -> None:
+def test_an_interrupted_push_leaves_no_old_weights(directory: Directory, tmp_path: Path) -> None:
     learner = trained(directory("qwen3_moe"), tmp_path)
     weights = learner.weights()
     experts = [layout.name for layout in weights.layouts if ".experts." in layout.name]
@@ -193,7 +191,7 @@ def test_a_push_that_broke_off_leaves_nothing_of_old_weights(
     assert torch.equal(weights.gather([key])[key], gate_up_EIH[1].chunk(2)[0])
 
 
-def test_what_the_class_passes_over_is_carried_unchanged(
+def test_weights_that_the_class_ignores_are_kept_unchanged(
     directory: Directory, tmp_path: Path
 ) -> None:
     path = directory("deepseek_v3")
@@ -240,7 +238,7 @@ def test_routers_are_pushed_unrounded(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_an_adapter_is_merged_into_what_the_checkpoint_names(
+def test_an_adapter_is_merged_into_the_checkpoint_s_tensors(
     name: str, directory: Directory, tmp_path: Path
 ) -> None:
     path = directory(name)
@@ -254,7 +252,7 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_names(
 
 
 def lent_by_the_second(weights: Weights, bucket_bytes: int) -> dict[str, torch.Tensor]:
-    """What the worker lends that does not lead: it, too, makes the checkpoint's tensors whole."""
+    """Whole tensors of the checkpoint that the second worker lends."""
     made: dict[str, torch.Tensor] = {}
     assert isinstance(weights, LentByWorkers)
     for bucket in plan_buckets(weights.layouts, bucket_bytes):
@@ -277,7 +275,7 @@ def sharded_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUSED)
-def test_shards_leave_as_the_whole_model_does(
+def test_sharded_weights_are_exported_whole(
     name: str, directory: Directory, tmp_path: Path
 ) -> None:
     path, final = directory(name), tmp_path / "final"
@@ -286,7 +284,9 @@ def test_shards_leave_as_the_whole_model_does(
     given = {"path": path, "final": str(final), "rows": rows}
     # So small a step that it does not matter which way rounding sends a gradient of almost nothing.
     settings: dict[str, Any] = {"lr": 1e-5, "replays_routing": replays}
-    told = tell(sharded_story, config(path, **settings), tmp_path, (cross_entropy_loss,), given)
+    told = on_workers(
+        sharded_story, config(path, **settings), tmp_path, (cross_entropy_loss,), given
+    )
     alone = gather_all(trained(path, tmp_path, rows, **settings).weights())
     assert told.keys() == alone.keys()
     for key in alone:

@@ -1,4 +1,4 @@
-"""Model FLOPs against PyTorch's own counter, and what they must and must not depend on."""
+"""Model FLOPs against PyTorch's own counter, and their dependences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +60,7 @@ def flops_of(model: PreTrainedModel) -> ModelFlops:
 
 
 def counted(model: PreTrainedModel, row: TrainingRow, *, backward: bool) -> float:
-    """By PyTorch, of the row's log-probs, projected at its trained tokens only."""
+    """FLOPs by PyTorch of the row's log-probs, projected at its trained tokens only."""
     batch = collate([row])
     counter, head = FlopCounterMode(display=False), model.get_output_embeddings()
     assert head is not None
@@ -73,14 +73,14 @@ def counted(model: PreTrainedModel, row: TrainingRow, *, backward: bool) -> floa
 
 
 def unseen(flops: ModelFlops, row: TrainingRow) -> float:
-    """Forward FLOPs of pairs of a token and a later one, which the eager attention masks."""
+    """Forward FLOPs of pairs of a token and a later one, which eager attention masks."""
     length = len(row)
     return sum(each for _, each in flops.attention) * length * (length - 1) / 2
 
 
 @pytest.mark.parametrize("make", [qwen3, gpt2])
-def test_as_many_as_pytorch_counts(make: Callable[[], PreTrainedModel]) -> None:
-    """Every product is counted. Rotary angles are not, which are a product in transformers 5.17."""
+def test_flops_equal_pytorch_s_count(make: Callable[[], PreTrainedModel]) -> None:
+    """Every product counts, except rotary angles, which are a product in transformers 5.17."""
     model = make()
     flops = flops_of(model)
     forward, training = (counted(model, ROW, backward=backward) for backward in (False, True))
@@ -88,7 +88,7 @@ def test_as_many_as_pytorch_counts(make: Callable[[], PreTrainedModel]) -> None:
     assert flops.training([ROW]) + 3 * unseen(flops, ROW) == pytest.approx(training, rel=2e-4)
 
 
-def test_tokens_count_and_the_way_they_are_batched_does_not() -> None:
+def test_flops_depend_on_tokens_and_not_on_batches() -> None:
     flops = flops_of(qwen3())
     rows = [training_row(3, 9, seed=1), training_row(20, 2, seed=2)]
     assert flops.training(rows) == flops.training(rows[:1]) + flops.training(rows[1:])
@@ -102,7 +102,7 @@ def test_tokens_count_and_the_way_they_are_batched_does_not() -> None:
     assert grown == 3 * (2 * weights + attended)
 
 
-def test_a_window_bounds_what_a_token_sees() -> None:
+def test_a_window_bounds_the_flops_of_attention() -> None:
     types = ["sliding_attention", "sliding_attention", "full_attention"]
     sliding = qwen3(use_sliding_window=True, sliding_window=5, layer_types=types)
     full, windowed = flops_of(qwen3()), flops_of(sliding)
@@ -123,7 +123,7 @@ def test_experts_count_as_far_as_a_token_visits_them() -> None:
     assert more_experts.decoder.forward - two.decoder.forward == 2 * routers
 
 
-def test_what_is_not_known_is_not_guessed() -> None:
+def test_unknown_architectures_have_no_flops() -> None:
     experts = moe()
     experts.config = Qwen3Config(**_shape())
     assert ModelFlops.of(experts) is None

@@ -1,4 +1,4 @@
-"""A start from another run's checkpoint: what it takes over, and what it refuses."""
+"""A start from another run's checkpoint: inherited state, and refusals."""
 
 import shutil
 from functools import partial
@@ -48,7 +48,7 @@ def checked(tiny_pair: TinyPair, tokenizer: PreTrainedTokenizerBase):
 
 
 @pytest.mark.parametrize("moments", [True, False])
-def test_weights_and_moments_are_taken_over_and_nothing_else(
+def test_a_fork_inherits_weights_and_moments_only(
     trained, new_learner: NewLearner, tmp_path: Path, moments: bool
 ) -> None:
     theirs = trained(lr=1e-2)

@@ -1,4 +1,4 @@
-"""The learner's log-probs are the model's own, whatever a row is batched with."""
+"""The learner's log-probs are the model's own in any batch."""
 
 from copy import deepcopy
 

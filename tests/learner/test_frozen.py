@@ -1,4 +1,4 @@
-"""Two workers share each frozen model: the same distributions, log-probs and canaries as of one."""
+"""Two workers share each frozen model and return the results of one."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.families import family_dir
 from tests.learner.conftest import untimed
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import training_row
 from tests.weights import numbers
 
@@ -40,7 +40,7 @@ def losses(
 
 
 def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
-    """Steps on rows of all teachers, and on one row; then all that is asked of frozen models."""
+    """Steps on rows of all teachers, and on one row; then all results of frozen models."""
     [loss] = learner.worker.losses
     assert isinstance(loss, PolicyObjectiveLoss) and loss.teachers is not None
     names, rows = list(given["models"]), []
@@ -88,7 +88,7 @@ def test_two_workers_score_as_one_and_each_holds_half(
     make = partial(losses, models, dtype)
     own = make(WorkerGroup(None, "cpu"))
     alone = story(Learner(config, str(tmp_path), losses=own), given)
-    together = tell(story, config, tmp_path, make, given)
+    together = on_workers(story, config, tmp_path, make, given)
 
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.02, 0.05)
     for theirs, ours in zip(alone["metrics"], together["metrics"], strict=True):
@@ -125,5 +125,7 @@ def test_a_reference_of_fewer_rows_than_workers(tiny_pair: TinyPair, tmp_path: P
     )
     given = {"path": tiny_pair.teacher, "rows": [training_row(4, 9, seed=1, temperature=T)]}
     alone = reference_story(Learner(config, str(tmp_path)), given)
-    together = tell(reference_story, config, tmp_path, (cross_entropy_loss,), given, workers=3)
+    together = on_workers(
+        reference_story, config, tmp_path, (cross_entropy_loss,), given, workers=3
+    )
     np.testing.assert_allclose(together[0], alone[0], atol=0.1)

@@ -1,6 +1,6 @@
-"""Every estimator against the exact gradient it claims, by every sequence there is.
+"""Every estimator against the exact gradient that it claims, over all sequences.
 
-Rows, batch, forward and loss are the ones that train; see `tests/enumeration.py`.
+Rows, batch, forward and loss are the product's; see `enumeration.py`.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def two_ends(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Student and teacher end with different tokens: either is the one event of stopping."""
+    """Student and teacher end with different tokens; either counts as the stop outcome."""
     return World(tmp_path_factory.mktemp("two_ends"), stops=(1, 4))
 
 
@@ -47,7 +47,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module", params=["plain", "two_ends", "padded"])
 def by_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The learner has the teacher's head alone, and the rows its hidden states."""
+    """The learner has only the teacher's head, and the rows its hidden states."""
     settings = {"plain": {}, "two_ends": {"stops": (1, 4)}, "padded": {"padding": 2}}
     root = tmp_path_factory.mktemp("by_states")
     return World(root, by_states=True, **settings[request.param])
@@ -55,7 +55,7 @@ def by_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @cache
 def gradients_of(world: World, name: str, T: float, teacher_T: float) -> Tensor:
-    """Of every response, shape (responses, parameters)."""
+    """Gradient of every response, shape (responses, parameters)."""
     return world.gradients_by_response(ESTIMATORS[name].objective, T, teacher_T)
 
 
@@ -72,14 +72,14 @@ def test_the_enumeration_is_complete(world: World, T: float) -> None:
 
 @every_T
 @every_estimator
-def test_its_mean_is_the_gradient_it_claims(world: World, name: str, T: float) -> None:
+def test_the_mean_is_the_claimed_gradient(world: World, name: str, T: float) -> None:
     made = world.expected_gradient(ESTIMATORS[name].objective, T)
     assert error(made, claimed_by(world, name, T)) < 3e-5
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if "kl_clip" not in name])
 def test_a_teacher_s_padding_biases_none(padded: World, name: str, T: float = 0.5) -> None:
-    """However much mass it has: of a state's divergence it is a constant, and else masked."""
+    """Padding is a constant of a state's divergence, or masked, whatever its mass."""
     mass = state_logprobs(padded.teacher, (0, 2), T)[:, VOCAB:].exp().sum(dim=1)
     assert mass.max() > 0.1
     made = padded.expected_gradient(ESTIMATORS[name].objective, T)
@@ -99,8 +99,8 @@ def test_from_hidden_states_it_is_the_same(
 
 
 @every_T
-def test_without_the_future_it_is_biased_towards_the_sequence_s_kl(world: World, T: float) -> None:
-    """It does not count that a token leads to other states."""
+def test_without_future_terms_the_sequence_kl_s_gradient_is_biased(world: World, T: float) -> None:
+    """It ignores that a token leads to other states."""
     made = world.expected_gradient(ObjectiveConfig(), T)
     assert error(made, claimed_by(world, "sampled, g=1", T)) > 0.02
 
@@ -108,7 +108,7 @@ def test_without_the_future_it_is_biased_towards_the_sequence_s_kl(world: World,
 @every_T
 @every_estimator
 def test_rows_one_at_a_time_have_the_same_mean(world: World, name: str, T: float) -> None:
-    """All at once share their prompt's keys and values; one at a time do not."""
+    """Together, rows share their prompt's keys and values; one at a time they do not."""
     objective = ESTIMATORS[name].objective
     made = mean_gradient(gradients_of(world, name, T, T), world.probabilities(T))
     assert error(made, world.expected_gradient(objective, T)) < 3e-5
@@ -154,8 +154,8 @@ def test_stopping_with_either_of_two_tokens_is_one_event(
     assert error(one_by_one, truth) < 3e-5
 
 
-def test_off_policy_too(two_ends: World) -> None:
-    """The ratio to the sampler is of outcomes as well."""
+def test_the_stop_event_off_policy(two_ends: World) -> None:
+    """The ratio to the sampler is one of outcomes, too."""
     estimator = ESTIMATORS["sampled, g=0"]
     two_ends.move_learner(0.05)
     try:
@@ -170,7 +170,7 @@ def test_off_policy_too(two_ends: World) -> None:
 def test_teacher_samples_have_the_gradient_of_the_sequences_forward_kl(
     request: pytest.FixtureRequest, ends: str, T: float
 ) -> None:
-    """However far the student has gone, whatever the estimator of its own samples: no ratio."""
+    """At any distance and with any estimator of the student's samples: no ratio."""
     world = request.getfixturevalue("world" if ends == "one end" else "two_ends")
     objective = ObjectiveConfig(kl_coef=0.7, loss="ppo", kl_discount_factor=0.5)
     world.move_learner(0.3)

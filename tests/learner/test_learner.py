@@ -1,4 +1,4 @@
-"""The optimizer step: its gradient, its accumulation, its update, and what it refuses."""
+"""The optimizer step: gradient, accumulation, update and refusals."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_each_pass_of_a_step_is_progress(new_learner: NewLearner) -> None:
 def test_metrics_are_means_per_trained_token(
     new_learner: NewLearner, plain_model: PreTrainedModel
 ) -> None:
-    """All that `policy_loss` promises, over many micro-batches, against numpy."""
+    """All metrics of `policy_loss`, over many micro-batches, against numpy."""
     how = ObjectiveConfig(loss="ppo", clip=(0.5, 1.0), correction="truncate")
     learner = new_learner(token_budget=30)
     rows = near_policy(learner, ROWS)
@@ -147,7 +147,7 @@ def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner
 
 
 def test_biases_of_experts_are_not_decayed(tmp_path: Path, new_learner: NewLearner) -> None:
-    """GPT-OSS holds those of a layer in one matrix, a row an expert."""
+    """GPT-OSS stores those of a layer in one matrix, one row per expert."""
     learner = new_learner(model=family_dir(tmp_path, "gpt_oss"), weight_decay=0.5)
     groups = learner.worker.optimizer.param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}

@@ -1,4 +1,4 @@
-"""The policy loop: one step a call, each group once, every version published before it returns."""
+"""The policy loop: one step per call, each group once, each version published before the return."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.samples import group
 OBJECTIVE = ObjectiveConfig(kl_coef=0.5, kl_discount_factor=0.9, reward_coef=1.0)
 
 
-def test_what_happens_in_which_order(new_loop: NewLoop) -> None:
+def test_the_order_of_a_step(new_loop: NewLoop) -> None:
     world = World([group(i) for i in range(4)])
     loop = new_loop(world, OBJECTIVE)
     loop.publish()
@@ -89,7 +89,7 @@ def test_a_group_trained_twice_stops_the_run_before_the_weights(
     assert loop.save().delivery == {"watermark": 2, "set_aside": {}}
 
 
-def test_groups_set_aside_are_accounted_for(new_loop: NewLoop) -> None:
+def test_dropped_groups_are_recorded(new_loop: NewLoop) -> None:
     world = World([group(i) for i in (0, 2, 4, 5)], set_aside={1: "its reward failed"})
     loop = new_loop(world, OBJECTIVE)
     metrics = loop.step()
@@ -115,7 +115,7 @@ def test_groups_that_were_replaced_are_not_faults_and_their_reward_counts(
     assert loop.save().delivery["watermark"] == 6
 
 
-def test_what_was_waited_for_counts(new_loop: NewLoop) -> None:
+def test_waiting_time_counts(new_loop: NewLoop) -> None:
     metrics = new_loop(World([group(i) for i in range(2)]), OBJECTIVE).step(waited_s=100)
     assert 100 <= metrics["time/wait"] <= metrics["time/step"]
     assert metrics["tokens_per_s"] == metrics["train/tokens"] / metrics["time/step"]
@@ -131,7 +131,7 @@ def test_a_failed_step_counts_no_group(new_loop: NewLoop) -> None:
     assert loop.save().delivery == {"watermark": 0, "set_aside": {}}
 
 
-def test_a_resumed_loop_remembers_what_it_trained(new_loop: NewLoop) -> None:
+def test_a_resumed_loop_restores_its_trained_groups(new_loop: NewLoop) -> None:
     loop = new_loop(World([group(i) for i in range(2)]), OBJECTIVE)
     loop.step()
     resumed = new_loop(World([group(i) for i in (1, 2)]), OBJECTIVE, resume_from=loop.save())

@@ -1,4 +1,4 @@
-"""LoRA: the adapter alone is trained; merged, off or saved, it is what was trained."""
+"""LoRA: only the adapter is trained; merged, disabled and saved states agree."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ APART = [row for n in (3, 9, 5, 12) for row in after_context(CONTEXT_T + n, [n],
 
 @pytest.fixture
 def base(tiny_pair: TinyPair) -> str:
-    """Of two layers, with tied embeddings."""
+    """Checkpoint of two layers with tied embeddings."""
     return tiny_pair.teacher
 
 
@@ -65,7 +65,7 @@ def load(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def trained_lora(
     base: str, settings: LoraSettings = SETTINGS, dtype: torch.dtype = torch.float32
 ) -> PeftModel:
-    """With an adapter that moves every log-prob, as training leaves it."""
+    """Model with an adapter that moves every log-prob, as after training."""
     torch.manual_seed(5)
     lora = add_lora(load(base, dtype), settings)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def saved(lora: PeftModel, tmp_path: Path) -> str:
 
 
 def plain(lora: PeftModel) -> PreTrainedModel:
-    """The model that holds the adapter's layers."""
+    """Model that holds the adapter's layers."""
     model = lora.get_base_model()
     assert isinstance(model, PreTrainedModel)
     return model
@@ -133,7 +133,7 @@ def test_gradients_reach_the_adapter_of_every_linear_and_nothing_else(
 
 
 def test_checkpointing_leaves_the_gradients_as_they_are(lora: PeftModel, base: str) -> None:
-    """Activations recomputed: no input of a layer needs a gradient where embeddings are frozen."""
+    """No input of a recomputed layer needs a gradient if embeddings are frozen."""
     expected = adapter_gradients(lora)
     other = trained_lora(base)
     gradients = adapter_gradients(other, checkpointing=True)
@@ -172,7 +172,7 @@ def test_log_probs_with_the_adapter_are_those_of_the_merged_model(
     assert (sum(positions) < sum(map(len, rows))) == (rows is SHARED)
 
 
-def test_merging_is_put_off_and_leaves_the_base_alone(lora: PeftModel, base: str) -> None:
+def test_merging_is_lazy_and_keeps_the_base(lora: PeftModel, base: str) -> None:
     before = {name: tensor.clone() for name, tensor in lora.state_dict().items()}
     expected = {
         name: TensorLayout.of(name, tensor) for name, tensor in load(base).state_dict().items()
@@ -208,7 +208,9 @@ def test_a_base_of_less_precision_has_a_float32_adapter_and_merges_in_its_own(ba
     assert torch.equal(made.make(None), (weight + delta).bfloat16())
 
 
-def test_off_is_the_base_exactly_and_on_again_after_a_failure(lora: PeftModel, base: str) -> None:
+def test_a_disabled_adapter_is_the_base_and_is_enabled_after_a_failure(
+    lora: PeftModel, base: str
+) -> None:
     forward = Forward(plain(lora))
     batch = collate(SHARED)
     with torch.no_grad():
@@ -226,7 +228,7 @@ def test_off_is_the_base_exactly_and_on_again_after_a_failure(lora: PeftModel, b
     assert {name for name, p in lora.named_parameters() if p.requires_grad} == trained
 
 
-def test_peft_reads_what_is_saved(lora: PeftModel, base: str, saved: str) -> None:
+def test_peft_reads_a_saved_adapter(lora: PeftModel, base: str, saved: str) -> None:
     assert {path.name for path in Path(saved).iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -240,7 +242,7 @@ def test_peft_reads_what_is_saved(lora: PeftModel, base: str, saved: str) -> Non
     )
 
 
-def test_an_adapter_is_trained_on_from_where_it_is(lora: PeftModel, base: str, saved: str) -> None:
+def test_training_continues_from_a_saved_adapter(lora: PeftModel, base: str, saved: str) -> None:
     settings = LoraSettings(adapter=saved)
     check_lora(settings, base)
     continued = add_lora(load(base), settings)
@@ -250,7 +252,7 @@ def test_an_adapter_is_trained_on_from_where_it_is(lora: PeftModel, base: str, s
 
 
 def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
-    """With another rule for its scale, another rank in places, targets by a pattern."""
+    """Another scale rule, other ranks for some layers, and targets by a pattern."""
     config = LoraConfig(
         r=4, lora_alpha=5, use_rslora=True, init_lora_weights="gaussian",
         target_modules=r".*\.(q_proj|up_proj)", rank_pattern={"layers.1.mlp.up_proj": 2},
@@ -376,7 +378,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("off_first", [False, True])
 def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: bool) -> None:
-    """And gradients arrive, even where the first pass of all was without the adapter."""
+    """Gradients arrive, even if the first pass was without the adapter."""
     expected = {name: lazy.make(None).clone() for name, lazy in plain_weights(plain(lora)).items()}
     adapter = {name: tensor.clone() for name, tensor in adapter_tensors(lora).items()}
     gradients = adapter_gradients(trained_lora(base))
@@ -429,7 +431,7 @@ QWEN3_NEXT: dict[str, Any] = MIXTURE | {
     ],
     ids=["qwen3_moe", "qwen3_next"],
 )  # fmt: skip
-def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
+def test_experts_of_a_mixture_are_not_adapted_and_a_warning_is_logged(
     config: PreTrainedConfig, adapted: set[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config.save_pretrained(tmp_path)
@@ -451,13 +453,13 @@ def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
 
 
 def on_the_grid(base: str, directory: Path) -> str:
-    """The checkpoint as hubs have them: in bfloat16."""
+    """The checkpoint in bfloat16, as on hubs."""
     load(base, torch.bfloat16).save_pretrained(directory)
     return str(directory)
 
 
 def naive_lost_share(before: dict[str, Tensor], merged: dict[str, Tensor]) -> float:
-    """Element by element's own sums, from whole models, in float64."""
+    """Lost share by sums over whole models, in float64."""
     arrived = wanted = 0.0
     for name, weight in before.items():
         delta = merged[name].double() - weight.double()
@@ -468,7 +470,9 @@ def naive_lost_share(before: dict[str, Tensor], merged: dict[str, Tensor]) -> fl
 
 
 @pytest.mark.parametrize("std", [1e-5, 3e-4, 0.05])
-def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, std: float) -> None:
+def test_the_lost_share_equals_that_of_the_whole_update(
+    base: str, tmp_path: Path, std: float
+) -> None:
     start = on_the_grid(base, tmp_path / "grid")
     lora, rounded = trained_lora(start, LoraSettings(rank=4)), RoundedUpdate()
     with torch.no_grad():
@@ -495,7 +499,7 @@ def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> li
     return [loop.step()["push/lost_share"] for _ in range(9)]
 
 
-def test_pushes_say_what_is_lost(new_loop: NewLoop, base: str, tmp_path: Path) -> None:
+def test_pushes_report_the_lost_share(new_loop: NewLoop, base: str, tmp_path: Path) -> None:
     start = on_the_grid(base, tmp_path / "grid")
     slow = take_pushes(new_loop, start, 1e-6, push_dtype=torch.bfloat16)
     assert min(slow) > 0.5 and slow[0] > 0.9

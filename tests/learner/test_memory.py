@@ -1,4 +1,4 @@
-"""What a pass keeps is what the plan says, and a plan that does not fit becomes one that does."""
+"""Memory plans: estimates against measurements, and changes of plans that do not fit."""
 
 import re
 from contextlib import nullcontext
@@ -66,7 +66,7 @@ ROOM = int(78.06 * GIB) - headroom(int(78.06 * GIB))
 
 
 def kept(config: PreTrainedConfig, layers: int, dtype: Precision, workers: int) -> int:
-    """Bytes that autograd keeps of a row's activations; weights, and copies of them, left out."""
+    """Bytes that autograd keeps of a row's activations, without weights and copies of them."""
     config.num_hidden_layers = layers
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * layers
@@ -101,7 +101,7 @@ def memory_of(config: PreTrainedConfig, dtype: Precision, workers: int, **change
     "dtype, workers", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)], ids=str
 )
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_layer_keeps_what_is_estimated(name: str, dtype: Precision, workers: int) -> None:
+def test_the_estimate_of_a_layer_s_activations(name: str, dtype: Precision, workers: int) -> None:
     config = SHAPES[name]
     two, four = (kept(config, layers, dtype, workers) for layers in (2, 4))
     estimate = memory_of(config, dtype, workers)
@@ -111,7 +111,7 @@ def test_a_layer_keeps_what_is_estimated(name: str, dtype: Precision, workers: i
 @pytest.mark.parametrize(
     "dtype, workers", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)], ids=str
 )
-def test_a_layer_of_experts_keeps_at_most_what_is_estimated(dtype: Precision, workers: int) -> None:
+def test_the_estimate_bounds_the_activations_of_experts(dtype: Precision, workers: int) -> None:
     two, four = (kept(MIXTURE, layers, dtype, workers) for layers in (2, 4))
     estimate = memory_of(MIXTURE, dtype, workers, query_norm=True)
     assert 1.0 < estimate.in_layer / ((four - two) / 2 / LENGTH) < 1.15
@@ -119,7 +119,7 @@ def test_a_layer_of_experts_keeps_at_most_what_is_estimated(dtype: Precision, wo
 
 @cache
 def parameters() -> int:
-    """Of Qwen3-8B."""
+    """Parameters of Qwen3-8B."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(QWEN3_8B)
     return sum(p.numel() for p in model.parameters())
@@ -128,14 +128,14 @@ def parameters() -> int:
 def on_gpus(
     config: PreTrainedConfig, parameters: int, workers: int, **changes: Any
 ) -> LearnerMemory:
-    """Memory of a learner in bfloat16, on so many GPUs."""
+    """Memory of a bfloat16 learner on this many GPUs."""
     query_norm = isinstance(config, Qwen3Config)
     size = ModelSize(config=config, parameters=parameters, query_norm=query_norm)
     return LearnerMemory(model=size, dtype="bfloat16", device="cuda", workers=workers, **changes)
 
 
 def plan(workers: int, free: int, **asked: Any) -> PassPlan | None:
-    """Qwen3-8B on so many GPUs with so much memory each."""
+    """Qwen3-8B on this many GPUs with this much memory each."""
     memory = on_gpus(QWEN3_8B, parameters(), workers)
     return memory.plan(free, PassRequest(**asked))
 
@@ -151,7 +151,7 @@ def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
 
 
 def test_whole_gradients_are_kept_where_nothing_else_gets_less() -> None:
-    """Of 8B they are 30.5 GiB on each worker, however many there are."""
+    """Of 8B they are 30.5 GiB on each worker, for any number of workers."""
     assert plan(8, ROOM) == PassPlan(16_384, gradient_checkpointing=True, reduces_once=True)
     assert plan(8, 60 * GIB) == PassPlan(16_384, gradient_checkpointing=True)
     alone = plan(1, 400 * GIB)
@@ -181,7 +181,7 @@ def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
         ({"longest_rows": 1 << 19}, "sampling.max_new_tokens"),
     ],
 )
-def test_what_was_asked_for_and_does_not_fit_is_refused(asked: dict[str, Any], field: str) -> None:
+def test_explicit_settings_that_do_not_fit_are_refused(asked: dict[str, Any], field: str) -> None:
     with refuses(ConfigError, field):
         plan(4, 80 * GIB, **asked)
 
@@ -205,7 +205,7 @@ LLAMA_70B = LlamaConfig(
     ],
     ids=["32B", "70B", "8B"],
 )
-def test_the_longest_row_has_to_fit_whatever_the_budget(
+def test_the_longest_row_must_fit_with_any_budget(
     config: PreTrainedConfig,
     billions: float,
     workers: int,
@@ -241,8 +241,9 @@ def test_one_replica_may_have_room_where_two_have_none() -> None:
 
 
 def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:
-    """Beside its states torch's tracker finds 10.3 GiB of two layers of 30B-A3B on eight workers at
-    16384 tokens, without logits; a pass after the first one has the other layers' inputs, too."""
+    """In addition to its states, torch's tracker finds 10.3 GiB for two layers of 30B-A3B on eight
+    workers at 16384 tokens, without logits; later passes have the other layers' inputs, too.
+    """
     heads: dict[str, Any] = {"num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 4}
     config = Qwen3MoeConfig(
         vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, num_experts=128,
@@ -253,8 +254,8 @@ def test_a_mixtures_layer_is_whole_with_its_gradients() -> None:
     assert 10.3 * GIB + inputs < passes.bytes(16_384, checkpointing=True) < 15 * GIB + inputs
 
 
-def test_embedding_and_head_are_reduced_over_workers_whatever_the_tokens() -> None:
-    """Eight bytes a number of both; peaks of two gloo workers on a CPU were 8.3 bytes."""
+def test_reducing_embedding_and_head_takes_memory_for_any_number_of_tokens() -> None:
+    """Eight bytes per parameter of both; peaks of two gloo workers on a CPU were 8.3 bytes."""
     sharded, alone = (
         memory_of(QWEN3_8B, "bfloat16", workers, device="cuda", parameters=0) for workers in (4, 1)
     )
@@ -321,7 +322,7 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
         Learner(changed(config, token_budget=4096), str(tmp_path))
 
 
-def test_workers_share_what_a_model_and_copies_of_teachers_take() -> None:
+def test_workers_share_the_memory_of_a_model_and_its_teachers() -> None:
     quarter = on_gpus(QWEN3_8B, 8 << 30, 4, offloads=True)
     assert quarter.held == 32 * GIB, "16 bytes a parameter, a quarter of them"
     assert quarter.updating == 33 * GIB and quarter.beside_passes == 17 * GIB

@@ -1,4 +1,4 @@
-"""The gradient of a learner's step against one written without the project, a row at a time."""
+"""The gradient of a learner's step against an independent one, computed row by row."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def logprobs_at(model: PreTrainedModel, tokens: list[int], T: float) -> Tensor:
 
 
 def teacher_logprobs(teacher: PreTrainedModel, made: Segment) -> list[Tensor]:
-    """The teacher's distribution of each action, with its own prompt where it has one."""
+    """The teacher's distribution of each action, after its own prompt if it has one."""
     tokens, replaced = made.tokens_T.tolist(), made.teacher_replaces
     context = [] if made.teacher_context_T is None else made.teacher_context_T.tolist()
     log_q = logprobs_at(teacher, [*context, *tokens[replaced:]], made.temperature)
@@ -97,8 +97,10 @@ def make_segment(
 
 @pytest.fixture(scope="module")
 def groups(models: tuple[PreTrainedModel, PreTrainedModel]) -> list[TrajectoryGroup]:
-    """Different lengths and temperatures, two turns in one row, the first of them not always
-    trained, privileged contexts in a group."""
+    """Different lengths and temperatures, two turns in one row, privileged contexts.
+
+    The first turn is not always trained.
+    """
     rng = np.random.default_rng(0)
     made = []
     for group_id, (T, prompt, hint) in enumerate(
@@ -117,7 +119,7 @@ def token_loss(
     how: ObjectiveConfig, log_p_V: Tensor, log_q_V: Tensor, token: int, behaviour: float,
     future: float,
 ) -> Tensor:  # fmt: skip
-    """The objective of one token, over the whole vocabulary; `future` is its discounted gap."""
+    """Objective of one token over the whole vocabulary; `future` is its discounted gap."""
     p_V, q_V = log_p_V.exp(), log_q_V.exp()
     surrogate = (log_p_V[token] - behaviour).exp() * future
     if how.estimator == "sampled":
@@ -169,7 +171,7 @@ def test_a_step_has_the_naive_gradient(
     settings: dict[str, Any], models: tuple[PreTrainedModel, PreTrainedModel],
     groups: list[TrajectoryGroup], new_learner: NewLearner, tiny_pair: TinyPair,
 ) -> None:  # fmt: skip
-    """In several micro-batches, whose teachers each run over their own context."""
+    """In several micro-batches, whose teachers each use their own context."""
     how = ObjectiveConfig(**settings, kl_coef=KL_COEF)
     teachers = None
     if how.estimator == "full":

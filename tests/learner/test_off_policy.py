@@ -1,7 +1,7 @@
-"""The sampled estimators away from the policy that sampled: exact, by every response there is.
+"""Sampled estimators away from the policy that sampled, exact over all responses.
 
-The claim of all of them: the gradient of the divergence of the learner's *present* policy from the
-teacher, in the states that the sampling policy meets.
+All claim the gradient of the divergence of the learner's *present* policy from the teacher, in the
+states that the sampling policy meets.
 """
 
 from dataclasses import replace
@@ -65,7 +65,7 @@ WHOLE: list[dict[str, Any]] = [{"estimator": "full"}, TOP | {"divergence": "forw
     "weighing", [{"loss": "ppo"}, {"loss": "cispo"}, {"loss": "gspo"}, {"correction": "mask"}],
     ids=str,
 )  # fmt: skip
-def test_what_is_refused_without_advantages_would_change_no_bit(
+def test_losses_refused_without_advantages_would_change_nothing(
     world: World, whole: dict[str, Any], weighing: dict[str, Any]
 ) -> None:
     world.move_learner(0.4)
@@ -93,7 +93,7 @@ def test_the_price_of_leaving_the_sampler_needs_no_advantage(
 def test_off_policy_a_clip_is_of_the_present_policy_s_gap(
     world: World, settings: dict[str, Any], away: float
 ) -> None:
-    """Not of the sampler's, however far the learner has come."""
+    """It is not the sampler's gap, at any distance."""
     world.move_learner(away)
     objective = ObjectiveConfig(kl_clip=KL_CLIP, **settings)
     made = world.expected_gradient(objective, T)
@@ -101,7 +101,7 @@ def test_off_policy_a_clip_is_of_the_present_policy_s_gap(
 
 
 def test_the_discounted_reference_is_the_sequence_s_kl_centred(world: World) -> None:
-    """E_p[sum_t (kl_t - mean_kl)], the mean held fixed; the reference here is the teacher."""
+    """E_p[sum_t (kl_t - mean_kl)], the mean fixed; the reference here is the teacher."""
     world.move_learner(0.0)
     objective = ObjectiveConfig(kl_coef=0.0, reference_kl_coef=1.0, kl_discount_factor=1.0)
     made = world.expected_gradient(objective, T)
@@ -123,7 +123,7 @@ def test_the_discounted_reference_is_the_sequence_s_kl_centred(world: World) -> 
 def test_the_sampler_s_log_prob_in_its_place_pushes_away_from_the_sampler(
     world: World, settings: dict[str, Any]
 ) -> None:
-    """KL(p || q) - KL(p || mu): what the rows' coefficient of log p is there to put right."""
+    """KL(p || q) - KL(p || mu), which the rows' coefficient of log p corrects."""
     world.move_learner(0.1)
     objective = ObjectiveConfig(**settings)
     batch = world.rollouts(objective, T)
@@ -144,7 +144,7 @@ def test_the_sampler_s_log_prob_in_its_place_pushes_away_from_the_sampler(
 
 
 def test_discounted_terms_are_off_by_the_ratios_of_the_tokens_between(world: World) -> None:
-    """Exact on policy; away from it the error is of first order in the distance, and said so."""
+    """Exact on policy; off policy the documented error is of first order in the distance."""
     objective = ESTIMATORS["sampled, g=1"].objective
     errors = []
     for away in (0.0, *DISTANCES):
@@ -168,7 +168,7 @@ LOSSES: dict[str, tuple[dict[str, Any], float]] = {
 def test_many_updates_on_one_set_of_rollouts_close_the_kl(
     world: World, settings: dict[str, Any], share: float
 ) -> None:
-    """Expected gradients, so what is left is no noise. The sampler's log-prob makes it rise."""
+    """Gradients are expectations, so the rest is no noise. The sampler's log-prob raises the KL."""
     kls = world.descend(ObjectiveConfig(**settings), 1.0, range(0, UPDATES + 1, 4))
     assert kls[-1] < share * kls[0]
     assert max(kls[3:]) < 0.6 * kls[0]

@@ -1,4 +1,4 @@
-"""estimator=full of a teacher that is the learner's own model, against a copy of that teacher."""
+"""estimator=full with the learner's own model as teacher, against a copy of that teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ CONTEXT_T = np.arange(40, 75, dtype=np.int32)
 
 
 def rows(step: int) -> list[TrainingRow]:
-    """Of some the teacher sees another context, of one it sees what the student saw."""
+    """Rows of which some have another teacher context."""
     told = [
         replace(
             training_row(3, 4 + i, seed=9 * step + i),
@@ -69,7 +69,7 @@ def assert_steps_of_a_copy(
     copied: Callable[[], LocalTeachers],
     metrics: Sequence[str] = (),
 ) -> None:
-    """Step by step, through every movement of the teacher; `copied` is that of `twin`, frozen."""
+    """Compare step by step, through every movement of the teacher, with a frozen copy of it."""
     diverged = []
     for step, rows_D in enumerate(steps):
         part = Part(rows_D=rows_D, loss=OWN)
@@ -99,11 +99,13 @@ def frozen_at(path: str, state: Mapping[str, torch.Tensor]) -> LocalTeachers:
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 @pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
-def test_of_a_mixture_its_steps_are_those_of_a_frozen_copy(
+def test_steps_of_a_mixture_equal_those_of_a_frozen_copy(
     new_learner: NewLearner, mixture: str, rule: ShadowRule | None, replays: bool
 ) -> None:
-    """The student goes through the experts that the engine chose, and its routers are balanced by
-    its own passes; the teacher routes by itself, and is no part of the balance."""
+    """The student uses the engine's experts, and its routers are balanced by its own passes.
+
+    The teacher routes by itself, and does not count for the balance.
+    """
     settings = {"model": mixture, "replays_routing": replays, "router_aux_coef": 0.1}
     learner, twin = (new_learner(shadow=rule, **settings) for _ in range(2))
     steps = [rows(step) for step in range(3)]
@@ -120,7 +122,7 @@ def test_of_a_mixture_its_steps_are_those_of_a_frozen_copy(
     [*((rule, {}) for rule in RULES), (EMA, {"lora_rank": 2})],
     ids=[*NAMES, "ema-adapter"],
 )
-def test_its_steps_are_those_of_a_frozen_copy(
+def test_steps_equal_those_of_a_frozen_copy(
     new_learner: NewLearner, tiny_pair: TinyPair, rule: ShadowRule | None, adapter: dict[str, int]
 ) -> None:
     learner, twin = (new_learner(shadow=rule, **adapter) for _ in range(2))
@@ -131,7 +133,7 @@ def test_its_steps_are_those_of_a_frozen_copy(
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 1e-5)])
-def test_the_live_teacher_differs_by_what_it_is_told_alone(
+def test_the_live_teacher_differs_only_by_its_context(
     new_learner: NewLearner, dtype: str, atol: float
 ) -> None:
     """It rounds as the student does."""

@@ -1,4 +1,4 @@
-"""Packed rows are trained as if each were alone; families of which that is not true are refused."""
+"""Packed rows are trained like single ones; families that cannot are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,7 +65,7 @@ STATEFUL: dict[str, PretrainedConfig] = {
 
 
 def alone(model: str, rows: Sequence[TrainingRow]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss of the rows, one at a time through transformers' own code; its gradient."""
+    """Mean loss and its gradient, row by row with transformers' own code."""
     plain = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -86,7 +86,7 @@ def group(context: int, lengths: Sequence[int], seed: int) -> list[TrainingRow]:
 
 
 def imitated(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """The same as demonstrations: each trained token counts once."""
+    """The rows as demonstrations: each trained token counts once."""
     return [replace(row, advantages_T=row.loss_mask_T.astype(np.float32)) for row in rows]
 
 
@@ -135,7 +135,7 @@ def test_flex_attention_trains_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on CUDA, but for the kernel: windows, soft caps, grouped heads, recomputed layers."""
+    """As on CUDA except for the kernel: windows, soft caps, grouped heads, recomputed layers."""
     monkeypatch.setattr(flex_attention, "flex_attention", dense_flex)
     monkeypatch.setattr(SharedPrefixModel, "_attends_by_flex", lambda _self: True)
     model = checkpoint(FAMILIES[family], tmp_path / family)
@@ -167,10 +167,8 @@ def test_layers_that_run_along_the_sequence_are_refused_by_name(family: str) -> 
         check_packs(model)
 
 
-def test_attention_that_cannot_be_replaced_is_refused_once_it_is_known(
-    new_learner: NewLearner, tmp_path: Path
-) -> None:
-    """Its config does not say so: gpt-oss has a sink beside every key."""
+def test_attention_with_sinks_is_refused(new_learner: NewLearner, tmp_path: Path) -> None:
+    """The config of gpt-oss does not show that it has a sink beside every key."""
     config = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
     model = checkpoint(config, tmp_path / "sinks")
     with refuses(ConfigError, "learner.packing"):

@@ -1,4 +1,4 @@
-"""Parts of a step, in micro-batches of any size: the sum of their losses."""
+"""Parts of a step in micro-batches of any size: the sum of their losses."""
 
 import weakref
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def test_several_parts_are_the_sum_of_their_losses(
 
 
 def fixed_metrics(made: list[dict[str, float]]) -> LossFunction:
-    """A loss whose micro-batches report `made`, one after the other."""
+    """Loss whose micro-batches report `made` one after the other."""
     left = iter(made)
 
     def loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
@@ -125,7 +125,7 @@ def test_losses_see_the_counts_of_their_own_part(new_learner: NewLearner) -> Non
 
 
 class _Held(torch.autograd.Function):
-    """Passes a loss on; its graph holds an object, as that of a divergence holds a teacher's."""
+    """Identity whose graph holds an object, as that of a divergence holds a teacher's."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, held: set[int]) -> Tensor:

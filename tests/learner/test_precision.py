@@ -1,4 +1,4 @@
-"""What the learner computes in, what it keeps, and whether it fits."""
+"""Precisions of computation and state, and whether they fit into memory."""
 
 import shutil
 from collections.abc import Iterator
@@ -147,7 +147,7 @@ def test_on_cuda_the_step_is_the_same(tiny_pair: TinyPair, tmp_path: Path, optio
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone, on the CPU."""
+    """Mesh of this process alone, on the CPU."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))
@@ -158,8 +158,10 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_a_share_of_the_moments_does_not_go_back_to_the_device_of_its_mesh(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's meta device stands for the GPUs of a mesh: what is shown is that nothing moves a
-    share there from main memory, not that CUDA copies it."""
+    """torch's meta device stands for the GPUs of a mesh.
+
+    The test shows that nothing moves a share there from main memory, not that CUDA copies it.
+    """
     model = nn.Linear(4, 3)
     fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(model, LearnerSettings(lr=1e-5))

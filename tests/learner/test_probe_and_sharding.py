@@ -1,4 +1,4 @@
-"""Models whose attention cannot be replaced: two workers train all of them, like one."""
+"""Models whose attention cannot be replaced: two workers train them like one."""
 
 import logging
 from pathlib import Path
@@ -29,7 +29,7 @@ from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import untimed
 from tests.learner.test_dropout import checkpoint
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import training_row
 from tests.tiny import SIZES
 from tests.weights import numbers
@@ -45,7 +45,7 @@ XLNET = {"vocab_size": SIZES["vocab_size"], "d_model": 32, "n_layer": 2, "n_head
 
 
 def train(learner: Learner, _: dict[str, Any]) -> dict[str, Any]:
-    """Two steps, and the learner's weights before and after."""
+    """Take two steps; return the weights before and after."""
     before = numbers(learner.weights())
     metrics = [learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss)) for _ in range(2)]
     assert_optimizes(learner.worker.optimizer, learner.model)
@@ -63,7 +63,7 @@ def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
     with caplog.at_level(logging.WARNING):
         alone = train(Learner(config, str(tmp_path)), {})
     assert "runs with its own attention" in caplog.text
-    together = tell(train, config, tmp_path, (cross_entropy_loss,), {})
+    together = on_workers(train, config, tmp_path, (cross_entropy_loss,), {})
     for theirs, ours in zip(alone["metrics"], together["metrics"], strict=True):
         for metric in untimed(ours).keys() - {"train/padding_share"}:
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), metric
@@ -81,7 +81,7 @@ def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_no_room_for_the_probe_says_nothing_of_the_architecture(
+def test_a_probe_without_memory_is_no_evidence_on_the_architecture(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, head_dim=8)).eval()
@@ -103,7 +103,7 @@ def test_a_model_that_sees_later_tokens_is_refused(config: PretrainedConfig) -> 
 
 
 def test_a_mask_of_the_model_s_own_is_not_left_out() -> None:
-    """Doge adds one that it learns, and that is alike for all keys at first."""
+    """Doge adds a learned one that is at first the same for all keys."""
     config = DogeConfig(**SIZES, num_experts=0)
     assert not shares_prefixes(AutoModelForCausalLM.from_config(config).eval())
 

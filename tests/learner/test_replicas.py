@@ -31,7 +31,7 @@ from tests.learner.test_sharding import (
     teacher,
     train,
 )
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.weights import numbers
 
 FIRST, LAST = STEPS[:3], [STEPS[1], *STEPS[7:]]
@@ -41,27 +41,27 @@ FSDP = ("_allgather_base_", "_reduce_scatter_base_")
 
 def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Steps of several losses, a checkpoint, and one more step of several micro-batches."""
-    told: dict[str, Any] = {"reference": learner.reference_logprobs(given["reference"], ROWS)}
+    results: dict[str, Any] = {"reference": learner.reference_logprobs(given["reference"], ROWS)}
     learner.drop_reference()
     metrics = train(learner, FIRST)
-    told["half"] = save(learner, given["root"], load_tokenizer(given["reference"]))
+    results["half"] = save(learner, given["root"], load_tokenizer(given["reference"]))
     step = [Part(rows_D=ROWS, loss=PPO)]
-    told["collectives"] = collectives_of(lambda: metrics.extend(train(learner, [step])))
-    told["metrics"] = metrics
-    told["prints"] = learner.fingerprints()
-    told["weights"] = numbers(learner.weights())
-    told["teacher"] = teacher(learner)
-    told["lent"] = lent_by_all(learner)
-    told["numbers"] = sum(p.numel() for p in learner.model.parameters())
-    told["held"] = sum(local(p).numel() for p in learner.model.parameters())
+    results["collectives"] = collectives_of(lambda: metrics.extend(train(learner, [step])))
+    results["metrics"] = metrics
+    results["prints"] = learner.fingerprints()
+    results["weights"] = numbers(learner.weights())
+    results["teacher"] = teacher(learner)
+    results["lent"] = lent_by_all(learner)
+    results["numbers"] = sum(p.numel() for p in learner.model.parameters())
+    results["held"] = sum(local(p).numel() for p in learner.model.parameters())
     trained = [local(p).numel() for p in learner.model.parameters() if p.requires_grad]
-    told["trained"] = [size for size in trained if size]
-    told["accumulated"] = untimed(accumulated(learner))
-    return told
+    results["trained"] = [size for size in trained if size]
+    results["accumulated"] = untimed(accumulated(learner))
+    return results
 
 
 def collectives_of(run: Callable[[], object]) -> dict[str, Any]:
-    """Numbers (whole, of a shard) of this worker's gathers and scatters, and those that it sums."""
+    """Sizes (whole, of a shard) of this worker's gathers and scatters, and of its sums."""
     summed: list[int] = []
     all_reduce = dist.all_reduce
 
@@ -113,9 +113,9 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             np.testing.assert_allclose(ours[what][name], expected, atol=1e-5, err_msg=name)
 
 
-def told_of(replicas: int, family: str, root: Path, **settings: Any) -> dict[str, Any]:
+def result_of(replicas: int, family: str, root: Path, **settings: Any) -> dict[str, Any]:
     path = family_dir(root / f"{family}-{replicas}", family)
-    return tell(
+    return on_workers(
         story, config(path, token_budget=30, lr=1e-3, **settings), root / "failed", LOSSES,
         {"reference": path, "root": str(root / f"{family}-{replicas}" / "checkpoints")},
         workers=WORKERS, replicas=replicas,
@@ -136,8 +136,8 @@ def assert_same_story(hybrid: dict[str, Any], plain: dict[str, Any]) -> None:
         assert lent.keys() == hybrid["weights"].keys()
         for name, tensor in lent.items():  # to the last bit, in both replicas
             np.testing.assert_array_equal(tensor, hybrid["weights"][name], err_msg=name)
-    for told, share in ((plain, 1 / 4), (hybrid, 1 / 2)):
-        assert told["held"] == pytest.approx(share * told["numbers"], rel=0.02)
+    for results, share in ((plain, 1 / 4), (hybrid, 1 / 2)):
+        assert results["held"] == pytest.approx(share * results["numbers"], rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -146,46 +146,48 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(scratch: Path) -> dict[int, dict[str, Any]]:
-    """The story of a mixture, by the number of replicas."""
-    return {replicas: told_of(replicas, "qwen3_moe", scratch) for replicas in (1, 2)}
+def results(scratch: Path) -> dict[int, dict[str, Any]]:
+    """Results of a mixture's run by number of replicas."""
+    return {replicas: result_of(replicas, "qwen3_moe", scratch) for replicas in (1, 2)}
 
 
-def test_two_replicas_take_the_steps_of_one(told: dict[int, dict[str, Any]]) -> None:
-    assert_same_story(told[2], told[1])
+def test_two_replicas_take_the_steps_of_one(results: dict[int, dict[str, Any]]) -> None:
+    assert_same_story(results[2], results[1])
 
 
-def test_replicas_exchange_gradients_alone_once_a_step(told: dict[int, dict[str, Any]]) -> None:
-    plain, hybrid = (told[replicas]["collectives"] for replicas in (1, 2))
+def test_replicas_exchange_gradients_alone_once_a_step(results: dict[int, dict[str, Any]]) -> None:
+    plain, hybrid = (results[replicas]["collectives"] for replicas in (1, 2))
     for name in FSDP:
         assert [whole for whole, _ in plain[name]] == [whole for whole, _ in hybrid[name]]
         assert {whole / shard for whole, shard in plain[name]} == {WORKERS}
         assert {whole / shard for whole, shard in hybrid[name]} == {WORKERS / 2}
     assert len(plain["_allgather_base_"]) >= 3 * len(plain["_reduce_scatter_base_"])
-    assert hybrid["summed"] == [*told[2]["trained"], *plain["summed"]]
+    assert hybrid["summed"] == [*results[2]["trained"], *plain["summed"]]
     assert set(plain["summed"]) == {1}
     # What a node of two workers sends in float32, in MB, by rings: docs/learner.md has the numbers.
     wholes = [whole for name in FSDP for whole, _ in plain[name]]
-    sent = [4e-6 * 3 / 4 * sum(wholes), 4e-6 * 2 * sum(told[2]["trained"])]
+    sent = [4e-6 * 3 / 4 * sum(wholes), 4e-6 * 2 * sum(results[2]["trained"])]
     assert sent == pytest.approx([4.41, 0.87], abs=0.01)
 
 
-def test_a_checkpoint_has_each_shard_once(told: dict[int, dict[str, Any]]) -> None:
+def test_a_checkpoint_has_each_shard_once(results: dict[int, dict[str, Any]]) -> None:
     sizes = [
-        sum(each.stat().st_size for each in (told[replicas]["half"].path / "optimizer").iterdir())
+        sum(
+            each.stat().st_size for each in (results[replicas]["half"].path / "optimizer").iterdir()
+        )
         for replicas in (1, 2)
     ]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
 
 
 @pytest.fixture(scope="module")
-def alone(told: dict[int, dict[str, Any]], scratch: Path) -> dict[str, Any]:
-    """One worker that goes on from the checkpoint of one replica."""
-    return resumed_story(Learner(resumed_config(told[1]), str(scratch / "failed")), told[1])
+def alone(results: dict[int, dict[str, Any]], scratch: Path) -> dict[str, Any]:
+    """One worker that resumes from the checkpoint of one replica."""
+    return resumed_story(Learner(resumed_config(results[1]), str(scratch / "failed")), results[1])
 
 
-def resumed_config(told: dict[str, Any]) -> LearnerConfig:
-    return config(told["half"].model_dir, lr=1e-3)
+def resumed_config(results: dict[str, Any]) -> LearnerConfig:
+    return config(results["half"].model_dir, lr=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -197,16 +199,16 @@ def resumed_config(told: dict[str, Any]) -> LearnerConfig:
     ],
     ids=["from 2x2 to 1x2", "from 2x2 to 2x1", "from 1x4 to 2x2"],
 )
-def test_other_numbers_of_workers_and_replicas_go_on_from_a_checkpoint(
+def test_other_numbers_of_workers_and_replicas_resume(
     replicas_before: int,
     workers: int,
     replicas: int,
-    told: dict[int, dict[str, Any]],
+    results: dict[int, dict[str, Any]],
     alone: dict[str, Any],
     scratch: Path,
 ) -> None:
-    before = told[replicas_before]
-    resumed = tell(
+    before = results[replicas_before]
+    resumed = on_workers(
         resumed_story, resumed_config(before), scratch / "failed", LOSSES, before,
         workers=workers, replicas=replicas,
     )  # fmt: skip
@@ -216,5 +218,5 @@ def test_other_numbers_of_workers_and_replicas_go_on_from_a_checkpoint(
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"lora.rank": 4}, {}], ids=["adapter", "whole"])
 def test_replicas_of_a_tied_model(settings: dict[str, Any], tmp_path: Path) -> None:
-    plain, hybrid = (told_of(replicas, "llama_tied", tmp_path, **settings) for replicas in (1, 2))
+    plain, hybrid = (result_of(replicas, "llama_tied", tmp_path, **settings) for replicas in (1, 2))
     assert_same_story(hybrid, plain)

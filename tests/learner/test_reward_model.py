@@ -1,4 +1,4 @@
-"""Reward models: their loss and gradient, where a score is read, what is saved, on any worker."""
+"""Reward models: loss and gradient, position of the score, saved files, several workers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ from tests.learner.conftest import (
     untimed,
 )
 from tests.learner.test_export import PLAIN, new, saved
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import answer_pair, demonstration
 from tests.tiny import EOS, PAD, save_tokenizer, token_id
 
@@ -56,13 +56,13 @@ ROWS = [scored_row(row, PAD) for row in PLAIN_ROWS]
 
 
 def naive_score(model: PreTrainedModel, row: TrainingRow) -> Tensor:
-    """The score of the row alone, without padding, by transformers' own class."""
+    """Score of the row alone, without padding, by transformers' own class."""
     return model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0, 0]
 
 
 @pytest.fixture
 def write(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[[Learner], str]:
-    """write(learner): the model that it would save, as a directory."""
+    """write(learner): save the model and return its directory."""
 
     def written(learner: Learner) -> str:
         path = tmp_path / f"written-{len(list(tmp_path.iterdir()))}"
@@ -102,10 +102,8 @@ def test_the_loss_and_its_gradient_against_naive_ones(
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_a_score_is_read_at_the_row_s_end_whatever_is_beside_it(
-    family: str, tmp_path: Path
-) -> None:
-    """Every architecture, tied or not; and transformers reads the same score, padded or not."""
+def test_a_score_is_read_at_the_row_s_end_in_any_batch(family: str, tmp_path: Path) -> None:
+    """Every architecture, tied or not; transformers reads the same score, padded or not."""
     config = PLAIN[family]
     path = saved(new(config), tmp_path)
     check_export(path, meta_reward_model, fresh=(HEAD_WEIGHT,))
@@ -204,7 +202,7 @@ def test_two_workers_are_one_learner(tiny_pair: TinyPair, tmp_path: Path) -> Non
         model=tiny_pair.student, total_steps=3, token_budget=100, device="cpu", lr=3e-3,
         reward_padding=PAD,
     )  # fmt: skip
-    told = tell(
+    told = on_workers(
         story, config, tmp_path / "scratch", (reward_model_loss,),
         {"path": str(tmp_path / "two"), "tokenizer": tiny_pair.student},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rollouts on several workers: each fetches its share, makes its rows, and all are one learner."""
+"""Rollouts on several workers: each fetches and builds its rows, and the result is that of one."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -38,7 +38,7 @@ from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.sharding import Fingerprints
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weights
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import group, segment, trajectory
 from tests.sequences import with_other_rows
 from tests.waiting import DEADLINE_S
@@ -64,8 +64,10 @@ def scored(prompt: int, actions: int, seed: int, *, reference: bool):
 
 
 def groups_of_segments(reference: bool = True) -> list[TrajectoryGroup]:
-    """Two steps of four groups: of three trajectories, one of several segments in most; one group
-    has one reward."""
+    """Two steps of four groups of three trajectories, most with one of several segments.
+
+    One group has equal rewards.
+    """
     groups = []
     for i in range(8):
         members = [
@@ -85,7 +87,7 @@ def groups_of_segments(reference: bool = True) -> list[TrajectoryGroup]:
 
 
 class Noting(World):
-    """Notes which trajectories the leader fetches; a step ends when it has some of the next."""
+    """Record the trajectories that the leader fetches; a step waits for some of the next one's."""
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         super().__init__(groups, per_step=4)
@@ -111,7 +113,7 @@ class Noting(World):
 
 
 class KeepAll:
-    """Keeps everything."""
+    """Log that keeps everything."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -133,7 +135,7 @@ class KeepAll:
 
 
 def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
-    """Two steps of a loop, as its leader sees them."""
+    """Two steps of a loop, seen from its leader."""
     world, keep = Noting(given["groups"]), KeepAll()
     loop = PolicyLoop(
         learner=learner, tokenizer=load_tokenizer(given["tokenizer"]), source=world,
@@ -173,7 +175,7 @@ def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:
 
 
 def assert_prints_alike(alone: list[Fingerprints], together: list[Fingerprints]) -> None:
-    """Of equal weights they are equal, however those are shared out."""
+    """Assert that fingerprints of equal weights are equal, however they are sharded."""
     for name, (bits, norm) in alone[0]["weights"].items():
         assert together[0]["weights"][name] == (bits, pytest.approx(norm, rel=1e-9)), name
     assert not alone[0]["gradient"] and not together[0]["gradient"]
@@ -234,7 +236,9 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     losses = loss, TeacherSamplesLoss(normalisation=objective.normalisation)
     everywhere = GroupsHere()
     everywhere.taken(groups, set_aside={})
-    together = tell(steps, config, tmp_path, losses, given, source=everywhere, workers=workers)
+    together = on_workers(
+        steps, config, tmp_path, losses, given, source=everywhere, workers=workers
+    )
     assert_one_learner(alone, together)
     filtered = {1} if objective.constant_groups == "drop" else set()
     everything = {TrajectoryId(i, g) for i in set(range(8)) - filtered for g in range(3)}
@@ -258,7 +262,7 @@ def one_step(learner: Learner, given: dict[str, Any]) -> dict[str, float]:
 def test_a_worker_without_samples_of_the_policy_scores_the_reference_with_the_others(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """One sample on two workers: the other one repeats it, and trains a teacher's sample alone."""
+    """One sample on two workers: the other repeats it, and trains only a teacher's sample."""
     loss = PolicyObjectiveLoss(objective=ObjectiveConfig(reference_kl_coef=0.3))
     sampled, taught = (
         TrajectoryGroup(group_id=i, trajectories_G=(trajectory(segment(3, 5, seed=i)),))
@@ -271,7 +275,7 @@ def test_a_worker_without_samples_of_the_policy_scores_the_reference_with_the_ot
     losses = loss, TeacherSamplesLoss(normalisation="token")
     everywhere = GroupsHere()
     everywhere.taken(groups, set_aside={})
-    together = tell(one_step, config, tmp_path, losses, given, source=everywhere)
+    together = on_workers(one_step, config, tmp_path, losses, given, source=everywhere)
     assert untimed(together) == pytest.approx(untimed(alone), rel=1e-5, abs=1e-6)
     assert alone["train/groups"] == 2 and "reference/kl" in alone
 
@@ -288,7 +292,7 @@ OBJECTIVES = {
 def test_one_worker_trains_on_the_rows_of_whole_groups(
     new_loop: NewLoop, objective: ObjectiveConfig
 ) -> None:
-    """Bit for bit: what travels is how rows are made of groups, and nothing of what they are."""
+    """Bit for bit equal to rows made of whole groups."""
     groups = groups_of_segments()[:2]
     loop = new_loop(World(groups), objective, teacher_weights=TEACHER_WEIGHTS)
     metrics = loop.step()
@@ -306,7 +310,7 @@ def test_one_worker_trains_on_the_rows_of_whole_groups(
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
-def test_teacher_samples_weigh_as_many_as_their_groups_and_touch_no_other_metric(
+def test_teacher_samples_weigh_by_groups_and_change_no_policy_metric(
     new_loop: NewLoop, plain_model: PreTrainedModel, normalisation: Normalisation
 ) -> None:
     """By hand: (1/4) of the cross-entropy of one group, and (3/4) of the policy loss of three."""
@@ -345,7 +349,7 @@ def test_teacher_samples_weigh_as_many_as_their_groups_and_touch_no_other_metric
         assert made[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
-def test_a_step_of_teacher_samples_alone_says_nothing_of_the_policy_s(
+def test_a_step_of_teacher_samples_alone_has_no_policy_metrics(
     new_loop: NewLoop, plain_model: PreTrainedModel
 ) -> None:
     objective = ObjectiveConfig(reference_kl_coef=0.5, num_substeps=2, correction="truncate")
@@ -360,7 +364,7 @@ def test_a_step_of_teacher_samples_alone_says_nothing_of_the_policy_s(
 
 
 class Losing(World):
-    """Loses a group when it is first fetched, and has another of it later."""
+    """Lose a group when it is first fetched, and return another later."""
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         super().__init__(groups)
@@ -376,7 +380,7 @@ class Losing(World):
         self.lost.append((sorted(ids), reason))
 
 
-def test_what_is_lost_before_the_step_is_taken_again(
+def test_groups_lost_before_the_step_are_taken_again(
     new_loop: NewLoop, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     again = [group(0, members=3), group(1)]
@@ -390,9 +394,9 @@ def test_what_is_lost_before_the_step_is_taken_again(
 
 
 class Ahead(World):
-    """Has the next step's groups while one is trained, which ends only once they were fetched.
+    """Offer the next step's groups while one is trained, which ends only after they were fetched.
 
-    Those that are `lost` are not there then; `remade` ones take others' place before the step.
+    Groups of `lost` are missing then; `remade` ones replace others before the step.
     """
 
     def __init__(
@@ -438,7 +442,7 @@ class Ahead(World):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-def test_the_next_steps_rows_are_made_while_this_one_is_trained(
+def test_rows_of_the_next_step_are_built_during_a_step(
     new_loop: NewLoop, objective: ObjectiveConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[int, str]] = []
@@ -468,10 +472,8 @@ def test_the_next_steps_rows_are_made_while_this_one_is_trained(
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_what_is_made_again_after_it_was_fetched_is_what_is_trained(
-    new_loop: NewLoop, lost: bool
-) -> None:
-    """Group 2: lost when it is fetched ahead, or there, and scored again before it is taken."""
+def test_a_remade_group_replaces_the_prefetched_one(new_loop: NewLoop, lost: bool) -> None:
+    """Group 2 is lost when prefetched, or prefetched and then rescored before it is taken."""
     groups = groups_of_segments()[:4]
     remade = replace(groups_of_segments()[6], group_id=2)
     world = Ahead(groups, lost={2} if lost else (), remade=[remade])

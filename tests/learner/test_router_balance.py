@@ -1,4 +1,4 @@
-"""The load-balancing loss of routers: of real tokens alone, in every way that rows are run."""
+"""The load-balancing loss of routers counts real tokens only, however rows are run."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def probabilities(path: str, rows: list[np.ndarray]) -> list[torch.Tensor]:
-    """By layer, softmax of the router's logits of all rows' tokens, row by row."""
+    """Softmax of the router's logits by layer, row by row."""
     model = load_causal_lm(path, dtype=torch.float32, device="cpu").eval()
     by_row = []
     for tokens_T in rows:
@@ -42,7 +42,7 @@ def probabilities(path: str, rows: list[np.ndarray]) -> list[torch.Tensor]:
 
 
 def naive_aux(path: str, rows: list[TrainingRow], top_k: int = 2) -> float:
-    """E sum_e f_e P_e in loops, over the tokens of all layers."""
+    """E sum_e f_e P_e by loops over the tokens of all layers."""
     p_NE = torch.cat(probabilities(path, [row.tokens_T for row in rows]))
     chosen = torch.zeros(p_NE.shape[1])
     for p_E in p_NE:
@@ -104,6 +104,6 @@ def test_micro_batches_count_by_their_trained_tokens(mixture: str, new_learner: 
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_what_has_no_such_loss_is_refused(name: str, tmp_path: Path) -> None:
+def test_models_without_a_balance_loss_are_refused(name: str, tmp_path: Path) -> None:
     with refuses(ConfigError, "learner.router_aux_coef"):
         check_balances(meta_causal_lm(family_dir(tmp_path, name)))

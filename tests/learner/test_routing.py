@@ -1,4 +1,4 @@
-"""Routing replay: the experts that a row brings along are those that it runs through."""
+"""Routing replay: a row runs through the experts that it has."""
 
 import asyncio
 import importlib
@@ -49,14 +49,14 @@ def passed(learner: Learner, rows: list[TrainingRow]) -> dict[str, float]:
 
 
 def twin(path: str, rows: list[TrainingRow]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The weighted cross-entropy and its gradient, row by row, by routers that are told."""
+    """Weighted cross-entropy and its gradient, row by row, by routers with given experts."""
     model = load_causal_lm(path, dtype=torch.float32, device="cpu").eval()
     total = sum(row.num_trained for row in rows)
     loss = torch.zeros(())
     for row in rows:
         experts_TLK = torch.from_numpy(experts_of(row))
         hooks = [
-            router.register_forward_hook(_told(experts_TLK[:, layer]))
+            router.register_forward_hook(_with_experts(experts_TLK[:, layer]))
             for layer, router in routers_of(model).items()
         ]
         wanted_N = torch.from_numpy(row.advantages_T[row.loss_mask_T])
@@ -72,8 +72,8 @@ def experts_of(row: TrainingRow) -> np.ndarray:
     return row.experts_TLK
 
 
-def _told(experts_TK: torch.Tensor) -> Any:
-    """A hook that weighs the given experts token by token, and expert by expert."""
+def _with_experts(experts_TK: torch.Tensor) -> Any:
+    """Hook that weighs the given experts token by token and expert by expert."""
     unknown = torch.iinfo(experts_TK.dtype).max
 
     def hook(router: Any, _inputs: Any, outputs: Any) -> Any:
@@ -161,7 +161,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rows", [ROWS, SHARED], ids=["rows", "shared"])
 @pytest.mark.parametrize("way", SETTINGS)
-def test_given_experts_are_the_twins(
+def test_given_experts_have_the_loss_and_gradient_of_the_twin(
     rows: list[TrainingRow], way: str, mixture: str, new_learner: NewLearner
 ) -> None:
     if way == "packed" and "gpt_oss" in mixture:
@@ -219,7 +219,7 @@ def test_rows_without_experts_are_routed_by_the_learner(
 def test_an_adapter_learns_through_the_given_experts(
     new_learner: NewLearner, tmp_path: Path
 ) -> None:
-    """A fresh adapter changes nothing; its base routes for itself, as a reference."""
+    """A fresh adapter changes nothing; its base routes by itself, as a reference."""
     path = family_dir(tmp_path, "qwen3_moe")
     learner = new_learner(model=path, replays_routing=True, lora_rank=2)
     rows = other_experts(path, ROWS)
@@ -250,7 +250,7 @@ def test_dense_models_and_unknown_routers_are_refused(
         check_replays(meta_causal_lm(family_dir(tmp_path, "mixtral")))
 
 
-def test_turns_add_to_what_is_known() -> None:
+def test_experts_of_later_turns_are_appended() -> None:
     def experts(*values: int) -> np.ndarray:
         return np.array(values, np.uint8).reshape(-1, 1, 1)
 
@@ -264,7 +264,7 @@ def test_turns_add_to_what_is_known() -> None:
 def test_replay_closes_the_gap_to_an_engine_in_half_precision(
     new_learner: NewLearner, tmp_path: Path
 ) -> None:
-    """An engine in bfloat16, and routers that are of two minds at every token."""
+    """A bfloat16 engine, and routers with almost equal scores at every token."""
     path = family_dir(tmp_path, "qwen3_moe")
     undecided(path)
     rows = asyncio.run(_sampled_in_bfloat16(path))

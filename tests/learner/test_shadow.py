@@ -1,4 +1,4 @@
-"""A teacher that follows the weights, against its formula; saved, resumed, shown and handed on."""
+"""A lagged or averaged teacher against its formula: saved, resumed, read and pushed."""
 
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ EVERY, EMA = ShadowRule(every=3), ShadowRule(ema=0.8)
 
 
 def train(learner: Learner, first: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    """The trained weights after each step."""
+    """Trained weights after each step."""
     made = []
     for step in range(first, first + steps):
         rows = [training_row(2, 4, seed=step), training_row(3, 5, seed=step + 1)]
@@ -83,7 +83,7 @@ def test_a_teacher_that_lags_is_an_earlier_student_bit_by_bit(new_learner: NewLe
 
 @pytest.mark.parametrize("rule", [EVERY, EMA], ids=["lag", "ema"])
 @pytest.mark.parametrize("adapter", [{}, {"lora_rank": 2}], ids=["all", "adapter"])
-def test_a_resumed_one_goes_on_bit_by_bit(
+def test_a_resumed_teacher_continues_bit_for_bit(
     new_learner: NewLearner,
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
@@ -103,7 +103,7 @@ def test_a_resumed_one_goes_on_bit_by_bit(
     assert equal(adjusted(again), adjusted(learner)) and equal(teacher(again), teacher(learner))
 
 
-def test_only_a_run_that_has_one_reads_it(
+def test_runs_without_such_a_teacher_ignore_its_files(
     new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     followed = new_learner(shadow=EMA)
@@ -117,7 +117,7 @@ def test_only_a_run_that_has_one_reads_it(
 
 
 @pytest.mark.parametrize("rule", [EVERY, EMA], ids=["lag", "ema"])
-def test_it_is_handed_on_before_the_policy_and_only_when_it_has_moved(
+def test_the_teacher_is_pushed_before_the_policy_and_only_after_changes(
     new_loop: NewLoop, rule: ShadowRule
 ) -> None:
     world = World([group(i) for i in range(8)])

@@ -1,4 +1,4 @@
-"""Two workers are one learner: the same losses, weights and checkpoints as one process has."""
+"""Two workers have the losses, weights and checkpoints of one process."""
 
 import asyncio
 import math
@@ -45,7 +45,7 @@ from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import untimed
 from tests.learner.test_checkpoint_writer import hashes
-from tests.learner.two_workers import tell
+from tests.learner.two_workers import on_workers
 from tests.samples import after_context, training_row
 from tests.weights import gather_all, numbers, shared
 
@@ -118,7 +118,7 @@ def teacher(learner: Learner) -> dict[str, np.ndarray]:
 
 
 def accumulated(learner: Learner) -> dict[str, float]:
-    """A step in three calls: twice rows, then the update."""
+    """A step in three calls: rows twice, then the update."""
     count = 0
     for rows in (ROWS[:5], ROWS[5:]):
         tokens = sum(row.num_trained for row in rows)
@@ -150,7 +150,7 @@ def lent_by_both(learner: Learner) -> list[dict[str, np.ndarray]]:
 
 
 class Refuses(EmbeddedEngine):
-    """Refuses version 1 once, as soon as it may."""
+    """Refuse version 1 once, after `may`."""
 
     may, refused = threading.Event(), False
 
@@ -164,8 +164,10 @@ class Refuses(EmbeddedEngine):
 
 
 def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
-    """Checksums of an engine that refuses a push when both workers have gone on, and of one that
-    has got all of what was pushed."""
+    """Checksums of two engines after pushes that are concurrent with steps.
+
+    One refuses a push when both workers have gone on; the other has all that was pushed.
+    """
     engines = [
         LocalActor(kind, model_path=half.model_dir, device="cpu", dtype="bfloat16", threads=1)
         for kind in (Refuses, EmbeddedEngine)
@@ -194,7 +196,7 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
 
 
 def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
-    """Begins where one worker left off, goes on, fails, saves."""
+    """Start from one worker's checkpoint, continue, fail, save."""
     learner.load_trainer_state(given["half"])
     told: dict[str, Any] = {"metrics": train(learner, STEPS[HALF:])}
     told["teacher"] = teacher(learner)
@@ -222,7 +224,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
 
 
 def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:
-    """Saves at the half, and finds every worker's random numbers where they were."""
+    """Save at the half, and check that every worker's random state is restored."""
     train(learner, STEPS[:HALF])
     half = save(learner, given["root"], load_tokenizer(given["tokenizer"]))
     states = [each["cpu"] for each in learner.on_all("rng_state")]
@@ -237,7 +239,7 @@ def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:
 
 
 def save_beside(learner: Learner, given: dict[str, Any]) -> Checkpoint:
-    """Saves the same state from a copy while all workers step on, after a try that fails."""
+    """Save the same state from a copy while all workers step, after a failed try."""
     tokenizer = load_tokenizer(given["tokenizer"])
     root = Path(given["root"]).with_name("beside")
     root.write_text("no directory can be made here")
@@ -275,9 +277,9 @@ def alone(tiny_pair: TinyPair, scratch: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def together(alone: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """Two workers that take up one worker's checkpoint."""
+    """Two workers that resume from one worker's checkpoint."""
     half: Checkpoint = alone["half"]
-    return tell(
+    return on_workers(
         two_workers_story, config(half.model_dir), scratch / "failed", LOSSES,
         {"half": half.path, "checkpoint": half},
     )  # fmt: skip
@@ -311,7 +313,7 @@ def test_each_worker_holds_its_share(alone: dict[str, Any], together: dict[str, 
     assert together["bytes"] == 4 * alone["parameters"]
 
 
-def test_weights_are_rounded_on_the_way_if_told(together: dict[str, Any]) -> None:
+def test_weights_are_rounded_to_the_push_precision(together: dict[str, Any]) -> None:
     assert together["halved"] == together["bytes"] / 2
     for name, weight in together["weights"].items():
         rounded = torch.from_numpy(weight).bfloat16().float().numpy()
@@ -325,7 +327,7 @@ def test_each_worker_lends_whole_weights(together: dict[str, Any]) -> None:
             np.testing.assert_array_equal(tensor, together["rounded"][name])
 
 
-def test_who_refuses_a_push_beside_two_workers_gets_all_that_was_pushed(
+def test_an_engine_that_refused_a_concurrent_push_gets_its_weights(
     together: dict[str, Any],
 ) -> None:
     refused, whole = together["pushed beside"]
@@ -340,12 +342,12 @@ def test_a_step_that_is_not_finite_changes_no_worker(together: dict[str, Any]) -
     assert together["spoilt"] == "model.norm.weight"
 
 
-def test_one_worker_goes_on_from_the_checkpoint_of_two(
+def test_one_worker_resumes_from_the_checkpoint_of_two(
     alone: dict[str, Any], tiny_pair: TinyPair, scratch: Path
 ) -> None:
     given = {"root": str(scratch / "together"), "tokenizer": tiny_pair.student}
     frugal = config(tiny_pair.student, gradient_checkpointing=True, packing=True)
-    half: Checkpoint = tell(first_half_story, frugal, scratch / "failed", LOSSES, given)
+    half: Checkpoint = on_workers(first_half_story, frugal, scratch / "failed", LOSSES, given)
     exported = AutoModelForCausalLM.from_pretrained(half.model_dir, dtype=torch.float32)
     expected = AutoModelForCausalLM.from_pretrained(alone["half"].model_dir, dtype=torch.float32)
     for name, parameter in expected.named_parameters():
@@ -363,8 +365,10 @@ def test_one_worker_goes_on_from_the_checkpoint_of_two(
 
 
 def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
-    """A step of several micro-batches, the numbers that its reduce-scatters take, and a gradient
-    that is accumulated over two calls."""
+    """Sizes of the reduce-scatters in a step of several micro-batches.
+
+    Also: a gradient that is accumulated over two calls.
+    """
     with torch.profiler.profile(record_shapes=True) as profiled:
         metrics = learner.step(Part(rows_D=ROWS, loss=PPO))
     layers = learner.model.config.num_hidden_layers
@@ -381,7 +385,7 @@ def reductions_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[LossFunction]:
-    """The losses, on a machine with room for a pass, and for half of a model's gradients."""
+    """The losses, on a machine with room for a pass and half of a model's gradients."""
     size = ModelSize.of(config.model)
     assert size is not None
     memory = LearnerMemory(model=size, dtype=config.dtype, device="cpu", workers=group.size)
@@ -397,10 +401,10 @@ def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[Loss
 def test_gradients_are_summed_once_a_step_where_whole_ones_fit(
     dtype: Precision, tiny_pair: TinyPair, scratch: Path
 ) -> None:
-    """Whole gradients are float32 in either precision, so little but the order of sums differs."""
+    """Whole gradients are float32 in either precision, so only the order of sums differs."""
     small = config(tiny_pair.student, token_budget=30, shadow=None, dtype=dtype)
     once, often = (
-        tell(reductions_story, small, scratch / "failed", losses, {})
+        on_workers(reductions_story, small, scratch / "failed", losses, {})
         for losses in (LOSSES, partial(with_little_room, small))
     )
     assert sum(once["taken"]) == pytest.approx(once["parameters"], rel=0.01)
@@ -437,4 +441,4 @@ def test_a_learner_takes_the_turns_of_all_its_workers_and_workers_on_one_server_
 ) -> None:
     first, last = (str(tmp_path / f"gpus-{i}.turn") for i in range(2))
     learner = config(tiny_pair.student, gpu_turns=[first, first, last])
-    tell(turns_story, learner, tmp_path, LOSSES, {"turns": (first, last)}, workers=3)
+    on_workers(turns_story, learner, tmp_path, LOSSES, {"turns": (first, last)}, workers=3)

@@ -1,4 +1,4 @@
-"""A soft cap on attention scores is applied wherever its model runs, scores being large."""
+"""A soft cap on attention scores is applied by every part that runs the model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(params=CAPPED)
 def capped(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A checkpoint whose attention scores are far above its cap."""
+    """Checkpoint whose attention scores are far above its cap."""
     torch.manual_seed(0)
     config = CAPPED[request.param](**SIZES, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)
     model = AutoModelForCausalLM.from_config(config)

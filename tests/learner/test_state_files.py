@@ -1,4 +1,4 @@
-"""Checkpoints hold no pickle: what is read is data."""
+"""Checkpoints hold and read no pickles."""
 
 import pickle
 from functools import partial
@@ -69,7 +69,7 @@ def test_tensors_of_any_kind_come_back_from_several_files(
 
 
 class Evil:
-    """Runs code when it is unpickled."""
+    """Object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What a step of the policy loop trains on: its groups in parts, some of them, rows beside."""
+"""Batches of a step of the policy loop: parts of its groups, and other rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_updates_train_on_groups_in_turn(
 def test_advantages_are_those_of_the_whole_step(
     new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The centre of the reference penalty, say, is not moved by how the step is cut."""
+    """For example the centre of the reference penalty does not depend on the parts."""
     objective = ObjectiveConfig(reference_kl_coef=1.0, num_substeps=2)
     groups = [
         group(i, reference_logprobs_T=np.full(5, -1.0 - i, np.float32), members=1) for i in range(2)
@@ -101,7 +101,7 @@ def test_advantages_are_those_of_the_whole_step(
 def test_ratios_are_against_the_log_probs_before_the_first_update(
     new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch, correction: Correction
 ) -> None:
-    """cispo with both bounds at 1 counts a token as clipped wherever its ratio is not exactly 1."""
+    """cispo with both bounds at 1 counts every token whose ratio is not exactly 1 as clipped."""
     objective = ObjectiveConfig(loss="cispo", clip=0, correction=correction, num_substeps=2)
     loop = new_loop(World(GROUPS, per_step=4), objective)
     before = loop.learner.logprobs(policy_rows(GROUPS[:4], objective))
@@ -164,8 +164,8 @@ def test_groups_of_one_reward_are_left_out(
     assert loop.save().delivery == {"watermark": 3, "set_aside": {}}
 
 
-def test_with_every_group_left_out_the_run_goes_on(new_loop: NewLoop) -> None:
-    """No update: momentum stays, the schedule goes on, the version is published all the same."""
+def test_a_step_without_groups_continues_the_run(new_loop: NewLoop) -> None:
+    """No update: momentum stays, the schedule continues, and the version is published."""
     dull = [with_rewards(GROUPS[i], *[1.0] * len(GROUPS[i].trajectories_G)) for i in (0, 1, 4, 5)]
     bright = [*GROUPS[2:4], *dull[:2], *GROUPS[4:6]]
     world = World([replace(made, group_id=i) for i, made in enumerate(bright)])
@@ -208,7 +208,7 @@ def test_a_batch_of_other_rows_is_in_every_update(
     assert "train/nll" not in made[0]  # the policy's metrics keep their names
 
 
-def test_what_the_other_rows_count(new_loop: NewLoop, plain_model: PreTrainedModel) -> None:
+def test_metrics_of_the_other_rows(new_loop: NewLoop, plain_model: PreTrainedModel) -> None:
     alone = new_loop(World(GROUPS), OBJECTIVE).step()
     beside = new_loop(World(GROUPS), OBJECTIVE, supervised=mix(0.25)).step()
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_a_resumed_loop_takes_the_next_batches(
     assert weights(resumed.learner) == weights(straight.learner)
 
 
-def test_other_rows_are_trained_with_every_group_left_out(new_loop: NewLoop) -> None:
+def test_other_rows_are_trained_without_groups(new_loop: NewLoop) -> None:
     dull = [with_rewards(group(i), 1, 1) for i in range(2)]
     loop = new_loop(World(dull), FILTERED, supervised=mix())
     before = weights(loop.learner)

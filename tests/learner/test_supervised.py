@@ -1,4 +1,4 @@
-"""Training on data that is there already: in a seeded order that a resumed run continues."""
+"""Training on data in a seeded order that a resumed run continues."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ NewLoop = Callable[..., SupervisedLoop]
 
 @pytest.fixture
 def new_loop(new_supervised_loop: NewSupervisedLoop) -> NewLoop:
-    """new_loop(rows, batch_size=, and `new_supervised_loop`'s)."""
+    """new_loop(rows, batch_size=, and the arguments of `new_supervised_loop`)."""
 
     def new(rows: list[TrainingRow] = ROWS, *, batch_size: int = 2, **given: Any) -> SupervisedLoop:
         stream = RowStream(rows, batch_size=batch_size, seed=0)
@@ -64,7 +64,7 @@ def test_held_out_rows_have_a_likelihood_per_token(
 
 
 def test_units_of_rows_are_drawn_whole() -> None:
-    """A batch holds `batch_size` units, an epoch every unit once, each in its own order."""
+    """A batch has `batch_size` units, an epoch every unit once, each in its own order."""
     stream = RowStream(ROWS, batch_size=2, seed=0, rows_per_unit=2)
     assert stream.num_units == 3
     batches = [[row.num_trained for row in stream.batch(i)] for i in range(3)]
@@ -76,7 +76,7 @@ def test_units_of_rows_are_drawn_whole() -> None:
     ]
 
 
-def test_a_resumed_run_goes_on_where_it_was(new_loop: NewLoop) -> None:
+def test_a_resumed_run_continues_the_order(new_loop: NewLoop) -> None:
     straight = new_loop()
     expected = [straight.step()["train/loss"] for _ in range(5)]
     loop = new_loop()
@@ -99,7 +99,7 @@ def test_other_data_is_refused_on_resuming(new_loop: NewLoop) -> None:
 def test_each_source_has_a_likelihood_of_its_own(
     new_loop: NewLoop, new_learner: NewLearner, plain_model: PreTrainedModel
 ) -> None:
-    """Over its own tokens, whatever micro-batch they are in."""
+    """Per token of the source, over all micro-batches."""
     parts = [MixedPart(name="short", size=4), MixedPart(name="long", size=2, weight=2)]
     stream = RowStream(ROWS, batch_size=9, seed=0, parts=parts)
     drawn = stream.batch(0)

@@ -1,4 +1,4 @@
-"""Teachers in the learner's process: their whole distribution, at T, after their own context."""
+"""Teachers in the learner's process: their whole distribution at T, after their own context."""
 
 import asyncio
 import warnings
@@ -29,7 +29,7 @@ GROUPS = [group(0, members=3), group(1, members=2)]
 
 @pytest.fixture(scope="module")
 def teachers(tiny_pair: TinyPair) -> LocalTeachers:
-    """The nameless one; the same by another name; and the student itself."""
+    """The unnamed teacher, the same with a name, and the student itself."""
     models = {"": tiny_pair.teacher, "far": tiny_pair.teacher, "self": tiny_pair.student}
     return LocalTeachers(models, dtype=torch.float32, device="cpu")
 
@@ -40,7 +40,7 @@ def teacher_model(tiny_pair: TinyPair) -> PreTrainedModel:
 
 
 def seen_by_teacher(row: TrainingRow, context_T: TokenArray) -> TrainingRow:
-    """The response after another context, as a row of its own."""
+    """The response after another context, as a separate row."""
     response = len(row) - row.first_trained
     shape = len(context_T) + response
     return TrainingRow(
@@ -57,7 +57,7 @@ def naive_reverse_kl(
     groups: list[TrajectoryGroup],
     context_T: TokenArray | None = None,
 ) -> Tensor:
-    """KL(p_T || q_T) at every trained token, each row alone and each token's sum written out."""
+    """KL(p_T || q_T) at every trained token, row by row, as a written-out sum."""
     found = []
     with torch.no_grad():
         for row in policy_rows(groups, FULL):
@@ -85,7 +85,7 @@ def test_the_first_divergence_is_the_exact_one(
 
 
 @pytest.mark.parametrize("length", [1, 6, 60])  # the longest is run once for all who share it
-def test_a_privileged_context_is_what_the_teacher_sees(
+def test_the_teacher_sees_the_privileged_context(
     new_loop: NewLoop,
     teachers: LocalTeachers,
     plain_model: PreTrainedModel,
@@ -103,7 +103,7 @@ def test_a_privileged_context_is_what_the_teacher_sees(
     assert abs(made["told"] - made["untold"]) > 0.1
 
 
-def test_a_served_teacher_and_a_local_one_are_asked_the_same(
+def test_served_and_local_teachers_see_the_same(
     teachers: LocalTeachers, tiny_pair: TinyPair
 ) -> None:
     """An untrained turn and a tool's answer, then a segment that begins with the prompt again."""
@@ -147,7 +147,7 @@ def test_each_teacher_counts_by_its_weight(
     teacher_model: PreTrainedModel,
     weights: dict[str, float] | None,
 ) -> None:
-    """The student's own copy is at distance 0, whatever it weighs."""
+    """The student's own copy is at distance 0 with any weight."""
     groups = [taught(GROUPS[0], "self"), taught(GROUPS[1], "far")]
     objective = ObjectiveConfig(estimator="full", kl_coef=0.5)
     loop = new_loop(World(groups), objective, teachers=teachers, teacher_weights=weights)
@@ -165,7 +165,7 @@ def test_a_teacher_that_cannot_be_loaded_is_refused() -> None:
 
 
 def test_a_teacher_in_bfloat16_computes_in_its_own_precision(tiny_pair: TinyPair) -> None:
-    """Not in the learner's: its log-probs are those of the model as transformers runs it."""
+    """Not in the learner's: its log-probs are those of transformers."""
     half = LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.teacher, dtype=torch.bfloat16).eval()
     row = training_row(6, 5, seed=3)

@@ -1,4 +1,4 @@
-"""config.json says that head and embedding are tied, and the checkpoint has a head of its own."""
+"""Checkpoints with a separate head although config.json ties it to the embedding."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ ROWS = [demonstration(3 + i, 6, seed=i) for i in range(4)]
 
 
 def checkpoint(kind: str, root: Path, *, head: str = "own") -> str:
-    """A tied model; `head`: its own, a copy of the embedding, or none."""
+    """Tied model; `head` is its own, a copy of the embedding, or none."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES))
     model.config.tie_word_embeddings = True

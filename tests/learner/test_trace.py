@@ -1,4 +1,4 @@
-"""Seconds by stage, and the trace of a block: what it holds, and what is left when it fails."""
+"""Seconds by stage, and the trace of a block: its contents, and failures."""
 
 import json
 import time
@@ -17,7 +17,7 @@ Event = Mapping[str, Any]
 
 
 class Clock:
-    """A `perf_counter` that says what it is told."""
+    """`perf_counter` with a given time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ def multiply() -> None:
 
 
 def events(path: Path) -> list[Event]:
-    """Those with a duration."""
+    """Events with a duration."""
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
@@ -115,10 +115,10 @@ def test_a_second_trace_replaces_the_first_and_spans_end_with_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["file/trace.json", "trace.json"])
-def test_a_trace_that_cannot_be_written_is_all_that_is_lost(
+def test_a_trace_that_cannot_be_written_fails_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    """There is no such directory, or the disk is full."""
+    """The directory does not exist, or the disk is full."""
     (tmp_path / "file").write_text("")
     made = []
     with files_of_at_most(64), traced(tmp_path / where):

@@ -1,5 +1,4 @@
-"""Real learner workers (two, if not told otherwise), in processes of their own, that meet over
-gloo."""
+"""Real learner workers in their own processes, by default two, which meet over gloo."""
 
 import multiprocessing
 import traceback
@@ -28,7 +27,7 @@ Story = Callable[[Learner, dict[str, Any]], Any]
 MakeLosses = Callable[[WorkerGroup], Sequence[LossFunction]]
 
 
-def tell(
+def on_workers(
     story: Story,
     config: LearnerConfig,
     scratch: Path,
@@ -39,7 +38,7 @@ def tell(
     workers: int = WORKERS,
     replicas: int = 1,
 ) -> Any:
-    """What `story` returns, told by a leader of `workers`; the others find rollouts in `source`.
+    """Result of `story` on a leader of `workers`; the others fetch rollouts from `source`.
 
     Raises:
         AssertionError: a worker failed; with its traceback.

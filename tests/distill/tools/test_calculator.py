@@ -1,4 +1,4 @@
-"""Arithmetic by value; and what is none, is too large, or would take for ever."""
+"""Arithmetic by value; other expressions, and those that are too large or slow, are refused."""
 
 import asyncio
 import pickle
@@ -76,7 +76,7 @@ def test_values(expression: str, value: str) -> None:
         "\0",
     ],
 )
-def test_what_is_no_arithmetic(expression: str) -> None:
+def test_other_expressions_are_refused(expression: str) -> None:
     with pytest.raises(ToolError):
         calculate(expression)
 
@@ -91,7 +91,7 @@ def test_what_is_no_arithmetic(expression: str) -> None:
         "(-3) ** 10000000",
     ],
 )
-def test_what_is_huge_is_refused_at_once(expression: str) -> None:
+def test_huge_results_are_refused_at_once(expression: str) -> None:
     with pytest.raises(ToolError):
         calculate(expression)  # computed, it would be hours
 

@@ -1,4 +1,4 @@
-"""Every call has an answer, in order and in time, and none speaks for the template."""
+"""Every call has an answer, in order and in time, without control tokens."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from tests.waiting import DEADLINE_S
 
 
 class Given(Tool):
-    """Does what the test says."""
+    """Tool with the given behaviour."""
 
     schema_of_arguments: Mapping[str, Any] = {
         "type": "object",
@@ -151,7 +151,7 @@ def test_arguments_that_do_not_fit(run, arguments, message: str) -> None:
         {"enum": 3},
     ],
 )
-def test_a_schema_that_cannot_be_checked_is_told(
+def test_a_schema_that_cannot_be_checked_is_an_error(
     run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(Given, "schema_of_arguments", {"properties": {"n": schema}})
@@ -192,7 +192,7 @@ def test_names_may_be_elsewhere_in_the_schema(
     assert run(call(n="1"))[0].error == "arguments"
 
 
-def test_a_time_out_is_told(run) -> None:
+def test_a_timeout_is_an_error(run) -> None:
     stopped = []
 
     async def hang(arguments) -> str:
@@ -218,7 +218,7 @@ def test_a_time_out_is_told(run) -> None:
         (RecursionError("x" * 10_000), None),
     ],
 )
-def test_whatever_a_tool_raises_is_told(run, error: BaseException, told: str | None) -> None:
+def test_any_exception_of_a_tool_is_an_error(run, error: BaseException, told: str | None) -> None:
     def fail(arguments) -> str:
         raise error
 

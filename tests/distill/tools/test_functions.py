@@ -1,4 +1,4 @@
-"""Functions as tools: what the model reads, what it gets back, and how they travel."""
+"""Functions as tools: schema, results and pickling."""
 
 import asyncio
 import pickle
@@ -84,7 +84,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return functions_of_mine
 
 
-def test_what_the_model_reads(mine) -> None:
+def test_the_schema_of_a_function(mine) -> None:
     schema = function_tool(mine.add).schema["function"]
     assert (schema["name"], schema["description"]) == ("add", "Adds two numbers.")
     parameters = schema["parameters"]
@@ -124,7 +124,7 @@ def test_a_function_that_leaves_does_not_take_us_with_it(mine, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["silent", "untyped", "many"])
-def test_functions_that_say_too_little(mine, name: str) -> None:
+def test_functions_without_types_or_docs_are_refused(mine, name: str) -> None:
     with refuses(ConfigError, "env.tools"):
         function_tool(getattr(mine, name))
 

@@ -1,4 +1,4 @@
-"""Tools by name, the user's own among them."""
+"""Tools by name, also custom ones."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Programs as a model writes them: what they print, and what it is told when they fail."""
+"""Programs as a model writes them: their output, and their errors."""
 
 import asyncio
 import pickle
@@ -17,7 +17,7 @@ def run(code: str, **limits) -> str:
     return asyncio.run(tool({"code": code}))
 
 
-def test_what_it_prints() -> None:
+def test_the_output_of_programs() -> None:
     assert run("print(sum(range(10)))") == "45\n"
     assert "printed nothing" in run("1 + 1")
 
@@ -32,7 +32,7 @@ def test_what_it_prints() -> None:
         ("while True: print('x' * 100)", ["5000 bytes", "xxx"]),
     ],
 )
-def test_what_fails(code: str, told: list[str]) -> None:
+def test_failing_programs(code: str, told: list[str]) -> None:
     with pytest.raises(ToolError) as caught:
         run(code, wall_s=2 if "sleep" in code else 60, memory_mb=256, output_bytes=5000)
     assert all(each in str(caught.value) for each in told)

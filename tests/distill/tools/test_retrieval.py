@@ -1,4 +1,4 @@
-"""Passages by their words, in any script, the same every time."""
+"""Retrieval of passages by words, in any script, deterministic."""
 
 import asyncio
 import pickle
@@ -43,7 +43,7 @@ def search(directory: Path, query: str, **arguments) -> str:
         ("?!", "No passage has any of these words."),
     ],
 )
-def test_what_is_found(texts: Path, query: str, first: str) -> None:
+def test_found_passages(texts: Path, query: str, first: str) -> None:
     assert search(texts, query).split("\n\n")[0] == first
 
 
@@ -75,7 +75,7 @@ def test_directories_without_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", '{"texts": "a"}', '{"text": 1}', "[]"])
-def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
+def test_invalid_rows_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
     with refuses(DataError, None, names="a.jsonl:2:"):
         search(tmp_path, "a")
