@@ -16,7 +16,7 @@ from tests.refusals import refuses
 from tests.scripted import setting
 
 THINKS = r"<think>.*</think>\s*\d+"
-SCHEMA = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
 
 @pytest.mark.parametrize(
@@ -35,23 +35,6 @@ SCHEMA = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}},
 )
 def test_matches(response: str, pattern: str, reward: float) -> None:
     assert matches(response, pattern) == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ('{"x": 1}', 1),
-        (' {"x": 1, "y": null}\n', 1),
-        ('{"x": "1"}', 0),
-        ("{}", 0),
-        ('It is {"x": 1}', 0),
-        ("", 0),
-        ("[" * 100_000, 0),
-        ("9" * 10_000, 0),
-    ],
-)
-def test_json_schema(response: str, reward: float) -> None:
-    assert json_schema(response, SCHEMA) == reward
 
 
 async def test_endless_backtracking_is_no_match_and_blocks_nothing(
@@ -94,6 +77,14 @@ DEEP = 5000
 @pytest.mark.parametrize(
     ("response", "schema", "reward"),
     [
+        ('{"x": 1}', SCHEMA, 1),
+        (' {"x": 1, "y": null}\n', SCHEMA, 1),
+        ('{"x": "1"}', SCHEMA, 0),
+        ("{}", SCHEMA, 0),
+        ('It is {"x": 1}', SCHEMA, 0),
+        ("", SCHEMA, 0),
+        ("[" * 100_000, SCHEMA, 0),
+        ("9" * 10_000, SCHEMA, 0),
         ("1e400", {"multipleOf": 0.1}, 0),
         ("1" + "0" * 400, {"multipleOf": 0.1}, 0),
         ("1" + "0" * 400, {"type": "integer"}, 1),
@@ -106,7 +97,7 @@ DEEP = 5000
         ('{"a": 1, "a": 2}', {"const": {"a": 2}}, 1),
     ],
 )
-def test_every_response_has_a_verdict(response: str, schema: dict, reward: float) -> None:
+def test_json_schema(response: str, schema: dict, reward: float) -> None:
     assert json_schema(response, json.dumps(schema)) == reward
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.group_share import EVERY_GROUP, GroupShare
+from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
 
 
 @given(
@@ -43,3 +43,14 @@ def test_another_seed_chooses_others(other: tuple[int, ...]) -> None:
 
 def test_every_group() -> None:
     assert all(i in EVERY_GROUP for i in range(99))
+
+
+def test_teacher_samples_are_a_share_of_the_groups_after_the_warm_up() -> None:
+    settings = {"groups_per_step": 8, "seed": 3, "vocab_size": 9}
+    chosen = TeacherSamples(warmup_groups=5, share=0.5, **settings)
+    again = pickle.loads(pickle.dumps(chosen))
+    ids = {i for i in range(805) if i in chosen}
+    assert ids >= {*range(5)} and {i for i in reversed(range(805)) if i in again} == ids
+    for place in range(8):  # sources that take turns are sampled alike
+        assert 25 < sum(i % 8 == place for i in ids if i >= 5) < 75
+    assert not any(i in NO_TEACHER_SAMPLES for i in range(99))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,39 @@ def test_a_format_is_counted_and_pays_beside_the_prompt_s_phrases(
     assert builder.pays_bonuses and result.metrics == {"format": has} and result.reward == 1.0
     phrase_T = phrase_bonuses(np.array(tokens), tokenizer, {"so": 1.0})
     assert result.bonuses_T.tolist() == pytest.approx(phrase_T + 2.0 * has / len(tokens))
+
+
+# Only against hangs.
+DEADLINE_S = 60.0
+
+
+def test_rewards_are_computed_one_at_a_time_beside_everything_else(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
+    at_work, at_once = 0, []
+
+    def reward(_response: str, _answer: str) -> float:
+        nonlocal at_work
+        at_work += 1
+        at_once.append(at_work)
+        begun.release()
+        assert may_end.acquire(timeout=DEADLINE_S)
+        at_work -= 1
+        return 1.0
+
+    prompt = Prompt(tokens_T=np.array([3], np.int32), answer="4", line=1)
+    builder = SingleTurnGroupBuilder(
+        prompt=prompt, tokenizer=tokenizer, group_size=3, reward=reward
+    )
+
+    async def judge() -> list[float]:
+        steps = [asyncio.create_task(env.step(sample(5))) for env in builder.make_envs({})]
+        for _ in steps:  # the event loop goes on while a reward blocks
+            while not begun.acquire(blocking=False):
+                await asyncio.sleep(0.01)
+            may_end.release()
+        return [result.reward for result in await asyncio.gather(*steps)]
+
+    assert asyncio.run(asyncio.wait_for(judge(), DEADLINE_S)) == [1.0] * 3
+    assert at_once == [1, 1, 1]

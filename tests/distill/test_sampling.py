@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from distill.errors import ConfigError
@@ -13,6 +13,7 @@ from tests.refusals import refuses
 
 
 @given(st.floats())
+@example(0.0)
 def test_training_takes_every_finite_temperature_above_zero_and_no_other(value: float) -> None:
     if math.isfinite(value) and value > 0:
         assert TrainSampling(temperature=value, max_new_tokens=1).temperature == value
@@ -27,18 +28,8 @@ def test_a_temperature_is_a_number(value: object) -> None:
         check_temperature(value, "my.field")  # pyright: ignore[reportArgumentType]
 
 
-def test_greedy_training_is_sent_to_evaluation() -> None:
-    with refuses(ConfigError, "temperature"):
-        TrainSampling(temperature=0, max_new_tokens=1)
-
-
 def test_training_has_no_truncation_to_set() -> None:
     assert {field.name for field in fields(TrainSampling)} == {"temperature", "max_new_tokens"}
-
-
-def test_greedy_evaluation_truncates_nothing_by_default() -> None:
-    greedy = EvalSampling(temperature=0.0, max_new_tokens=3)
-    assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cluster.inspect.audit import audit
 from cluster.inspect.report.run_files import read_run
 from cluster.inspect.report.timeline import timeline
 from tests.conftest import TinyPair
-from tests.e2e import harness, scripted_scaling, slow_reward
+from tests.e2e import harness, rewards, scripted_scaling
 from tests.e2e.harness import events, interrupt, metrics, opd_arguments, trained_groups, wait_until
 from tests.e2e.impatient import NUMBERS
 from tests.e2e.ray_head import ray_head
@@ -31,13 +31,13 @@ def test_a_pool_and_the_cluster_follow_the_load(
     """Rewards are slow, then fast again; each worker node has room for one worker."""
     out, load = tmp_path / "run", tmp_path / "load"
     load.write_text("1.0")
-    monkeypatch.setenv(slow_reward.LOAD_FILE, str(load))
+    monkeypatch.setenv(rewards.LOAD_FILE, str(load))
     monkeypatch.setenv(NUMBERS, json.dumps({"up_after_s": 2, "down_after_s": 2}))
     arguments = {
         "student": tiny_pair.student, "prompts": tiny_pair.prompts, "out": out,
-        "reward": "tests.e2e.slow_reward:reward",
+        "reward": "tests.e2e.rewards:slow",
         # The learner's step is so long that its wait for quick rewards is nothing.
-        "loss": "tests.e2e.slow_reward:loss", "temperature": 1.0, "engine": "embedded",
+        "loss": "tests.e2e.rewards:slow_loss", "temperature": 1.0, "engine": "embedded",
         "steps": 2000, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
         "checkpoint_every": 100, "device": "cpu",
         "rollout_cpus": 1, "rollout_workers": "1..3",

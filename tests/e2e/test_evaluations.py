@@ -37,7 +37,7 @@ def distil(
         "max_staleness": 0, "eval_every": 2, "eval_engines": 1, "eval_size": 4,
         "prompts": rows(out.parent / f"{out.name}-train.jsonl", f"{out}|{training}"),
         "eval_source": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
-        "reward": "tests.e2e.patient_reward:reward", "smoke_test": False,
+        "reward": "tests.e2e.rewards:patient", "smoke_test": False,
     }  # fmt: skip
     harness.distil(pair, out, **settings | overrides)
     return out

@@ -51,7 +51,7 @@ def test_a_run_is_exported_as_it_goes(
 ) -> None:
     out = tmp_path / "exported"
     arguments = opd_arguments(
-        tiny_pair, out, steps=5, eval_every=2, loss="tests.e2e.slow_reward:loss"
+        tiny_pair, out, steps=5, eval_every=2, loss="tests.e2e.rewards:slow_loss"
     )
     seen: dict[str, set[float]] = defaultdict(set)
     for name, value in OFTEN.items():

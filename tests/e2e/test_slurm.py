@@ -52,7 +52,7 @@ def test_a_run_that_slurm_ends_has_its_checkpoint_and_is_resumed(
         trained = len(metrics(out))
         settings = opd_arguments(
             tiny_pair, out, steps=steps or trained + 2, checkpoint_every=400,
-            loss="tests.e2e.slow_reward:loss",
+            loss="tests.e2e.rewards:slow_loss",
         )  # fmt: skip
         script = subprocess.Popen(
             ["bash", REPOSITORY / "deploy/slurm.sbatch", "recipe=opd", *settings],

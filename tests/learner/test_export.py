@@ -11,17 +11,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     GPT2Config,
     LlamaConfig,
-    MistralConfig,
     MixtralConfig,
-    Olmo2Config,
     OlmoeConfig,
-    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -32,17 +27,6 @@ from tests.tiny import SIZES, VOCAB_SIZE
 
 _HEADS: dict[str, Any] = {"head_dim": 8}
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
-TEXT: dict[str, Any] = {"head_dim": 8, "sliding_window": 8}
-PLAIN = {
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    "llama": LlamaConfig(**SIZES),
-    "gemma2": Gemma2Config(**SIZES, **TEXT),
-    "phi3": Phi3Config(**SIZES),
-    "mistral": MistralConfig(**SIZES),
-    "olmo2": Olmo2Config(**SIZES),
-    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64),
-}
 FUSED = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **_MOE, **_HEADS, moe_intermediate_size=16),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
@@ -82,7 +66,9 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_base_model_alone_is_taken(tmp_path: Path) -> None:
-    base = new(PLAIN["gpt2"]).base_model
+    base = new(
+        GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    ).base_model
     assert isinstance(base, PreTrainedModel)
     saved(base, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -92,7 +78,7 @@ def test_a_checkpoint_of_the_base_model_alone_is_taken(tmp_path: Path) -> None:
 
 
 def test_another_shape_is_named(tmp_path: Path) -> None:
-    path = saved(new(PLAIN["llama"]), tmp_path)
+    path = saved(new(LlamaConfig(**SIZES)), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(CheckpointError):
