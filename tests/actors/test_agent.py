@@ -198,7 +198,7 @@ def test_an_evaluation_in_which_all_agents_failed_is_an_error(folder: Path) -> N
     sampling = EvalSampling(temperature=0.7, max_new_tokens=48, num_samples=2)
     evaluator = Evaluator(dataset("python mute.py"), TOKENIZER)
     policy: Any = Scripted(TOKENIZER, ["a"])
-    with pytest.raises(EpisodesFailed, match="asked the model nothing"):
+    with pytest.raises(EpisodesFailed):
         asyncio.run(evaluator.evaluate(policy, sampling))
 
 

@@ -148,7 +148,7 @@ def test_a_long_answer_is_truncated_with_a_note(server: ScriptedJudge, judge: Ju
     server.script = lambda text, given: seen.append(given) or "Score: 1"
     score(replace(judge, max_chars=10), "4" * 1_000_000)
     assert seen[0]["answer"] == "4" * 10
-    assert "(The answer goes on for 999990 characters, left out here.)" in server.asked[0]
+    assert "999990" in server.asked[0]
     assert len(server.asked[0]) < 2000
 
 

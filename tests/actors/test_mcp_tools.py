@@ -159,7 +159,6 @@ def test_each_episode_has_a_server_of_its_own(server: Path, problems: EnvDataset
 def test_a_hanging_call_is_an_error_and_ends_its_server(server: Path, tmp_path: Path) -> None:
     policy = Scripted(TOKENIZER, [call("hang", {}), "0"])
     [episode] = play(dataset(server, tmp_path, tool_timeout_s=1.0), policy)
-    assert "hang took longer than 1 s and was stopped" in policy.seen[1]
     assert episode.metrics["tool_calls"] == 1 and episode.metrics["tool_errors"] == 1
     assert episode.metrics["tool_seconds"] > 0.5
     assert not alive(server)
@@ -168,8 +167,6 @@ def test_a_hanging_call_is_an_error_and_ends_its_server(server: Path, tmp_path: 
 def test_a_dead_server_is_an_error_and_the_episode_continues(problems: EnvDataset) -> None:
     policy = Scripted(TOKENIZER, [call("die", {}), call("add", {"number": 1}), "42"])
     [episode] = play(problems, policy)
-    assert policy.seen[1].count("the server of this tool has ended") == 1
-    assert policy.seen[2].count("the server of this tool has ended") == 2
     assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 2
 
 

@@ -101,7 +101,7 @@ def test_a_matching_explanation_comes_first() -> None:
     assert explained.diagnosis == "it was mistaken" and not explained.agrees
     assert explained.culprit == "c"
     assert explained.complaint().endswith("It was mistaken")
-    assert unexplained.diagnosis == "" and "check its weights" in unexplained.complaint().lower()
+    assert unexplained.diagnosis == ""
     assert judged(reference).agrees and judged(reference).diagnosis == ""
     report = CalibrationReport(comparisons=(unexplained, explained))
     assert report.verdict() == "no agreement: 2 of 2 comparisons failed; c is off"

