@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from actors.sglang.answers import read_experts, read_sample
-from actors.sglang.plugin.hooks import LISTED_SWITCH, STATES_SWITCH
 from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, LISTED_OUTPUT_SWITCH
-from actors.sglang.plugin.row_temperatures import Listed
-from actors.sglang.requests import NEUTRAL, in_pass, passes_of, sampling_body, scoring_body
-from distill.engine import GenerateRequest, ScoreRequest
+from actors.sglang.requests import NEUTRAL, sampling_body
+from distill.engine import GenerateRequest
 from distill.errors import EngineError
 from distill.routing import MixtureShape
 from distill.sampling import TrainSampling
@@ -23,7 +21,6 @@ GENERATE = GenerateRequest(
     prompt_tokens_T=ids(4, 5, 6), sampling=TrainSampling(temperature=TEMPERATURE, max_new_tokens=9),
     num_samples=3, seed=-7,
 )  # fmt: skip
-CHAIN_T = ids(4, 5, 6, 7)
 
 
 def test_samples_of_one_prompt_are_one_request() -> None:
@@ -124,69 +121,3 @@ def test_a_seeded_server_gets_a_seed_a_sample() -> None:
     assert fewer["sampling_params"] == body["sampling_params"][:2]
     others = sampling_body(replace(GENERATE, seed=8), 8, stops=None, seeded=True)
     assert not {params["sampling_seed"] for params in others["sampling_params"]} & set(seeds)
-
-
-@pytest.mark.parametrize(
-    "temperatures, top_k, passes",
-    [
-        ((0.7,), 0, [0.7]),
-        ((0.7, 1.0), 0, [0.7]),
-        ((1.0, 0.7), 0, [0.7]),
-        ((1.0, 1.0), 0, [1.0]),
-        ((0.7, 1.0), 3, [0.7]),
-        ((1.0, 0.7), 3, [1.0, 0.7]),
-        ((1.0,), 3, [1.0]),
-        ((0.7, 0.5, 0.7), 3, [0.7, 0.5]),
-    ],
-)
-def test_a_pass_for_every_temperature_that_does_not_come_along(
-    temperatures: tuple[float, ...], top_k: int, passes: list[float]
-) -> None:
-    request = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=temperatures, top_k=top_k)
-    assert passes_of(request) == passes
-
-
-def test_the_likeliest_are_asked_for_at_the_first_temperature_alone() -> None:
-    wants = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5), top_k=3)
-    plain = ScoreRequest(tokens_T=CHAIN_T[:3], start=1, temperatures=(0.7, 1.0))
-    passes = [(wants, 0.7), (wants, 0.5), (plain, 0.7)]
-    body = scoring_body([(in_pass(request, t), t) for request, t in passes])
-    assert body["input_ids"] == [[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6]]
-    assert body["logprob_start_len"] == [1, 1, 0]
-    assert body["top_logprobs_num"] == [3, 0, 0]
-    assert body["return_flat_raw_top_logprobs"] and body["return_flat_raw_top_logprobs_b64"]
-    assert not any("flat" in name for name in scoring_body([(plain, 0.7)]))
-    assert [params["temperature"] for params in body["sampling_params"]] == [0.7, 0.5, 0.7]
-    switches = [params["custom_params"] for params in body["sampling_params"]]
-    assert [list(switch.values()) for switch in switches] == [[False], [False], [True]]
-
-
-def test_given_tokens_are_requested_from_the_plugin_only() -> None:
-    given_NK = np.array([[8, 3], [2, 9]], np.int32)
-    wants = ScoreRequest(
-        tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5), given_NK=given_NK, top_k=3
-    )
-    assert passes_of(wants) == [0.7, 0.5]
-    body = scoring_body([(in_pass(wants, t), t) for t in (0.7, 0.5)], event=(1, 6))
-    assert body["top_logprobs_num"] == [0, 0], "SGLang's own would be of all tokens"
-    first, second = (params["custom_params"] for params in body["sampling_params"])
-    assert LISTED_SWITCH not in second
-    sent = Listed.read(first[LISTED_SWITCH])
-    # The row before the first scored token is the one that predicts it; the event's tokens behind.
-    assert (sent.first, sent.others) == (1, 3)
-    assert sent.ids_NK.tolist() == [[8, 3, 1, 6], [2, 9, 1, 6]]
-
-
-def test_hidden_states_come_with_one_pass_of_a_request() -> None:
-    wants = ScoreRequest(
-        tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5, 1.0), states_N=np.ones(2, np.bool_)
-    )
-    passes = [(in_pass(wants, t), t) for t in passes_of(wants)]
-    assert [request.states_N is not None for request, _ in passes] == [True, False]
-    for plugin in (True, False):
-        body = scoring_body(passes, plugin=plugin)
-        switches = [
-            params["custom_params"].get(STATES_SWITCH) for params in body["sampling_params"]
-        ]
-        assert switches == [True, None]
-        assert body.get("return_hidden_states") is (None if plugin else True)
