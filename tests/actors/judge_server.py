@@ -14,8 +14,7 @@ from tests.waiting import DEADLINE_S
 API_KEY = "the-judge's-key"
 MODEL = "tiny-judge"
 
-# Of the text that it is sent last, and the material in it by its names: what it writes, or a
-# status.
+# (last message, material by name) -> text of the judge, or a status.
 Script = Callable[[str, dict[str, str]], str | int]
 
 _FENCED = re.compile(r"<<<([\w ]+) (\w+)>>>\n(.*?)\n<<<end of \1 \2>>>", re.DOTALL)

@@ -53,7 +53,7 @@ class MisbehavingServer:
         self.spoil: Spoil = lambda answer: answer
         # A status to answer with, "hang" or "drop"; in order, then it behaves.
         self.failures: list[int | str] = []
-        # What /server_info and /v1/tokenize answer; empty: as no SGLang server does.
+        # Answers of /server_info and /v1/tokenize; empty for a server that is no SGLang.
         self.introduces: Answer = {}
         self.scored: list[list[int]] = []  # the prompts of each call that asks for log-probs
         self.url = ""

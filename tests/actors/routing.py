@@ -49,5 +49,5 @@ def check_experts(path: str, request: GenerateRequest, samples: Sequence[Sample]
         chain_T = np.concatenate([request.prompt_tokens_T, sample.tokens_T])
         expected = chosen_by(path, chain_T)[request.known : -1]
         assert sample.experts_NLK is not None and sample.experts_NLK.dtype == expected.dtype
-        # Of two that are equally good either may come first.
+        # Of two equal scores either may come first.
         np.testing.assert_array_equal(np.sort(sample.experts_NLK), np.sort(expected))

@@ -108,7 +108,7 @@ def test_the_process_of_a_function_is_reused(folder: Path) -> None:
     assert len(pids) == 1 and pids != {os.getpid()}
 
 
-# As when the kernel has no memory left while a long result is written.
+# Like a kill by the kernel while a long result is written.
 CUT = """import stat
     answers = next(f for f in range(3, 99) if stat.S_ISSOCK(os.fstat(f).st_mode))
     os.write(answers, b'{"result": 1')
@@ -202,7 +202,7 @@ def test_an_evaluation_in_which_all_agents_failed_is_an_error(folder: Path) -> N
         asyncio.run(evaluator.evaluate(policy, sampling))
 
 
-# Starts a process that leaves its group, notes both, and asks.
+# Starts a process outside its group, writes both ids, and sends a request.
 PARENT = f"""{ASKS_ONCE}
 import subprocess, tempfile
 tempfile.mkdtemp()

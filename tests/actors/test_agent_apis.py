@@ -100,7 +100,7 @@ def test_a_response_is_kept_for_the_next_unless_it_is_not_stored() -> None:
 
     trajectory = played(client, ["a", "b", "c"])
     assert trajectory.metrics == UNTOUCHED
-    one, other = trajectory.segments  # the third goes on where the second did: a branch
+    one, other = trajectory.segments  # the third continues the second's prompt: a branch
     assert str(TOKENIZER.decode(one.tokens_T.tolist())).count(str(TOKENIZER.eos_token)) >= 2
     assert other.action_mask_T.sum() == 2
 
@@ -191,7 +191,7 @@ def test_options_of_completions() -> None:
     assert len(trajectory.segments) == 6
 
 
-# Of each API its path, and a request that it answers.
+# Path and a valid request by API.
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     "responses": ("/responses", {"input": QUESTION}),
@@ -267,7 +267,7 @@ def test_limits_are_the_api_s_own_errors(api: str) -> None:
 
             await refused("context_length_exceeded", **{name: long})
             assert endpoint.limit is StopReason.LENGTH
-            if api != "responses":  # more than are left, which are left all the same
+            if api != "responses":  # more than the remaining turns, which stay available
                 await refused("turn_limit_exceeded", n=2)
             await own.post(path, body=good, cast_to=object)
             assert endpoint.limit is None

@@ -223,7 +223,7 @@ def test_an_engine_s_failure_ends_the_client() -> None:
         served(client, Broken(), TOKENIZER)
 
 
-# What a client does next, to which of its conversations, and by which API.
+# Next action of a client, the number of its conversation, and the API.
 ACTS = st.lists(
     st.tuples(
         st.sampled_from(["new", "go on", "repeat", "edit", "forget", "both", "cancel"]),

@@ -27,7 +27,7 @@ def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
         monkeypatch.setattr(module, "sglang_installed", lambda: installed)
     assert choose_engine("auto", "cuda") == ("sglang" if installed else "embedded")
     assert choose_engine("auto", "cpu") == "embedded"
-    # Nothing to say where no other engine could have been taken.
+    # No warning if no other engine is possible.
     assert bool(engine_note("auto", "embedded")) is installed
     assert not engine_note("embedded", "embedded")
     assert choose_engine("embedded", "cuda") == "embedded"
@@ -62,7 +62,7 @@ def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     for part in "ab":
         with (tmp_path / f"{part}.safetensors").open("wb") as file:
-            file.truncate(2_000_000_000)  # of holes: it takes no room
+            file.truncate(2_000_000_000)  # a sparse file
     assert start_deadline(None, str(tmp_path)) == 640
     assert start_deadline(None, None) == 600
     assert start_deadline(7, str(tmp_path)) == 7

@@ -95,7 +95,7 @@ async def test_every_architecture_is_scored_like_its_own_forward(
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.mul_(3)  # else attention hardly matters, and mistakes in it neither
+            parameter.data.mul_(3)  # otherwise attention and mistakes in it hardly matter
     model.generation_config.eos_token_id = 1
     model.save_pretrained(tmp_path)
     engine = start(str(tmp_path))
@@ -138,7 +138,7 @@ async def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -
 
 def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None:
     model_dir = tiny_model_dir(tmp_path, seed=1)
-    # Unlike lengths: a row that ends leaves its place to a waiting one in the middle of others.
+    # Different lengths: a row that ends is replaced by a waiting one between others.
     requests = [ask(length, new, samples=5) for length, new in ((3, 7), (30, 40), (9, 22), (5, 3))]
     wide, narrow = (
         asyncio.run(generate_all(start(model_dir, max_running_requests=rows), requests))

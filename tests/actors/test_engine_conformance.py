@@ -50,7 +50,7 @@ class Party:
     model: PreTrainedModel
     other_model: PreTrainedModel
     runner: asyncio.Runner
-    # What an engine of this kind cannot do, and why; the tests of it are skipped with the reason.
+    # Reasons by ability that this kind of engine lacks; tests of it are skipped with the reason.
     lacks: dict[str, str]
 
     def needs(self, ability: str) -> None:
@@ -80,7 +80,7 @@ def embedded(model_dir: str, _runner: asyncio.Runner) -> Iterator[Engine]:
     yield EmbeddedEngine(model_path=model_dir, device="cpu", threads=1)
 
 
-# Of a server that its owner tuned for other clients: no request of ours may take them over.
+# Defaults of a server whose owner tuned it for other clients; our requests must override them.
 PREFERRED = {
     "repetition_penalty": 1.7, "frequency_penalty": 1.5, "presence_penalty": 1.5,
     "logit_bias": {"5": 3.0}, "min_new_tokens": 3, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
@@ -286,7 +286,7 @@ def expect_the_likeliest(model: PreTrainedModel, request: ScoreRequest, score: S
     assert score.top.ids_NK.shape == (len(expected_NV), request.top_k)
     best_NK = -np.sort(-expected_NV, axis=1)[:, : request.top_k]
     np.testing.assert_allclose(score.top.logprobs_NK, best_NK, atol=1e-4)
-    # The log-prob beside an id is that id's: only tokens of all but equal log-probs may swap.
+    # Each id has its own log-prob: only tokens of almost equal log-probs may swap.
     own_NK = np.take_along_axis(expected_NV, score.top.ids_NK, axis=1)
     np.testing.assert_allclose(score.top.logprobs_NK, own_NK, atol=1e-4)
     ordered_NK = np.argsort(-expected_NV, axis=1)[:, : request.top_k + 1]
@@ -555,7 +555,7 @@ def test_samples_do_not_depend_on_batch_mates(party: Party) -> None:
         np.testing.assert_array_equal(before.tokens_T, after.tokens_T)
         np.testing.assert_allclose(before.logprobs_T, after.logprobs_T, atol=1e-5)
     assert len({tuple(sample.tokens_T) for sample in alone}) == 4
-    # Sample g is (seed, g), however many are asked for.
+    # Sample g depends on (seed, g) only, not on the number of samples.
     [[first]] = party.generate(ask(prompt(33), sampling, num_samples=1, seed=5))
     np.testing.assert_array_equal(first.tokens_T, alone[0].tokens_T)
 
@@ -632,7 +632,7 @@ def test_top_k_and_top_p_truncate_but_report_the_whole_distribution(party: Party
 def test_new_weights_in_the_middle_of_generation(engine_at_version_0: Party) -> None:
     party = engine_at_version_0
     models = (party.model, party.other_model)
-    # Unlike lengths and shared prompts: every kind of row has its context recomputed.
+    # Different lengths and shared prompts: every kind of row has its context recomputed.
     requests = [
         replace(
             ask(prompt(n, n), TrainSampling(temperature=0.7, max_new_tokens=180), num_samples=6),
@@ -736,7 +736,7 @@ def test_abort_ends_everything_in_flight(party: Party) -> None:
 
     count, samples = party.run(abort_soon())
     aborted = [sample for sample in samples if sample.stop_reason is StopReason.ABORTED]
-    # A server's count has the samples of its requests that ended by themselves meanwhile.
+    # A server's count includes samples that ended by themselves meanwhile.
     assert len(samples) == 300 >= count >= len(aborted) > 0
     for sample in aborted:
         assert len(sample.tokens_T) == len(sample.logprobs_T) == len(sample.versions_T) < 240
@@ -785,7 +785,7 @@ def test_info_describes_the_model(party: Party) -> None:
     assert info.kind and info.model and info.temperature_scaling
 
 
-# So many that samples of random models do stop.
+# Enough that samples of random models stop.
 STOPS = StopTokens(ids=(1, *range(20, 45)), one_event=True)
 
 
@@ -922,7 +922,7 @@ def test_stopping_is_one_of_the_likeliest_where_a_token_is_sampled(stopping: Par
             expect_likeliest_where_sampled(outcomes_alone(log_p_NV), sample, 4)
             assert sample.top_ids_TK is not None
             likely.append((sample.top_ids_TK == STOPS.ids[0]).any())
-    assert any(likely)  # not in each: one may end at once, by an unlikely stop
+    assert any(likely)  # not in each: a sample may end at once by an unlikely stop
 
 
 def test_info_has_the_stop_tokens(stopping: Party) -> None:

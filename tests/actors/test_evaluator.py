@@ -50,7 +50,7 @@ def test_prompts_with_an_answer_are_rewarded() -> None:
     metrics = summarise(responses)
     assert metrics == {
         "eval/response_length": 6, "eval/eos_share": 0, "eval/accuracy": pytest.approx(0.375),
-        "eval/accuracy_low": 0,  # two prompts say next to nothing
+        "eval/accuracy_low": 0,  # two prompts give almost no information
         "eval/accuracy_high": 1,
     }  # fmt: skip
     evaluator = evaluator_of(PROMPTS, reward)

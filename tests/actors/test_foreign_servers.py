@@ -71,4 +71,4 @@ async def test_a_server_keeps_to_its_address_and_to_a_size(
     with pytest.raises(EngineError):
         await ask(server.url)
     assert server.followed == 0
-    assert server.sent < 32 << 20  # what sockets hold besides
+    assert server.sent < 32 << 20  # plus the buffers of sockets

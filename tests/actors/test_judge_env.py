@@ -114,7 +114,7 @@ def test_every_response_is_scored(server: ScriptedJudge, prompts: str) -> None:
     dataset = judged(server)(prompts, setting(TOKENIZER))
     assert len(server.bodies) == 1 and RUBRIC in server.asked[0]
     server.bodies.clear()
-    server.meets = 3  # one that waited for another would wait for ever
+    server.meets = 3  # sequential requests would hang
     episodes = play(dataset, Scripted(TOKENIZER, ["1", "10", "4"]), 3)
     assert rewards(episodes) == pytest.approx([0.0, 1.0, 1 / 3])
     assert all(len(episode.turns) == 1 for episode in episodes)

@@ -28,7 +28,7 @@ from tests.weights import gather_all, shared
 
 T = 0.7
 ROWS = [training_row(3 + i, 9 + 4 * i, seed=i, temperature=T) for i in range(4)]
-# What SGLang 0.5.23 does not run on a CPU without its compiled kernels, and what it says.
+# Families that SGLang 0.5.23 does not run on a CPU without its compiled kernels, with the reason.
 LACKS = {
     "gemma2": "it reads hidden_act, which transformers 5.19 calls hidden_activation alone",
     "gemma3_multimodal": "its loader does not know the vision tower's names of transformers 5.19",

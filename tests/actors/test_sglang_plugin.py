@@ -296,7 +296,7 @@ def test_options_of_requests_are_recorded_from_the_batch() -> None:
         plugin.Asked(1.5, False, False, begin=5),
         plugin.Asked(0.5, False, False, begin=7),
     ]
-    batch.prefix_lens = None  # no account of them: what earlier passes returned is not joined
+    batch.prefix_lens = None  # unknown positions: results of earlier passes are not joined
     plugin.note_requests(None, None, batch, None)
     again = getattr(batch.sampling_info, plugin.NOTE)
     assert [asked.begin for asked in again] == [0, 0, 0]
@@ -378,7 +378,7 @@ def test_an_unrecognised_sglang_ends_at_start(monkeypatch: pytest.MonkeyPatch) -
     logits_processor = importlib.import_module("sglang.srt.layers.logits_processor")
     monkeypatch.setattr(logits_processor.LogitsProcessor, "_get_logits", lambda self, states: None)
     monkeypatch.delenv(plugin.SWITCH, raising=False)
-    plugin.activate()  # a server of somebody else's: it is left alone
+    plugin.activate()  # another user's server stays unchanged
     monkeypatch.setenv(plugin.SWITCH, "1")
     with pytest.raises(SystemExit):
         plugin.activate()
@@ -523,12 +523,12 @@ class Served:
         first, *scored = meta["input_token_logprobs"]
         assert first[0] is None and len(scored) == n - ask.start - 1
         positions = range(ask.start + 1, n)
-        # Not by the token id that comes along: SGLang reports the vocabulary's last id as 0.
+        # The answer's token id is not used: SGLang reports the vocabulary's last id as 0.
         inputs = [gap(t, tokens[t], s[0]) for t, s in zip(positions, scored, strict=True)]
         for key in ("input_top_logprobs", "input_token_ids_logprobs"):
             for t, rows in zip(positions, (meta.get(key) or [])[1:], strict=False):
                 inputs += [gap(t, token, logprob) for logprob, token, _ in rows or []]
-        # A request for no new token may come back with one output log-prob all the same.
+        # A request for no new token may return one output log-prob nevertheless.
         sampled = meta["output_token_logprobs"][: len(meta["output_ids"])]
         outputs = [gap(n + i, token, logprob) for i, (logprob, token, _) in enumerate(sampled)]
         return max(inputs, default=0.0), max(outputs, default=0.0)
@@ -566,7 +566,7 @@ class Served:
         async def ask() -> tuple[list[Score], int]:
             engine = ExternalSglangEngine(url=self.server.url, api_key=self.server.api_key)
             try:
-                await engine.info()  # by which it finds out the vocabulary's size
+                await engine.info()  # finds out the vocabulary's size
                 before = await asyncio.to_thread(count)
                 scores = await engine.score(requests)
                 return scores, await asyncio.to_thread(count) - before
@@ -737,7 +737,7 @@ def test_a_teacher_that_prefills_in_chunks_scores_each_row_once(
     passes = served_in_pieces.prefilled()[passes_before:]
     assert max(passes) <= PREFILL_CHUNK, "no row was prefilled in chunks: nothing was tested"
     rows = sum(len(request.tokens_T) for request in requests)
-    # What is left are requests of one token, by which the engine finds out the vocabulary's size.
+    # The rest are requests of one token, by which the engine finds out the vocabulary's size.
     assert sum(passes) - rows <= 32, f"{sum(passes)} rows were computed for {rows}"
     for request, score, expected in zip(requests, scores, at_once, strict=True):
         truth_TV = served.truth.logits_TV(request.tokens_T.tolist())[request.start - 1 : -1]
@@ -796,7 +796,7 @@ def test_scoring_beside_decoding(served: Served) -> None:
             assert inputs <= TOLERANCE and outputs <= TOLERANCE
 
 
-# The likeliest token is sampled, and what is reported is the whole distribution at T all the same.
+# Sampling takes the likeliest token, but the reported distribution is the whole one at T.
 # (Requests with top_k=1 are reported at T = 1 where there are no others.)
 LIKELIEST = {"top_p": 1e-6}
 
@@ -825,7 +825,7 @@ def _check_listed_steps(served: Served) -> None:
         given = ask.token_ids or []
         given_TE, ids_TK, logprobs_TK = read_steps(by_us[LISTED_OUTPUT_KEY], len(given), ask.top)
         assert len(given_TE) == ask.new_tokens
-        # Twins are other rows of a product, or in other chunks: their logits differ in last bits.
+        # Twins are other rows of a product or in other chunks: their logits differ in last bits.
         if ask.top:
             tops = np.asarray(by_sglang["output_top_logprobs"], np.float64)[:, :, :2]
             assert ids_TK.tolist() == tops[..., 1].tolist()

@@ -116,7 +116,7 @@ def test_a_seeded_server_gets_a_seed_a_sample() -> None:
     seeds = [params["sampling_seed"] for params in body["sampling_params"]]
     assert len(set(seeds)) == 3 and all(0 <= seed < 1 << 31 for seed in seeds)
     assert all("n" not in params for params in body["sampling_params"])
-    # Sample g is (seed, g), however many are asked for.
+    # Sample g depends on (seed, g) only, not on the number of samples.
     fewer = sampling_body(replace(GENERATE, num_samples=2), 8, stops=None, seeded=True)
     assert fewer["sampling_params"] == body["sampling_params"][:2]
     others = sampling_body(replace(GENERATE, seed=8), 8, stops=None, seeded=True)

@@ -35,7 +35,7 @@ from tests.waiting import DEADLINE_S, until
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
-# What the project promises: no server process outlives its owner by more than this.
+# Maximum time by which a server process may outlive its owner.
 ORPHAN_S = 10
 PRIVATE_FILES = "actors.sglang.private_files"
 
@@ -47,7 +47,7 @@ def flags(model: str, extra: str = "") -> list[str]:
 
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
-# A process that owns a server, says its keys once the server answers, and waits.
+# Owns a server, prints its keys once the server answers, and waits.
 OWNER = """
 import asyncio, sys, time
 from actors.sglang.config import SglangConfig
@@ -213,7 +213,7 @@ def test_a_taken_port_is_skipped_and_a_dead_server_has_a_reason(
             server.stop()
 
 
-# Layers of 2.5 PB each: more than any process can address, on every machine and however busy.
+# Layers of 2.5 PB each: more than a process can address on any machine.
 TOO_LARGE = f"--json-model-override-args '{json.dumps({'intermediate_size': 10**13})}'"
 
 
@@ -327,7 +327,7 @@ def test_flags_that_cannot_be_set(text: str) -> None:
         parse_flags(text, "teacher.server_flags")
 
 
-# A server by its outlines: files, a process that nobody ends, and a copy of the server itself.
+# Stand-in for a server: files, an orphaned process, and a fork of the server itself.
 SERVER = """
 import os, subprocess, sys, time
 from actors.sglang.private_files import private_directory

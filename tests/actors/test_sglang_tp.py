@@ -127,7 +127,7 @@ def test_a_push_in_buckets_is_scored_at_t_and_proven(server: Served) -> None:
     served = server.run(server.engine.weight_checksums())
     assert len(served) == 2
     rules = find_shard_rules(served, server.weights(0))
-    assert rules.keys() == served[0].keys()  # nothing is left unproven
+    assert rules.keys() == served[0].keys()  # every parameter is verified
     assert len(plan_buckets(server.weights(1).layouts, BUCKET_BYTES)) >= 3
     server.push(1, 1)
     expect(server, 1)

@@ -48,7 +48,7 @@ T = TypeVar("T")
 MODES: tuple[OnWeightUpdate, ...] = ("continue", "restart", "finish", "in_place")
 CONTEXT = 256
 TEMPERATURE = 0.7
-# Samples end at their longest alone, so that all of them are under way at a moment.
+# Samples end only at their maximum length, so that all of them are in flight at once.
 ENDLESS = """--preferred-sampling-params '{"ignore_eos": true}'"""
 
 
@@ -227,7 +227,7 @@ def test_finish_waits_for_the_samples_under_way(server: Served) -> None:
 
 def test_in_place_keeps_the_context_of_samples_under_way_and_of_no_others(server: Served) -> None:
     server.session("in_place")
-    server.generate()  # whose prefix is cached, and asked for again below
+    server.generate()  # fills the prefix cache for the requests below
     groups, pause, unfinished = server.run(push_in_the_middle(server, LONG))
     assert unfinished and 0 < pause < 30
     kept = 0.0
@@ -354,7 +354,7 @@ def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
     spy.fails = ""
     if path == "/end_weight_update":  # the failure left the server's update open
         server.run(spy.admin("/end_weight_update", {}))
-    server.run(server.engine.load_weights(server.weights(3), 3))  # whole weights heal it
+    server.run(server.engine.load_weights(server.weights(3), 3))  # complete weights restore it
     server.expect_whole(3)
 
 

@@ -212,7 +212,7 @@ def test_a_step_of_learner_policy_and_teacher_is_a_turn_of_each(
         return waited
 
     engines = loop.run_until_complete(engines_on(gpus, 2, tiny_pair, tmp_path))
-    loop.run_until_complete(all_of_it())  # a first change tells what one costs
+    loop.run_until_complete(all_of_it())  # the first change measures its cost
     before = gpus.changes
     loop.run_until_complete(spent(engines))
     waited = loop.run_until_complete(all_of_it())

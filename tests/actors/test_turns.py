@@ -27,7 +27,7 @@ from tests.waiting import DEADLINE_S
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
-# A process that takes the turn, starts another that holds it too, says both, and waits.
+# Takes the turn, starts a child that holds it too, prints its id, and waits.
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -53,7 +53,7 @@ async def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) 
             taken = len(order)
             while len(order) < 12 and not turns[number].wanted:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)  # for others to take it, if they could
+            await asyncio.sleep(0.1)  # time for others to take it by mistake
             assert len(order) == taken
             turns[number].give()
 

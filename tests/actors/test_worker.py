@@ -73,7 +73,9 @@ class Sink:
     done: list[TrajectoryGroup] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     closes: bool = True
-    there: Mapping[int, TrajectoryGroup] = field(default_factory=dict)  # to be scored again
+    there: Mapping[int, TrajectoryGroup] = field(
+        default_factory=dict
+    )  # stored groups, to be rescored
 
     async def lease(self, max_groups: int) -> Sequence[Lease]:
         if self.leased == self.groups and not self.closes:
@@ -211,7 +213,7 @@ def test_groups_of_teacher_samples_are_not_scored() -> None:
             assert segment.scored_by == (group_id + 1,)
     for group_id in (2, 3):
         expect_scored_by(POLICY, done[group_id], "behaviour_logprobs_T")
-    # What a scorer that has moved since had sampled is sampled anew.
+    # Samples of a teacher that has drifted since are sampled again.
     again = Sampling(5)
     after = run(Sink(groups=1, there=done), teachers={"": again}, teacher_samples=by_teacher(1))
     expect_scored_by(again, after[0], "behaviour_logprobs_T")
@@ -230,7 +232,7 @@ def test_where_the_learner_asks_a_copy_the_teacher_scores_a_share() -> None:
             expect_scored_by(teachers["odd" if i % 2 else "even"], group, "teacher_logprobs_T")
         else:
             assert all(segment.teacher_logprobs_T is None for segment in group.segments())
-    # Scored again, they are what they were.
+    # Rescoring keeps the choice.
     moved = PrefixEngine(5)
     again = run(Sink(groups=8, there=done), teachers={"": moved}, **settings)
     for i, group in again.items():
@@ -480,7 +482,7 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
             worker.drain()
             await running
     finally:
-        may.set()  # or what is under way would hold up the end of a test that fails
+        may.set()  # so that a failing test can end
     assert told.count("closed") == 2
 
 

@@ -22,7 +22,7 @@ class Says:
     finish_reason: str | None = "stop"
 
 
-# A response, a status, or for how many seconds it hangs.
+# A response, a status, or seconds to hang.
 Answering = Says | int | float
 
 

@@ -126,7 +126,7 @@ def pair_differences(temperature: float) -> FloatArray:
         (0.5, 1.0, "not divided by T"),
         (0.5, 0.25, "divided by T twice"),
         (0.5, 0.7, ""),
-        (1.0, 0.2, ""),  # at 1 nobody is accused: neither mistake shows
+        (1.0, 0.2, ""),  # at T = 1 neither mistake shows
     ],
 )
 def test_the_law_holds_of_a_softmax_at_the_temperature_that_was_asked(

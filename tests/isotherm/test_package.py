@@ -11,7 +11,7 @@ import isotherm
 from tests.conftest import TinyPair
 from tests.e2e.harness import REPOSITORY, metrics, opd_arguments
 
-# Runs a script, and sends Ctrl-C when a module is looked for.
+# Runs a script, and sends Ctrl-C when a module is imported.
 _INTERRUPTED = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs in the background

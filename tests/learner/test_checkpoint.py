@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_renamed_and_not_reused(store: CheckpointStore, 
     flip(second.path / "trainer.json")
     fresh = CheckpointStore(store.root, keep=1)
     assert fresh.latest(lambda _: None) == first
-    again = save(fresh, 2)  # damaged, and in full size: written anew
+    again = save(fresh, 2)  # damaged, with its full size: written again
     assert fresh.latest(pytest.fail) == again and store_intact(again)
     flip(again.path / "trainer.json")
     save(CheckpointStore(store.root, keep=9), 1)

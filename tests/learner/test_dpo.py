@@ -166,5 +166,5 @@ def test_a_corrupt_file_is_named(path: Path, harm: Callable[[bytes], bytes]) -> 
     with pytest.raises(CheckpointError):
         with_reference(ROWS, path, reference)
     assert reference.calls == 0
-    path.unlink()  # what the message says to do
+    path.unlink()  # the remedy in the message
     assert len(with_reference(ROWS, path, reference)) == len(ROWS)

@@ -282,7 +282,7 @@ def test_sharded_weights_are_exported_whole(
     replays = MixtureShape.of(load_config(path)) is not None
     rows = other_experts(path, ROWS) if replays else ROWS
     given = {"path": path, "final": str(final), "rows": rows}
-    # So small a step that it does not matter which way rounding sends a gradient of almost nothing.
+    # A small step, so that rounding of tiny gradients does not matter.
     settings: dict[str, Any] = {"lr": 1e-5, "replays_routing": replays}
     told = on_workers(
         sharded_story, config(path, **settings), tmp_path, (cross_entropy_loss,), given

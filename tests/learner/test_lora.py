@@ -184,7 +184,7 @@ def test_merging_is_lazy_and_keeps_the_base(lora: PeftModel, base: str) -> None:
     assert norm.data_ptr() == plain(lora).get_parameter("model.norm.weight").data_ptr()
     assert not any(lazy.make(None).requires_grad for lazy in made.values())
     assert all(torch.equal(before[name], tensor) for name, tensor in lora.state_dict().items())
-    # What is made later is of the weights as they are then.
+    # Later tensors are of the weights at that time.
     query = made["model.layers.1.self_attn.q_proj.weight"]
     earlier = query.make(None)
     with torch.no_grad():
@@ -448,7 +448,7 @@ def test_experts_of_a_mixture_are_not_adapted_and_a_warning_is_logged(
             check_lora(LoraSettings(rank=2, targets="up_proj,gate_proj"), str(tmp_path))
 
 
-# What rounding takes
+# Loss by rounding
 
 
 def on_the_grid(base: str, directory: Path) -> str:

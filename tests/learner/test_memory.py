@@ -226,7 +226,7 @@ def test_the_longest_row_must_fit_with_any_budget(
         settings = dict(setting.split("=") for setting in remedy.split())
         many, offloads = settings.get("learner.workers", workers), "offload_optimizer" in settings
         assert replace(memory, workers=int(many), offloads=offloads).plan(ROOM, asked)
-    for text in set(proposed) - remedies:  # beside 70 B there is room for no row at all
+    for text in set(proposed) - remedies:  # 70 B leave no room for a row
         shorter = PassRequest(longest_rows=int(re.sub(r"\D", "", text)))
         assert memory.plan(ROOM, shorter)
 

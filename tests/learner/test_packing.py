@@ -95,7 +95,7 @@ GROUPS = [
     *group(40, (1, 3, 3, 50), 1), *group(33, (9, 2, 70, 1), 2), *group(2, (30, 4), 3),
     *group(60, (5,), 4),
 ]  # fmt: skip
-# Rows, and how many tokens are run of them: of a context all but the last token, which is each
+# Rows, and the number of their tokens that are run: of a context all but the last, which is each
 # row's own, and that once.
 PACKED = {
     "rows": (ROWS, sum(map(len, ROWS))),

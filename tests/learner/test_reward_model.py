@@ -146,7 +146,7 @@ def test_a_padding_that_ends_rows_is_not_taken(tmp_path: Path) -> None:
         padding_token(tokenizer, 160, {EOS, PAD, unknown})
 
 
-# What is no reward model
+# Other models
 
 
 def test_labels_are_no_reward(tiny_pair: TinyPair, tmp_path: Path) -> None:

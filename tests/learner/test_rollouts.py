@@ -44,7 +44,7 @@ from tests.sequences import with_other_rows
 from tests.waiting import DEADLINE_S
 from tests.weights import numbers
 
-# Everything at once that rows need of others: of their group, of their sequence, of the step.
+# All terms in which a row depends on others: of its group, of its sequence, of the step.
 WHOLE = ObjectiveConfig(
     loss="gspo", kl_coef=0.5, reward_coef=1.0, reference_kl_coef=0.3, kl_discount_factor=0.9,
     correction="truncate", num_substeps=2, normalisation="sequence",
@@ -166,7 +166,7 @@ def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:
         for name in untimed(ours).keys() - {"train/padding_share", "rollout/ahead_share"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
     for name, theirs in alone["weights"].items():
-        # As a whole: AdamW makes much of the last bits of gradients that are next to nothing.
+        # As a whole: AdamW amplifies the last bits of tiny gradients.
         gap = np.linalg.norm(together["weights"][name] - theirs)
         assert gap <= 1e-4 * np.linalg.norm(theirs), name
     assert_prints_alike(alone["prints"], together["prints"])

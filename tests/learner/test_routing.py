@@ -193,7 +193,7 @@ def test_the_mismatch_counts_routings(new_learner: NewLearner, tmp_path: Path) -
     for row in rows:
         experts_of(row)[1] = unknown
         known += (len(row) - 1) * 2
-    # In the last layer, where nothing else comes of it: 3 other experts, one other order.
+    # In the last layer, which has no other effect: 3 other experts, one other order.
     for t in (3, 4, 5):
         chosen = experts_of(rows[2])[t, 1]
         chosen[0] = next(e for e in range(8) if e not in chosen)

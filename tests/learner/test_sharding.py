@@ -64,7 +64,7 @@ SHARED = after_context(CONTEXT_T, (3, 9, 20))
 JOINED = PolicyObjectiveLoss(
     objective=ObjectiveConfig(loss="gspo", normalisation="sequence", kl_discount_factor=0.9)
 )
-# The teacher that follows the weights, shown more than the rows have, the whole distribution of it.
+# The averaged teacher with its own context, and its whole distribution.
 OWN = PolicyObjectiveLoss(objective=ObjectiveConfig(estimator="full"), own_teacher=True)
 TOLD = [
     replace(

@@ -144,7 +144,7 @@ def test_with_a_correction_and_one_update_the_ratio_is_exactly_one(
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
-# Groups that say nothing
+# Groups without a signal
 
 
 FILTERED = ObjectiveConfig(kl_coef=0, reward_coef=1.0, constant_groups="drop", num_substeps=2)

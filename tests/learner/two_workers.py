@@ -19,11 +19,11 @@ from tests.learner.piped_followers import Seat, meet, serve
 
 WORKERS = 2
 _DEADLINE_S = 240.0
-# Once for all the workers of a session: a worker of its own would take seconds for it.
+# Imported once for all workers of a session: each worker would take seconds.
 _IMPORTED = ["learner.learner", "transformers.models.qwen3.modeling_qwen3"]
-# what a leader is given, and gives back: anything that pickles
+# Arguments and result of a leader: anything that pickles.
 Story = Callable[[Learner, dict[str, Any]], Any]
-# in a worker: those that hold models of their own are made there
+# Losses with models are created in their worker.
 MakeLosses = Callable[[WorkerGroup], Sequence[LossFunction]]
 
 
