@@ -121,11 +121,13 @@ async def test_a_bad_row_fails_only_its_own_caller(checkpoint: str) -> None:
     assert scores == pytest.approx(naive(checkpoint)[:1], abs=1e-5)
 
 
-async def test_a_score_that_is_no_number_is_an_error(checkpoint: str) -> None:
-    model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
-    model._model.score.weight.data.fill_(float("nan"))
+def test_a_score_that_is_no_number_is_an_error(checkpoint: str, tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    model.score.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     with pytest.raises(EngineError):
-        await model.rewards(ASKED)
+        run(str(tmp_path), ASKED)
 
 
 async def test_its_heartbeat_counts_rows(checkpoint: str) -> None:

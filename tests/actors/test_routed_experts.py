@@ -55,7 +55,7 @@ async def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path:
     engine = start(first, stops=StopTokens(ids=()))
     bundle = shared(load_file(Path(second) / "model.safetensors"))
     running = asyncio.ensure_future(engine.generate(ask(prompt(5), new=60)))
-    while not engine._computed:
+    while not await engine.health():
         await asyncio.sleep(0)
     await engine.load_weights(bundle, version=1)
     [sample] = await running

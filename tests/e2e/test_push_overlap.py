@@ -18,8 +18,10 @@ from cluster.queue.journal import read_journal
 from cluster.weights.publisher import Publisher
 from distill.engine import WeightSource
 from distill.errors import EngineError
+from distill.records import TrajectoryId
 from learner.learner import Learner
 from learner.plan import Part
+from learner.rollout_share import RolloutShare, Shares
 from tests.conftest import TinyPair
 from tests.e2e.harness import distil, events, metrics, trained_groups
 from tests.waiting import DEADLINE_S, until
@@ -75,16 +77,21 @@ def test_the_next_step_s_rollouts_are_fetched_during_a_step(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step ends only when the learner has fetched those of the second."""
-    out, step = tmp_path / "run", Learner.step
+    out, step, prefetch = tmp_path / "run", Learner.step, RolloutShare.prefetch
+    fetched: set[TrajectoryId] = set()
+
+    def noted(self: RolloutShare, shares: Shares) -> None:
+        prefetch(self, shares)
+        fetched.update(share.place for share in shares.shares)
 
     def step_late(self: Learner, *parts: Part) -> dict[str, float]:
-        ahead = self.worker.rollouts._for_next_step
         until(
-            lambda: taken(out) > 1 or len(ahead) == 2 * PER_STEP,
+            lambda: taken(out) > 1 or len(fetched) == 2 * PER_STEP,
             failing="the groups of the next step are not fetched",
         )
         return step(self, *parts)
 
+    monkeypatch.setattr(RolloutShare, "prefetch", noted)
     monkeypatch.setattr(Learner, "step", step_late)
     steps = run(tiny_pair, out, steps=2)
     assert [made["rollout/ahead_share"] for made in steps] == [0, 1]
