@@ -117,7 +117,7 @@ def sources(package: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("package", ["distill", "actors", "learner"])
-def test_nothing_points_up_or_sideways(package: str) -> None:
+def test_packages_import_only_packages_below_them(package: str) -> None:
     assert sources(package)
     for path in sources(package):
         exempt = EXEMPT.get(path.relative_to(ROOT).as_posix(), set())
@@ -180,7 +180,7 @@ def test_no_folder_imports_from_one_above_it(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", list(ORDER))
-def test_every_place_in_the_order_is_there(package: str) -> None:
+def test_every_entry_of_the_order_exists(package: str) -> None:
     for entry in ORDER[package]:
         path = ROOT / package / entry
         assert path.is_dir() or path.with_suffix(".py").is_file(), entry
@@ -318,7 +318,7 @@ def test_processes_without_tensors_start_without_torch() -> None:
 
 
 @pytest.mark.usefixtures("hub_cache")
-def test_help_and_slips_are_answered_without_what_takes_seconds(tmp_path: Path) -> None:
+def test_help_and_typos_are_answered_without_slow_imports(tmp_path: Path) -> None:
     answered = [
         (name, arguments.replace("OUT", str(tmp_path / "out")), code)
         for name, arguments, code in ANSWERED_AT_ONCE
@@ -357,12 +357,12 @@ def test_ray_comes_up_beside_the_imports_of_torch(tmp_path: Path) -> None:
         ("distill", "'import ray'  # import ray", set()),
     ],
 )
-def test_the_walker_sees_what_it_should(package: str, source: str, found: set[str]) -> None:
+def test_the_search_finds_imports_of_every_form(package: str, source: str, found: set[str]) -> None:
     assert violations(package, source) == found
 
 
 @pytest.mark.parametrize("package", list(FORBIDDEN))
-def test_every_package_says_what_it_is(package: str) -> None:
+def test_every_package_has_a_docstring(package: str) -> None:
     for directory in {path.parent for path in sources(package)}:
         init = directory / "__init__.py"
         assert init.is_file() and ast.get_docstring(ast.parse(init.read_text())), directory

@@ -108,7 +108,7 @@ def test_ray_up_accepts_its_cluster() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("kuberay-cluster.yaml", "RayCluster"), ("kuberay-job.yaml", "RayJob")]
 )
-def test_kuberay_manifests_have_what_the_operator_requires(name: str, kind: str) -> None:
+def test_kuberay_manifests_have_the_required_fields(name: str, kind: str) -> None:
     document = manifest(name)
     assert (document["apiVersion"], document["kind"]) == ("ray.io/v1", kind)
     assert re.fullmatch(r"[a-z][a-z0-9-]{0,46}", document["metadata"]["name"])
@@ -151,7 +151,7 @@ def test_every_node_runs_one_image() -> None:
     assert len(images) == 1
 
 
-def test_cuda_has_the_versions_that_the_tests_run_with_where_sglang_lets_it() -> None:
+def test_cuda_pins_equal_the_tested_versions() -> None:
     for package in ("ray", "chz", "transformers", "safetensors", "peft", "aiohttp"):
         assert CUDA_PINS[package] == PINS[package], package
     assert CUDA_PINS["sglang"] == pins("requirements/sglang-cpu.txt")["sglang"]
@@ -161,7 +161,7 @@ def test_cuda_has_the_versions_that_the_tests_run_with_where_sglang_lets_it() ->
         assert CUDA_PINS[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_extras_that_the_image_may_have_are_pinned() -> None:
+def test_extras_of_the_image_are_pinned() -> None:
     """The Dockerfile installs EXTRAS with these constraints."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     for extra in ("wandb", "tensorboard", "mlflow", "data", "mcp", "textarena", "judge"):
@@ -169,7 +169,7 @@ def test_extras_that_the_image_may_have_are_pinned() -> None:
             assert PINS[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_the_commands_are_the_command_lines_own() -> None:
+def test_commands_of_manifests_and_docs_parse() -> None:
     for name in ("ray-cluster.yaml", "kuberay-cluster.yaml"):
         (command,) = commands((DEPLOY / name).read_text())
         require_parses(command)
@@ -178,13 +178,13 @@ def test_the_commands_are_the_command_lines_own() -> None:
         require_parses(command)
 
 
-def test_the_runtime_environment_gives_a_stopped_job_its_time() -> None:
+def test_the_runtime_environment_gives_a_stopped_job_time() -> None:
     assert int(written_environment()["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
     job = yaml.safe_load(manifest("kuberay-job.yaml")["spec"]["runtimeEnvYAML"])
     assert job["env_vars"].items() <= written_environment().items()
 
 
-def test_nothing_is_open_and_nothing_is_secret() -> None:
+def test_manifests_require_a_token_and_contain_no_secret() -> None:
     up = manifest("ray-cluster.yaml")
     assert "-e RAY_AUTH_MODE=token" in up["docker"]["run_options"]
     assert "--dashboard-host=127.0.0.1" in " ".join(up["head_start_ray_commands"])

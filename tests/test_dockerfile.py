@@ -108,7 +108,7 @@ def test_every_step_is_a_shell_command() -> None:
         subprocess.run(["sh", "-n", "-c", step], check=True)
 
 
-def test_it_has_the_pinned_versions_and_every_package() -> None:
+def test_the_image_has_pinned_versions_and_every_package() -> None:
     (python,) = re.findall(r"python:(\d+\.\d+)-", " ".join(arguments("FROM")))
     assert PROJECT["project"]["requires-python"] == f">={python}"
     assert PROJECT["tool"]["pyright"]["pythonVersion"] == python
@@ -130,7 +130,7 @@ def test_the_build_is_sent_no_more_than_is_copied(image: Path) -> None:
         assert ignored(name), name
 
 
-def test_what_an_image_has_already_is_held(image: Path, tmp_path: Path) -> None:
+def test_packages_of_the_base_image_are_kept(image: Path, tmp_path: Path) -> None:
     """As in SGLang's image: installed packages stay, and missing ones get the pinned versions."""
     file = tmp_path / "pins.txt"
     file.write_text("# comment==1\nRay==0.1\nhuggingface-hub==0.1\nno_such.package==7.0\n")
@@ -144,7 +144,7 @@ def test_what_an_image_has_already_is_held(image: Path, tmp_path: Path) -> None:
     assert len(held) == len(printed), "a package is held at two versions"
 
 
-def test_it_installs_and_its_entry_points_run(image: Path, tmp_path: Path) -> None:
+def test_the_install_step_and_the_entry_points_run(image: Path, tmp_path: Path) -> None:
     """Run with this environment's libraries in place of the pinned ones."""
     site = tmp_path / "site"
     run_install(

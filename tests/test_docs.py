@@ -32,7 +32,7 @@ def test_generated_pages_are_current(name: str) -> None:
     assert written == PAGES[name](), f"docs/{name} is old: make docs-generated"
 
 
-def test_the_reference_has_what_users_are_told_to_import() -> None:
+def test_the_reference_has_all_documented_imports() -> None:
     pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     imported = {
         f"{module}.{name}"
@@ -113,6 +113,6 @@ def test_every_row_is_read() -> None:
 
 
 @pytest.mark.parametrize(("term", "names", "file"), ROWS)
-def test_what_a_row_names_exists(term: str, names: str, file: str) -> None:
+def test_the_names_of_a_row_exist(term: str, names: str, file: str) -> None:
     defined = _names(ast.parse((REPOSITORY / file).read_text()))
     assert set(re.findall(r"`([\w.]+)`", names)) <= defined, term

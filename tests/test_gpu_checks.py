@@ -62,7 +62,7 @@ def test_a_check_passes_in_its_small_form(small: Setting, name: str) -> None:
     assert (outcome["status"], outcome["why"]) == ("pass", "") and outcome["numbers"]
 
 
-def test_a_check_sees_what_it_is_there_for(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_detects_its_failure(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_checks, "TEMPERATURE", 1.0)  # of the plain calls alone
     outcome = outcome_of("full_divergence", small)
     assert outcome["status"] == "fail" and "and plain calls give" in outcome["why"]
@@ -118,7 +118,7 @@ def test_a_check_that_hangs_fails_and_the_budget_ends_the_rest(
     assert [outcome["status"] for outcome in found.values()] == ["fail", "skipped", "skipped"]
 
 
-def test_results_are_appended_and_what_has_passed_is_left_out(tmp_path: Path) -> None:
+def test_results_are_appended_and_passed_checks_are_skipped(tmp_path: Path) -> None:
     first = Results(tmp_path, "cpu", "tiny")
     first.add("push_copy", processes.outcome("fail", "a | b", 3.0))
     first.add("push_copy", json.loads(PASSED))

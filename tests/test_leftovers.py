@@ -19,7 +19,7 @@ print(child.pid, flush=True)
 """
 
 
-def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
+def test_an_orphaned_process_is_found_by_its_mark() -> None:
     mark = f"planted-{os.getpid()}"
     reading, writing = os.pipe()
     made = subprocess.run(
@@ -49,7 +49,7 @@ def test_memory_of_a_process_that_has_ended_is_found() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
-def test_a_semaphore_that_nobody_has_is_found() -> None:
+def test_an_unused_semaphore_is_found() -> None:
     before = shared_memory()
     kept = multiprocessing.get_context("spawn").Lock()
     mine = {name for name in shared_memory() - before if name.startswith("sem.")}

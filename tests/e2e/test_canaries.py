@@ -123,7 +123,7 @@ def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
 
 
 @pytest.mark.slow
-def test_what_a_zeroed_teacher_scored_is_not_kept(
+def test_scores_of_a_zeroed_teacher_are_not_kept(
     tiny_pair: TinyPair, tmp_path: Path, plant: Any
 ) -> None:
     out = tmp_path / "run"
@@ -139,7 +139,7 @@ def test_what_a_zeroed_teacher_scored_is_not_kept(
 
 
 @pytest.mark.slow
-def test_weights_swapped_in_one_of_three_servers_are_scored_again_by_the_others(
+def test_scores_of_one_changed_server_of_three_are_repeated_by_the_others(
     tiny_pair: TinyPair, tmp_path: Path, plant: Any
 ) -> None:
     out = tmp_path / "run"

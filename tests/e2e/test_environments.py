@@ -117,7 +117,7 @@ def test_the_environment_of_the_docs_trains(
     assert report([f"out={out}"]) == 0 and (out / "report.html").stat().st_size > 10_000
 
 
-def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
+def test_invalid_environments_are_refused_before_the_start(
     tiny_pair: TinyPair, tmp_path: Path, backwards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = opd_arguments(tiny_pair, tmp_path / "run")
@@ -181,7 +181,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opponent", ["self", pytest.param("reference", marks=pytest.mark.slow)])
-def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponent: str) -> None:
+def test_games_by_self_play_and_against_a_frozen_model(tmp_path: Path, opponent: str) -> None:
     frozen = opponent == "reference"
     student = str(tmp_path / "model")
     book = game_rows(40, blunders=0.3)

@@ -60,7 +60,7 @@ def place(out: Path, event: str, **fields: object) -> int:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_steps_go_on_beside_an_evaluation_and_its_numbers_are_the_same(
+def test_steps_continue_during_an_evaluation_with_the_same_numbers(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = distil(
@@ -105,7 +105,7 @@ def after(out: Path) -> Mapping[str, float]:
 @pytest.mark.parametrize(
     ("victim", "then"), [("evaluation engine 0", "back"), ("learner", "rewind")]
 )
-def test_what_dies_meanwhile_costs_no_evaluation(
+def test_deaths_during_an_evaluation_do_not_lose_it(
     tiny_pair: TinyPair, tmp_path: Path, victim: str, then: str
 ) -> None:
     out = tmp_path / "run"
@@ -130,7 +130,7 @@ def test_what_dies_meanwhile_costs_no_evaluation(
         assert len(events(out, "evaluation begins")) == len(steps) + 1
 
 
-def test_a_run_that_is_ended_gives_its_evaluation_up(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_an_interrupted_run_cancels_its_evaluation(tiny_pair: TinyPair, tmp_path: Path) -> None:
     signals = Signals()
 
     def line(written: Mapping[str, float]) -> None:

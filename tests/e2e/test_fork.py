@@ -63,7 +63,7 @@ def test_a_fork_begins_with_the_weights_and_resumes_by_itself(
     assert [line["step"] for line in evaluations(second)][:2] == [0, 0]
 
 
-def test_a_fork_that_dies_before_its_first_checkpoint_begins_there_again(
+def test_a_fork_that_dies_before_its_first_checkpoint_starts_again(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -83,7 +83,7 @@ def test_a_fork_that_dies_before_its_first_checkpoint_begins_there_again(
 
 
 @pytest.mark.slow
-def test_an_adapter_of_sft_goes_on_in_opd_and_in_sft(
+def test_an_adapter_of_sft_is_forked_into_opd_and_sft(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(6)]
@@ -112,7 +112,7 @@ def test_an_adapter_of_sft_goes_on_in_opd_and_in_sft(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_several_workers_fork_what_one_has_trained(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_several_workers_fork_a_run_of_one(tiny_pair: TinyPair, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert main(fork_arguments(tiny_pair, first, lr=1e-2)) == 0
     fork = {"fork_from": first, "learner_workers": 2, "local": False}

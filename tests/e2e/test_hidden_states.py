@@ -126,7 +126,7 @@ def test_a_head_that_differs_from_the_served_teacher_is_refused(
 
 
 @pytest.mark.slow
-def test_a_teacher_that_dies_takes_its_states_along_and_rows_are_scored_again(
+def test_rows_are_rescored_after_the_death_of_a_teacher_with_their_states(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -213,7 +213,7 @@ def test_a_stock_server_teaches_at_any_temperature(
     ids=["no flag", "short chunks"],
     indirect=["stock"],
 )
-def test_a_server_that_returns_no_states_of_whole_rows_is_refused(
+def test_servers_without_states_of_whole_rows_are_refused(
     tiny_pair: TinyPair, tmp_path: Path, stock: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"

@@ -147,7 +147,7 @@ def test_several_engines_and_workers_share_the_work(tiny_pair: TinyPair, tmp_pat
     assert all(step["push/engines"] == 2 and step["push/proven"] == 1 for step in metrics(out))
 
 
-def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_the_outputs_are_those_of_the_readme(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = distil(tiny_pair, tmp_path / "run", steps=4, eval_every=2, wandb="offline")
     model = AutoModelForCausalLM.from_pretrained(out / "final")
     assert model.config.vocab_size == 160

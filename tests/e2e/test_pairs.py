@@ -60,7 +60,7 @@ def distil(models: TinyPair, out: Path, **settings: object) -> int:
 
 
 @pytest.mark.parametrize("estimator", ["sampled", "full", "top_k"])
-def test_a_base_model_learns_where_its_teacher_stops(
+def test_a_base_model_learns_its_teacher_s_stop_token(
     pair: tuple[TinyPair, str], estimator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models, end = pair
@@ -86,7 +86,7 @@ def test_a_base_model_learns_where_its_teacher_stops(
     assert max(step["rollout/eos_share"] for step in steps) > 0
 
 
-def test_the_user_s_stop_tokens_are_the_run_s(pair: tuple[TinyPair, str], tmp_path: Path) -> None:
+def test_the_run_uses_the_chosen_stop_tokens(pair: tuple[TinyPair, str], tmp_path: Path) -> None:
     models, end = pair
     out = tmp_path / "out"
     assert distil(models, out, steps=1, stop_tokens=end) == 0
@@ -133,7 +133,7 @@ def test_vocabularies_may_differ_by_padding(
     assert chosen == ("full" if estimator == "auto" else estimator)
 
 
-def test_a_base_model_is_warned_of_chats_that_never_end(
+def test_a_warning_about_chats_that_a_base_model_cannot_end(
     pair: tuple[TinyPair, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models, end = pair

@@ -29,7 +29,7 @@ def queried() -> set[str]:
     return set(re.findall(r"ray_isotherm_\w+", " ".join(queries)))
 
 
-def test_the_dashboard_shows_what_is_exported() -> None:
+def test_the_dashboard_queries_exported_metrics() -> None:
     assert queried() == {*EXPORTED, TOKENS}
 
 
@@ -46,7 +46,7 @@ def scraped(port: int, run: str) -> dict[str, float]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_run_is_exported_as_it_goes(
+def test_metrics_of_a_run_are_exported(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "exported"

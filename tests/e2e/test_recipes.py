@@ -128,7 +128,7 @@ def _copy(model: str, to: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_rl_raises_its_reward_near_its_reference(tiny_pair: TinyPair, tmp_path: Path) -> None:
     prompts = write_rows(
         tmp_path / "prompts.jsonl",
         *({"prompt": f"{a} + 1 =", "answer": "e", "bonuses": {"a": 0.1}} for a in range(9)),
@@ -191,9 +191,7 @@ def test_custom_advantage_and_loss_train_like_the_built_in_ones(
         assert step["train/grad_norm"] > 0
 
 
-def test_a_step_without_a_signal_updates_nothing_and_says_so(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+def test_a_step_without_a_signal_updates_nothing(tiny_pair: TinyPair, tmp_path: Path) -> None:
     prompts = write_rows(
         tmp_path / "prompts.jsonl", *({"prompt": f"{a}", "answer": "no way"} for a in range(9))
     )
@@ -212,7 +210,7 @@ def test_a_step_without_a_signal_updates_nothing_and_says_so(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_dpo_learns_the_preferences_and_resumes(tiny_pair: TinyPair, tmp_path: Path) -> None:
     data = write_rows(
         tmp_path / "pairs.jsonl",
         *({"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a}"} for a in range(8)),

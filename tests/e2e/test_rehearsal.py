@@ -12,7 +12,7 @@ from tests.rows import write_rows
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_rehearsal_with_a_death_of_every_actor(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, recipe="opd", dry_run="rehearse")
     told = run("cluster.train", *arguments)
@@ -53,7 +53,7 @@ def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
     assert "by the learner (estimator=full)" in lines
 
 
-def test_what_would_fail_fails_in_the_rehearsal(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_rehearsal_of_a_failing_run_fails(tiny_pair: TinyPair, tmp_path: Path) -> None:
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", recipe="opd", dry_run="rehearse", smoke_test=False,
         reward="tests.e2e.rewards:broken",

@@ -122,7 +122,7 @@ def test_a_closed_pipe_does_not_end_a_run(tiny_pair: TinyPair, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["policy engine 0", "learner", "rollout worker 0"])
-def test_one_death_more_than_allowed_ends_the_run_and_is_named(
+def test_too_many_deaths_end_the_run_with_the_actor_s_name(
     tiny_pair: TinyPair, tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
@@ -142,7 +142,9 @@ def test_one_death_more_than_allowed_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_a_run_that_only_keeps_outlives_its_actors(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_rollout_only_run_survives_deaths_of_its_actors(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     changes = {"rollout_only": True, "policy_engines": 2}
     arguments = opd_arguments(tiny_pair, out, steps=500, **changes)
@@ -232,7 +234,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 MiB")
     ],
     ids=["diverges", "no room"],
 )
-def test_a_step_that_cannot_be_done_says_how_to_go_on(
+def test_the_error_of_a_failed_step_has_a_remedy(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, error: Exception, says: list[str],
 ) -> None:  # fmt: skip
@@ -248,7 +250,7 @@ def test_a_step_that_cannot_be_done_says_how_to_go_on(
     assert_whole(out, 2)
 
 
-def test_a_finished_run_is_left_alone_and_can_be_prolonged(
+def test_a_finished_run_is_unchanged_and_can_be_prolonged(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -280,7 +282,7 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_reward_that_kills_its_worker_costs_its_own_group_and_no_other(
+def test_a_reward_that_kills_its_worker_costs_only_its_group(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     unanswered = write_rows(tmp_path / "eval.jsonl", {"prompt": "1 + 1 ="})

@@ -79,7 +79,7 @@ def run(pair: TinyPair, out: Path, **settings: object) -> Path:
     return out
 
 
-def test_it_learns_what_is_preferred_and_says_so(trained: Path) -> None:
+def test_a_reward_model_learns_the_preferences(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text())
     after = summary["validation after"]
     assert measured(after) == set(RewardModelConfig.measured)
@@ -94,7 +94,7 @@ def test_it_learns_what_is_preferred_and_says_so(trained: Path) -> None:
     assert apart[1]["validation/loss"] == after["validation/loss"]
 
 
-def test_its_model_is_transformers_own(trained: Path) -> None:
+def test_the_saved_model_is_transformers_own(trained: Path) -> None:
     config = json.loads((trained / "final/config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     assert config["pad_token_id"] == load_tokenizer(str(trained / "final")).pad_token_id
@@ -130,7 +130,7 @@ def test_a_policy_raises_its_reward(trained: Path, tiny_pair: TinyPair, tmp_path
     assert gained[1] > gained[0]
 
 
-def test_groups_are_judged_by_it(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_reward_model_judges_groups(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
     env = Judged(reward_model=str(trained / "final"), mode="pairs")
     rows = [{"prompt": f"{a}+1?"} for a in range(12)]
     steps = rl(tiny_pair, tmp_path / "run", rows, env=env, steps=3, eval_size=0)
@@ -139,7 +139,7 @@ def test_groups_are_judged_by_it(trained: Path, tiny_pair: TinyPair, tmp_path: P
     assert all(step["advantage/std"] > 1e-3 for step in steps)
 
 
-def test_a_checkpoint_is_evaluated_by_it(
+def test_a_reward_model_evaluates_a_checkpoint(
     trained: Path, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", *({"prompt": f"{a}+1="} for a in range(4)))
@@ -161,7 +161,9 @@ def test_a_checkpoint_is_evaluated_by_it(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_dead_reward_model_is_restarted(
+    trained: Path, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
 
     def kill(line: Mapping[str, float]) -> None:
@@ -189,7 +191,7 @@ def certified(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
+def test_groups_of_a_changed_reward_model_are_sampled_again(
     trained: Path, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"

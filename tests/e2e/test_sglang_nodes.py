@@ -80,7 +80,7 @@ cluster.shutdown()
 """
 
 
-def test_a_run_with_a_policy_over_two_nodes_goes_on_when_one_is_lost(
+def test_a_run_with_a_policy_over_two_nodes_survives_the_loss_of_one(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

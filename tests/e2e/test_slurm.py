@@ -44,7 +44,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         }  # fmt: skip
 
 
-def test_a_run_that_slurm_ends_has_its_checkpoint_and_is_resumed(
+def test_a_run_ended_by_slurm_has_a_checkpoint_and_resumes(
     tiny_pair: TinyPair, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     out = tmp_path / "run"

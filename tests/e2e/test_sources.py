@@ -63,7 +63,7 @@ def train(pair: TinyPair, out: Path, prompts: str, **settings: object) -> int:
     return main(["recipe=opd", *(f"{name}={value}" for name, value in given.items())])
 
 
-def test_sources_have_their_shares_and_edits_are_noticed(
+def test_sources_have_their_shares_and_edits_are_detected(
     tiny_pair: TinyPair, tmp_path: Path, table: Path, parquet: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -90,7 +90,7 @@ def test_sources_have_their_shares_and_edits_are_noticed(
     assert "does not hold the rows that the run" in capsys.readouterr().err
 
 
-def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_sft_on_rows_of_a_function(tiny_pair: TinyPair, tmp_path: Path) -> None:
     lines = write_rows(tmp_path / "lines.jsonl", *pairs()[:3])
     out = tmp_path / "run"
     code = main(

@@ -77,7 +77,7 @@ def test_two_concurrent_jobs_stream_their_steps_and_are_submitted_once(
     assert code == 0 and "nothing to do" in output, output
 
 
-def test_a_stopped_job_leaves_a_checkpoint_and_is_resumed(
+def test_a_stopped_job_has_a_checkpoint_and_resumes(
     head: Head, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

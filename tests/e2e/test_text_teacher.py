@@ -69,7 +69,7 @@ def expect_written(pair: TinyPair, group: KeptGroup, end: str = "<eos>") -> None
         assert segment.teacher_logprobs_N is None
 
 
-def test_a_warm_up_is_learnt_from_text_and_the_teacher_scores_what_follows(
+def test_a_warm_up_from_text_precedes_scoring_by_the_teacher(
     tiny_pair: TinyPair, tmp_path: Path, server: TextServer
 ) -> None:
     out = tmp_path / "run"
@@ -94,7 +94,7 @@ def test_a_warm_up_is_learnt_from_text_and_the_teacher_scores_what_follows(
         assert not path.is_file() or API_KEY.encode() not in path.read_bytes(), path
 
 
-def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s(
+def test_one_teacher_writes_and_another_samples_with_the_run_s_stop_tokens(
     tiny_pair: TinyPair, tmp_path: Path, server: TextServer
 ) -> None:
     rows = [{"prompt": f"{a} + {b} =", "teacher": name} for a in range(4) for b, name in NAMED]
@@ -124,7 +124,7 @@ def test_of_two_teachers_one_writes_and_the_other_samples_and_ends_are_the_run_s
 NAMED = [(1, "words"), (2, "tokens"), (3, "words")]
 
 
-def test_a_student_that_teaches_itself_is_warmed_up_by_another(
+def test_a_self_teaching_student_is_warmed_up_by_another_model(
     tiny_pair: TinyPair, tmp_path: Path, server: TextServer
 ) -> None:
     rows = [
@@ -145,7 +145,7 @@ def test_a_student_that_teaches_itself_is_warmed_up_by_another(
 
 
 @pytest.mark.slow
-def test_on_ray_a_warm_up_outlives_its_endpoint_s_absence(
+def test_a_warm_up_on_ray_survives_an_absent_endpoint(
     tiny_pair: TinyPair, tmp_path: Path, server: TextServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"

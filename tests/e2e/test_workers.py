@@ -82,9 +82,7 @@ def test_an_adapter_on_two_replicas_resumes_with_one_worker(
 
 
 @pytest.mark.slow
-def test_a_dead_worker_takes_all_back_to_the_checkpoint(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+def test_a_dead_worker_resets_all_to_the_checkpoint(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=20, eval_size=1, learner_workers=2, keep=4)
     process = start("cluster.train", "recipe=opd", *arguments)
@@ -184,7 +182,7 @@ def test_a_supervised_run_survives_a_learner_failure(tiny_pair: TinyPair, tmp_pa
     torch.testing.assert_close(*made, atol=1e-5, rtol=1e-5)
 
 
-def test_one_step_is_traced_and_engines_get_what_they_hold(
+def test_one_step_is_traced_and_pushes_have_the_engines_precision(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

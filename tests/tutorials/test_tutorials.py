@@ -60,7 +60,7 @@ def test_a_few_steps_of_each_tutorial_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_asserts_what_it_tells_and_is_listed(path: Path) -> None:
+def test_a_tutorial_runs_and_is_listed(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), path
     assert f"tutorials/{path.name}" in (REPOSITORY / "docs/README.md").read_text()
