@@ -98,7 +98,7 @@ class Watched:
         self.supervisor = Supervisor(
             say=print,
             record=lambda _event, **_fields: None,
-            buried=lambda member, why: print(member.name, why),
+            on_death=lambda member, why: print(member.name, why),
             hang_after_s=300,
             max_restarts=0,
         )

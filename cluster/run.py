@@ -192,7 +192,7 @@ class Run:
                     raise lost
                 self._failed_after = self.step
             self._begun = None
-            self.checkpoints.let_go(lost)
+            self.checkpoints.before_recovery(lost)
             try:
                 self.step = self.actors.recover(lost)
             except LearnerLost as again:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.learner_checks import LOSS, new_learner
-from benchmarks.gpu.measure import let_go, seconds
+from benchmarks.gpu.measure import free_memory, seconds
 from benchmarks.gpu.setting import Numbers, Setting, require, rows_of
 from distill.models import flex_attention
 from distill.models.shared_prefix import SharedPrefixModel
@@ -70,7 +70,7 @@ def _packed_step(
         metrics = learner.forward_backward(Part(rows_D=rows_D, loss=LOSS))
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item()
-    let_go(setting)
+    free_memory(setting)
     return {
         "loss": metrics["train/loss"], "norm": norm, "seconds": time.perf_counter() - started,
     }  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu.measure import let_go, peak_bytes
+from benchmarks.gpu.measure import free_memory, peak_bytes
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, require, rows_of
 from benchmarks.peak import peak_flops
 from distill.gpu import GIB
@@ -57,7 +57,7 @@ def bfloat16_step(setting: Setting) -> Numbers:
         require(not np.array_equal(before, after), f"a step in {dtype} changed nothing")
         found[dtype] = before, metrics
         del learner
-        let_go(setting)
+        free_memory(setting)
     gap_N = np.abs(found["bfloat16"][0] - found["float32"][0])
     norm, truth = (found[dtype][1]["train/grad_norm"] for dtype in ("bfloat16", "float32"))
     made = {"mean_gap": float(gap_N.mean()), "grad_norm_ratio": norm / truth}
@@ -106,7 +106,7 @@ def long_attention(setting: Setting) -> Numbers:
     ours_N = learner.logprobs([row])[0]
     seconds = time.perf_counter() - started
     del learner
-    let_go(setting)
+    free_memory(setting)
     theirs_N = _plain_logprobs(setting, row, setting.dtype)
     gap = float(np.abs(ours_N - theirs_N).mean())
     made: Numbers = {"tokens": float(length), "seconds": seconds, "mean_gap": gap}

@@ -55,7 +55,7 @@ def held_bytes(setting: Setting) -> int:
     return torch.cuda.memory_allocated() if setting.cuda else 0
 
 
-def let_go(setting: Setting) -> None:
+def free_memory(setting: Setting) -> None:
     """Free unreferenced memory before the next of several models."""
     gc.collect()
     if setting.cuda:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu.learner_checks import LOSS, new_learner
-from benchmarks.gpu.measure import held_bytes, let_go, peak_bytes
+from benchmarks.gpu.measure import free_memory, held_bytes, peak_bytes
 from benchmarks.gpu.setting import Numbers, Setting, named, require, rows_of
 from distill.gpu import GIB, gpu_bytes
 from learner.memory_plan import LearnerMemory, ModelSize
@@ -24,7 +24,7 @@ def planned_memory(setting: Setting) -> Numbers:
         room = gpu_bytes()
         if room is None or total < room:  # else a smaller GPU
             peak, held = _measured(setting, shape, tokens, recomputes)
-            let_go(setting)
+            free_memory(setting)
             numbers |= {"measured_gib": peak / GIB, "measured_total_gib": held / GIB}
             made |= named(numbers | {"ratio": peak / passes}, shape)
             require(0.3 < peak / passes < most, f"the plan of {shape} is off: {made}")

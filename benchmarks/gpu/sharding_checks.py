@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 from transformers import Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.gpu.measure import let_go, peak_bytes, seconds, wait
+from benchmarks.gpu.measure import free_memory, peak_bytes, seconds, wait
 from benchmarks.gpu.setting import TEMPERATURE, Numbers, Setting, named, require, rows_of
 from benchmarks.peak import peak_flops
 from distill.engine import JOINING, CollectiveBroadcast
@@ -227,7 +227,7 @@ def mixture_step(setting: Setting) -> Numbers:
             steps = _Steps(setting.random(config, Qwen3MoeForCausalLM), over)
             made |= named(steps.measured(setting, rows), name)
             del steps
-            let_go(setting)
+            free_memory(setting)
     return made
 
 

@@ -110,8 +110,8 @@ class Checkpoints:
             why = f"the checkpoint of step {step} was being written at a failure: {error}"
             self._context.unsaved(CheckpointError(why), again=False)
 
-    def let_go(self, lost: LearnerLost) -> None:
-        """Before the learner is replaced: a learner that is alive finishes its checkpoint."""
+    def before_recovery(self, lost: LearnerLost) -> None:
+        """Finish the checkpoint of a failed learner that is alive, before it is replaced."""
         if isinstance(lost, LearnerFailed):
             self.rescue()
         self._writing = None

@@ -273,4 +273,4 @@ class Admission:
     def _refuse(self, member: Member, why: str) -> None:
         self._driver.pause(0)  # raises if the learner died
         if member in self._supervisor.members(member.spec.name):
-            self._supervisor.bury(member, f"it was not admitted: {why}")
+            self._supervisor.terminate(member, f"it was not admitted: {why}")

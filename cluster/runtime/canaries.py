@@ -394,7 +394,7 @@ class Canaries:
 
     def _terminate(self, watched: Watched, why: str) -> None:
         if watched.member is not None and not self._is_dead(watched):
-            self._supervisor.bury(watched.member, f"it {why}")
+            self._supervisor.terminate(watched.member, f"it {why}")
 
 
 def _state(watched: Watched) -> State | None:

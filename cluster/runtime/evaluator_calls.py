@@ -36,7 +36,7 @@ class EvaluatorCalls:
         self._supervisor, self._driver = driver.supervisor, driver
         self._last_words: list[str] = []  # of evaluators that died in user code
 
-    def buried(self, member: Member) -> None:
+    def record_death(self, member: Member) -> None:
         """Record the problems in whose code an evaluator died, before its successor begins."""
         if words := member.spec.last_words():
             self._last_words.append(words)
@@ -74,7 +74,7 @@ class EvaluatorCalls:
         if member not in self._supervisor.members(EVALUATOR):
             return
         if isinstance(lost, ActorHung) or dead_among({member.name: member.handle}):
-            self._supervisor.bury(member, str(lost))
+            self._supervisor.terminate(member, str(lost))
 
     def _explain(self, what: str, ends: list[str]) -> str:
         return (

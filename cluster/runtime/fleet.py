@@ -99,7 +99,7 @@ class Fleet(LearnerAlone):
             cast.directory,
             signals,
             say,
-            buried=self._when_buried,
+            on_death=self._on_death,
         )
         self._config, self._cast = config, cast
         self._handshake, self._found = handshake, found
@@ -139,7 +139,7 @@ class Fleet(LearnerAlone):
         self._epoch = 0
         self.scaling = Scaling(self, cast.directory, say, steps_in_flight=config.steps_in_flight)
         self._watchdog = Watchdog(
-            self.queue.actor.expire_now.remote, self._bury, say, config.cluster.no_progress_s
+            self.queue.actor.expire_now.remote, self._terminate, say, config.cluster.no_progress_s
         )
 
     # members
@@ -315,11 +315,11 @@ class Fleet(LearnerAlone):
     def _has_place(self, role: str) -> bool:
         return role != ROLLOUT or self._config.rollout.cpus > 0
 
-    def _when_buried(self, member: Member, why: str) -> None:
+    def _on_death(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:
             self.queue.actor.forfeit.remote(worker_title(member.index), why)
         if member.spec.name == EVALUATOR:
-            self.evaluator_calls.buried(member)
+            self.evaluator_calls.record_death(member)
         if member.state is State.DRAINING:
             self._give_back_place(member.spec.name, member.index)
 
@@ -332,7 +332,7 @@ class Fleet(LearnerAlone):
             while True:
                 self.canaries.check()
                 self.admission.admit_waiting()
-                self.let_go()
+                self.dismiss_drained()
                 if self.driver.call("groups", self.queue.actor.poll.remote()):
                     return time.monotonic() - started
                 self._pushed(wait=False)  # if it failed, no slot will ever be freed
@@ -348,12 +348,12 @@ class Fleet(LearnerAlone):
     def _pushed(self, *, wait: bool) -> None:
         self.driver.ask_learner("the push", self.learner.pushed.remote(wait))
 
-    def _bury(self, name: str, why: str) -> None:
+    def _terminate(self, name: str, why: str) -> None:
         """Terminate an actor that hangs; it is restarted."""
         for role in (*self._asked_roles, ROLLOUT):
             for member in self.supervisor.members(role, State.SERVING):
                 if member.name == name:
-                    self.supervisor.bury(member, why)
+                    self.supervisor.terminate(member, why)
 
     def _renew_leases(self, status: QueueStatus) -> None:
         """Renew leases past half of their time, of groups that make progress."""
@@ -395,7 +395,7 @@ class Fleet(LearnerAlone):
                 self._kinds_of_failures.add(kind)
                 self._found(groups_fail(group_id, reason, self.canaries.step))
 
-    def let_go(self) -> None:
+    def dismiss_drained(self) -> None:
         """Terminate draining engines that have no requests in progress."""
         if not self.workers.all_heard:
             return
@@ -407,7 +407,7 @@ class Fleet(LearnerAlone):
                     self.canaries.ask_last([member])
                 else:
                     left = self.learner.dismiss.remote([member.name])
-                    self.driver.ask_learner(f"letting {member.name} go", left)
+                    self.driver.ask_learner(f"dismissing {member.name}", left)
                 if member in self.supervisor.members(role):  # otherwise it has died meanwhile
                     self._dismiss(member)
 

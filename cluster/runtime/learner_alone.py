@@ -36,7 +36,7 @@ class LearnerAlone:
         places: of the run's actors.
         make: creates the learner's workers.
         say: prints a line on the console.
-        buried: see `Supervisor`.
+        on_death: see `Supervisor`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LearnerAlone:
         signals: Signals,
         say: Callable[[str], None],
         *,
-        buried: Callable[[Member, str], None] = lambda _member, _why: None,
+        on_death: Callable[[Member, str], None] = lambda _member, _why: None,
     ) -> None:
         self._make, self._placement = make, places
         self._directory, self._say = directory, say
@@ -56,7 +56,7 @@ class LearnerAlone:
         self._learner_spec = learner_spec(config, places)
         self._attempt = 0
         self._learners: LearnerActors | None = None
-        self.supervisor = Supervisor(say=say, record=directory.append_event, buried=buried)
+        self.supervisor = Supervisor(say=say, record=directory.append_event, on_death=on_death)
         self.driver = Driver(
             supervisor=self.supervisor,
             signals=signals,

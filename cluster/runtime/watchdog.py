@@ -31,20 +31,20 @@ class Watchdog:
 
     Args:
         re_lease: leases groups again, for a reason.
-        bury: restarts an actor by its name, for a reason.
+        terminate: ends an actor by its name, for a reason; it is restarted.
     """
 
     def __init__(
         self,
         re_lease: Callable[[list[int], str], None],
-        bury: Callable[[str, str], None],
+        terminate: Callable[[str, str], None],
         say: Callable[[str], None],
         deadline_s: float,
         *,
         stall_after_s: float = STALL_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._re_lease, self._bury = re_lease, bury
+        self._re_lease, self._terminate = re_lease, terminate
         self._say, self._clock = say, clock
         self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
         self._delivered = -1
@@ -91,7 +91,7 @@ class Watchdog:
         ]
         if self._stalls > 1:
             for name in sorted(suspects(status, workers, still_s, self._stall_after_s)):
-                self._bury(name, f"nothing came of its work for {stalled_s:.0f} s")
+                self._terminate(name, f"nothing came of its work for {stalled_s:.0f} s")
         if late:
             self._re_lease(late, f"no progress for {stalled_s:.0f} s")
 

@@ -155,7 +155,7 @@ class Supervisor:
     Args:
         say: prints a line on the console.
         record: writes an event: its kind and fields.
-        buried: called at every death, after the actor is removed from its role.
+        on_death: called at every death, after the actor is removed from its role.
         hang_after_s: an actor that answers no heartbeat for this time is terminated.
         max_restarts: limit for one actor within an hour; the next death ends the run.
 
@@ -169,11 +169,11 @@ class Supervisor:
         *,
         say: Callable[[str], None],
         record: Callable[..., None],
-        buried: Callable[[Member, str], None],
+        on_death: Callable[[Member, str], None],
         hang_after_s: float = 60.0,
         max_restarts: int = 10,
     ) -> None:
-        self.say, self._record, self._buried = say, record, buried
+        self.say, self._record, self._on_death = say, record, on_death
         self.hang_after_s, self._max_restarts = hang_after_s, max_restarts
         self._members: dict[Member, None] = {}  # in order of their start
         self.background = Background()
@@ -311,7 +311,7 @@ class Supervisor:
                 return
             if not answered:
                 what = "did not start" if slow else "gave no sign of life"
-                self.bury(member, f"it {what} within {limit:.0f} s")
+                self.terminate(member, f"it {what} within {limit:.0f} s")
                 continue
             try:
                 said = calls.get(beat)
@@ -319,7 +319,7 @@ class Supervisor:
                 lives = isinstance(error, errors.RayTaskError)
                 if spec.critical and lives and member.state is not State.STARTING:
                     raise WorkFailed(member.name) from error
-                self.bury(member, reason_of(error), error)
+                self.terminate(member, reason_of(error), error)
             else:
                 self._hear(member, said, asked)
             await asyncio.sleep(asked + _BEAT_S - time.monotonic())
@@ -376,9 +376,9 @@ class Supervisor:
         try:
             calls.get(follower)
         except errors.RayError as error:
-            self.bury(member, f"on another of its nodes: {reason_of(error)}", error)
+            self.terminate(member, f"on another of its nodes: {reason_of(error)}", error)
         else:
-            self.bury(member, "its processes on another of its nodes have ended")
+            self.terminate(member, "its processes on another of its nodes have ended")
 
     async def _restart(self, dead: Member, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -387,7 +387,7 @@ class Supervisor:
             member = self.add(dead.spec, dead.index, dead.attempt + 1)
             member.died = dead.died
 
-    def bury(self, member: Member, why: str, error: errors.RayError | None = None) -> None:
+    def terminate(self, member: Member, why: str, error: errors.RayError | None = None) -> None:
         """Terminate an actor that is dead or hangs, and schedule its restart; raises as `_watch`.
 
         Args:
@@ -402,7 +402,7 @@ class Supervisor:
         del self._members[member]
         self.changes += 1
         member.kill()
-        self._buried(member, why)
+        self._on_death(member, why)
         if member.state is State.DRAINING:
             self._budgets.pop((member.spec.name, member.index), None)
             self.say(f"{member.name} died ({why}) while it drained")

@@ -62,8 +62,8 @@ class AdapterServer(MisbehavingServer):
         } | info  # fmt: skip
         self.held: dict[str, dict[str, torch.Tensor]] = {}
         self.named: list[str | None] = []  # the adapter of each request, in order
-        self.let_go = asyncio.Event()
-        self.let_go.set()
+        self.released = asyncio.Event()
+        self.released.set()
         self.in_use: list[str | None] = []
         self.refuses = ""  # an order
         self.loses = ""  # an order, after it was carried out
@@ -80,7 +80,7 @@ class AdapterServer(MisbehavingServer):
             assert name is None or name in self.held, f"SGLang would look for {name} on the hub"
             self.named.append(name)
             self.in_use.append(name)
-            await self.let_go.wait()
+            await self.released.wait()
             self.in_use.remove(name)
         elif request.path == "/unload_lora_adapter":
             self.asked_to_unload += 1
@@ -122,7 +122,7 @@ async def engine_of(server: AdapterServer) -> AsyncIterator[SglangEngine]:
                 dtype="float32", stops=None, weights=WeightSession(client, "continue", dict),
             )  # fmt: skip
         finally:
-            server.let_go.set()
+            server.released.set()
             await client.close()
 
 
@@ -149,14 +149,14 @@ async def test_samples_are_of_the_adapter_that_they_name_while_another_is_unload
 @asynccontextmanager
 async def under_way(server: AdapterServer, engine: SglangEngine, name: str | None):
     """Generation that the server delays; ends with the context."""
-    server.let_go.clear()
+    server.released.clear()
     task = asyncio.create_task(engine.generate(ASK))
     while name not in server.in_use:
         await asyncio.sleep(0.01)
     try:
         yield task
     finally:
-        server.let_go.set()
+        server.released.set()
         await task
 
 
@@ -212,12 +212,12 @@ async def test_the_passes_of_a_scoring_call_name_one_adapter() -> None:
     async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
-        server.let_go.clear()
+        server.released.clear()
         task = asyncio.create_task(engine.score([SCORE]))
         while first not in server.in_use:
             await asyncio.sleep(0.01)
         await engine.load_weights(adapter(), 2)
-        server.let_go.set()
+        server.released.set()
         [score] = await task
         assert score.version == 1
         assert server.named == [first] * 2

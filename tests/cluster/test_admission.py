@@ -99,7 +99,7 @@ class House:
         self._disagrees, self._pushes = disagrees, pushes
         self.supervisor = Supervisor(
             say=self.said.append, record=lambda _event, **_fields: None,
-            buried=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
+            on_death=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
         )  # fmt: skip
         self.supervisor.under_way = True
         # The reference of scorers, and of policy engines that join during a step.

@@ -143,7 +143,7 @@ class House:
         self.found: list[Finding] = []
         self.trusted = 0
         self.supervisor = Supervisor(
-            say=print, record=lambda _event, **_fields: None, buried=lambda _member, _why: None,
+            say=print, record=lambda _event, **_fields: None, on_death=lambda _member, _why: None,
             hang_after_s=60, max_restarts=9,
         )  # fmt: skip
         self.supervisor.under_way = True

@@ -104,16 +104,16 @@ def test_an_error_of_another_actor_s_call_is_not_the_learner_s() -> None:
 
 
 def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
-    """The call of a worker that is buried fails before the driver looks at its supervisor again."""
-    supervisor, buried = Starting(), asyncio.Event()
+    """The call of a terminated worker fails before the driver looks at its supervisor again."""
+    supervisor, terminated = Starting(), asyncio.Event()
 
     async def watch() -> None:
         await asyncio.sleep(0.05)
-        buried.set()
+        terminated.set()
         raise LearnerLost("learner worker 1 died")
 
     async def answer() -> None:
-        await buried.wait()
+        await terminated.wait()
         raise ActorLost("the canaries failed because an actor died")
 
     supervisor.background.start(watch())

@@ -29,8 +29,8 @@ class House:
         self.made = 0
         self.supervisor = Supervisor(
             say=self.said.append, record=lambda _event, **_fields: None,
-            buried=lambda member, _why: self.calls.buried(member), hang_after_s=deadline_s / 2,
-            max_restarts=9,
+            on_death=lambda member, _why: self.calls.record_death(member),
+            hang_after_s=deadline_s / 2, max_restarts=9,
         )  # fmt: skip
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=deadline_s)
         self.calls = EvaluatorCalls(self.driver)

@@ -54,14 +54,14 @@ class House:
 
     def __init__(self, *, max_restarts: int = 5, hang_after_s: float = 60, **role: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.buried: list[str] = []
+        self.terminated: list[str] = []
         self.said: list[str] = []
         self.made: list[tuple[int, int]] = []
         self.wrong = ""
         self.supervisor = Supervisor(
             say=self.said.append,
             record=lambda event, **fields: self.events.append((event, fields)),
-            buried=lambda member, _why: self.buried.append(member.name),
+            on_death=lambda member, _why: self.terminated.append(member.name),
             hang_after_s=hang_after_s,
             max_restarts=max_restarts,
         )
@@ -121,7 +121,7 @@ def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., Hous
     house.started(0, 1)
     changes = house.supervisor.changes
     os.kill(house.pid(1), signal.SIGKILL)
-    house.until(lambda: house.buried == ["helper 1"])
+    house.until(lambda: house.terminated == ["helper 1"])
     assert house.serving(0) and house.supervisor.expected("helper") == 2
     house.until(lambda: house.serving(0, 1))
     assert house.made == [(0, 0), (1, 0), (1, 1)] and house.supervisor.changes >= changes + 2
@@ -170,7 +170,7 @@ def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., Hous
     house.started(0)
     pids = ray.get([whereabouts_call(follower) for follower in followers[0]])
     os.kill(pids[1][0], signal.SIGKILL)
-    house.until(lambda: house.buried == ["helper 0"])
+    house.until(lambda: house.terminated == ["helper 0"])
     [death] = house.told("death", "helper 0")
     assert death["why"].startswith("on another of its nodes: ")
     old = house.pid()
@@ -189,7 +189,7 @@ def test_one_that_is_not_needed_any_more_is_not_made_again(new_house: Callable[.
     house.started(0, 1)
     assert house.supervisor.give_up_restart("helper") is None
     os.kill(house.pid(1), signal.SIGKILL)
-    house.until(lambda: house.buried == ["helper 1"])
+    house.until(lambda: house.terminated == ["helper 1"])
     assert house.supervisor.give_up_restart("helper") == 1
     assert house.supervisor.expected("helper") == 1 and house.supervisor.indices("helper") == {0}
     end_of_delay = time.monotonic() + 1
@@ -202,7 +202,7 @@ def test_one_that_dies_while_it_drains_is_not_made_again(new_house: Callable[...
     house.started(0, 1)
     house.supervisor.drain(house.supervisor.members("helper")[1])
     os.kill(house.pid(1), signal.SIGKILL)
-    house.until(lambda: house.buried == ["helper 1"])
+    house.until(lambda: house.terminated == ["helper 1"])
     assert house.supervisor.indices("helper") == {0} and house.serving(0)
 
 
@@ -228,7 +228,7 @@ def test_an_actor_that_cannot_start_fails_the_run_at_its_start_alone(
     house.started(0)
     house.wrong = "config"
     house.supervisor.add(house.spec, 1)
-    house.until(lambda: house.buried == ["helper 1"])
+    house.until(lambda: house.terminated == ["helper 1"])
     house.wrong = ""
     house.until(lambda: house.serving(0, 1))
 
@@ -272,7 +272,7 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
     end_of_wait = time.monotonic() + 2
     house.until(lambda: time.monotonic() > end_of_wait)
     assert len(house.supervisor.members("helper", State.STARTING)) == 1
-    assert not asked and house.buried == [] and house.said == []
+    assert not asked and house.terminated == [] and house.said == []
     there = True
     house.until(lambda: bool(asked))
 
@@ -303,5 +303,5 @@ def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., 
     os.kill(house.pid(), signal.SIGSTOP)
     house.until(lambda: len(house.told("start", "helper 0")) == 3)
     assert len(house.told("death", "helper 0")) == len(house.told("restart", "helper 0")) == 2
-    assert house.supervisor.members("helper") == [member] and house.buried == []
+    assert house.supervisor.members("helper") == [member] and house.terminated == []
     calls.kill(handle)
