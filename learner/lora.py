@@ -98,7 +98,7 @@ def check_lora(settings: LoraSettings, base: str) -> float:
     return share
 
 
-def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
+def check_same_form(settings: LoraSettings, base: str, adapter: str) -> None:
     """Check that the adapter of the settings has the same form as a saved one.
 
     Raises:

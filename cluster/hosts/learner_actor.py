@@ -184,7 +184,7 @@ def publishers_to(
         learner.logprobs,
         base_logprobs=learner.base_logprobs,
         credit=queue.publish,
-        goes_on=queue.push if config.pushes_overlap else None,
+        on_overlap=queue.push if config.pushes_overlap else None,
         progress=learner.progress,
         lenders=learner.lender_places(),
     )

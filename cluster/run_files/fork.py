@@ -24,7 +24,7 @@ from distill.models.loading import load_config
 from distill.tokenizer import first_difference, load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore, link_or_copy
 from learner.config import LoraSettings
-from learner.lora import check_goes_on
+from learner.lora import check_same_form
 from learner.state import TrainerState, write_trainer
 
 # Fields of a model's config that do not affect its computation, or that a run sets itself.
@@ -233,7 +233,7 @@ def check_fork(
             field="lora.rank",
         )
     if lora.trains_adapter:
-        check_goes_on(lora, model, str(adapter))
+        check_same_form(lora, model, str(adapter))
 
 
 def _shape(model: str) -> dict[str, Any]:

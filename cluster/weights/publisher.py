@@ -12,11 +12,11 @@
 A run has a `Publisher` for its policy engines and, with a lagged or EMA teacher, a second one for
 the teacher's engines, which frees no slots.
 
-If every transport sends a copy of the weights (and `goes_on` is given), the learner continues once
-the copies are made, and a thread does the rest, from the acknowledgements on. `goes_on` informs the
-queue immediately, so that the next step may be taken. Only one push is in progress at a time: every
-other request waits for it first. The expected answers of the check are computed before the learner
-continues.
+If every transport sends a copy of the weights (and `on_overlap` is given), the learner continues
+once the copies are made, and a thread does the rest, from the acknowledgements on. `on_overlap`
+informs the queue immediately, so that the next step may be taken. Only one push is in progress at a
+time: every other request waits for it first. The expected answers of the check are computed before
+the learner continues.
 
 An error of the learner's own work (gathering, lending) is raised unchanged, and no engine is
 terminated because of it. A push that fails leaves an engine at its old weights, or the engine must
@@ -52,7 +52,7 @@ from distill.weights.model_weights import Weights, total_bytes
 logger = logging.getLogger(__name__)
 
 # Callback: receives a version of the weights, and the groups that it accounts for.
-Told: TypeAlias = Callable[[int, TrainedGroups], None]
+VersionCallback: TypeAlias = Callable[[int, TrainedGroups], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class Publisher:
         learner_logprobs: Logprobs,
         *,
         base_logprobs: Logprobs | None = None,
-        credit: Told | None = None,
-        goes_on: Told | None = None,
+        credit: VersionCallback | None = None,
+        on_overlap: VersionCallback | None = None,
         progress: Progress | None = None,
         lenders: Sequence[LenderPlace] = (),
     ) -> None:
@@ -184,12 +184,12 @@ class Publisher:
             learner_logprobs: log-probs of rows under the weights that are pushed.
             base_logprobs: log-probs of rows without the adapter, if adapters alone are pushed.
             credit: called when all engines hold a version; None: nothing is called.
-            goes_on: called for each push that overlaps the next step; None: no push overlaps it.
+            on_overlap: called for each push that overlaps the next step; None: no push overlaps it.
             progress: the learner's, marked while a push waits, which has its own deadlines.
             lenders: locations of the learner's workers that may lend, by rank.
         """
         self._engines, self._settings = dict(engines), settings
-        self._credit, self._goes_on = credit, goes_on
+        self._credit, self._on_overlap = credit, on_overlap
         self._progress = progress or Progress()
         self._lenders = lenders
         self._check = PushCheck(
@@ -230,12 +230,14 @@ class Publisher:
             stack.enter_context(self._turn())
             started = time.perf_counter()
             attempt = self._begin(weights, version)
-            if self._goes_on is None or not (attempt.has_copies and self._check.is_ready(version)):
+            if self._on_overlap is None or not (
+                attempt.has_copies and self._check.is_ready(version)
+            ):
                 self._found = self._finish(attempt, weights, trained, started)
                 self._check.ask(self._check.expect(version, weights))
                 return metrics | self._found
             expected = self._check.expect(version, weights)
-            self._goes_on(version, trained)
+            self._on_overlap(version, trained)
             turn = stack.pop_all()  # the thread ends it
 
             def finish() -> dict[str, float]:

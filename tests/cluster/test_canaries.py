@@ -273,12 +273,12 @@ def test_a_slow_drift_is_found(house: Any) -> None:
 def test_a_bad_answer_in_the_queue_counts_though_its_scorer_dies_before_the_last_canary(
     house: Any,
 ) -> None:
-    here, goes_on = house(), threading.Event()
+    here, resumed = house(), threading.Event()
     here.join([1])
     here.train(0)
     here.plant(0, 2)
     here.canaries.after_step(here.version)
-    held = here.queue.actor.__ray_call__.remote(lambda _plain: goes_on.wait(DEADLINE_S))
+    held = here.queue.actor.__ray_call__.remote(lambda _plain: resumed.wait(DEADLINE_S))
     here.driver.pause(2.0)  # the answer has arrived; the queue has not recorded it
 
     [engine] = here.supervisor.serving(REFERENCE).values()
@@ -286,7 +286,7 @@ def test_a_bad_answer_in_the_queue_counts_though_its_scorer_dies_before_the_last
 
     async def release() -> None:
         await asyncio.sleep(0.2)
-        goes_on.set()
+        resumed.set()
 
     here.background.start(release())
     with pytest.raises(ScoredWrongly) as raised:

@@ -169,10 +169,10 @@ def publisher(
     engines: Mapping[str, Any], learner: Learner, queue: Any, *, overlaps: bool = False,
     **changes: Any,
 ):  # fmt: skip
-    goes_on = queue.push if overlaps else None
+    on_overlap = queue.push if overlaps else None
     push = settings(model=learner.model.name_or_path, **changes)
     return Publisher(
-        engines, push, learner.logprobs, credit=queue.publish, goes_on=goes_on,
+        engines, push, learner.logprobs, credit=queue.publish, on_overlap=on_overlap,
         lenders=learner.lender_places(),
     )  # fmt: skip
 

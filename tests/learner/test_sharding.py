@@ -179,7 +179,7 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
     beside: list[int] = []
     publish = Publisher(
         {"engine": engines[0]}, settings, learner.logprobs,
-        goes_on=lambda version, _: beside.append(version),
+        on_overlap=lambda version, _: beside.append(version),
     )  # fmt: skip
     publish(learner.weights(torch.bfloat16), 0, TrainedGroups())
     train(learner, STEPS[HALF : HALF + 1])
