@@ -150,7 +150,7 @@ class Attempt:
             pending |= made[type(transport)].load(transport.engines, self.version)
         return collect(pending, self.timeout_s, waiting=self.waiting)
 
-    def again(self, engines: Mapping[str, Any]) -> Answers:
+    def retry(self, engines: Mapping[str, Any]) -> Answers:
         """Retry the load on some engines of a push that `has_copies`."""
         pending: dict[str, Any] = {}
         for transport, _ in self.started:
@@ -287,7 +287,7 @@ class Publisher:
         """
         self.wait()
         with self._turn():
-            self._add(engines, self._anew(weights, version, engines), version)
+            self._add(engines, self._repush(weights, version, engines), version)
 
     def join(self, engines: Mapping[str, Any]) -> int | None:
         """`admit` while the learner computes, from the copy of the last push; for another thread.
@@ -314,7 +314,7 @@ class Publisher:
         self.wait()
         try:
             with self._turn():
-                return self._anew(weights, version, engines).failures
+                return self._repush(weights, version, engines).failures
         except EngineError as error:  # an engine died before it reported its place
             return dict.fromkeys(engines, str(error))
 
@@ -404,18 +404,18 @@ class Publisher:
         self._drop(sorted(dead), version)  # first: some may be in a collective that never ends
         left = {name: engine for name, engine in failed.items() if name not in dead}
         if attempt.has_copies:
-            again = attempt.again(left)
+            retried = attempt.retry(left)
         else:
-            again = Answers()
+            retried = Answers()
             for name, engine in left.items():  # one by one: a failure delays no other
-                again.add(self._anew(weights, version, {name: engine}))
+                retried.add(self._repush(weights, version, {name: engine}))
         self._replace_ways()
-        if again.failures and not (answers.values or again.values or dead or again.lost):
-            raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")
-        self._drop(list(again.failures), version)
-        return answers.values | again.values
+        if retried.failures and not (answers.values or retried.values or dead or retried.lost):
+            raise EngineError(f"pushing weights version {version} failed: {retried.complaint()}")
+        self._drop(list(retried.failures), version)
+        return answers.values | retried.values
 
-    def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> Answers:
+    def _repush(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> Answers:
         """Push to some engines over new transports."""
         transports = self._choose(engines)
         try:
