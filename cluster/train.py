@@ -125,7 +125,7 @@ def run_recipe(
     if not (config.only_plans or config.rehearses):  # a rehearsal writes elsewhere
         wait_for_other_job(out, partial(console.print, highlight=False))
     check_out(out)
-    with _ray_beside_imports(config):
+    with _start_ray_during_imports(config):
         console.print("checking models and data", highlight=False)  # seconds, of imports alone
         _run(config, console, observer)
 
@@ -143,7 +143,7 @@ def _run(config: CommonConfig, console: Console, observer: Observer | None) -> N
     start(console, observer)
 
 
-def _ray_beside_imports(config: CommonConfig) -> AbstractContextManager[object]:
+def _start_ray_during_imports(config: CommonConfig) -> AbstractContextManager[object]:
     """Context manager that starts Ray, if the run needs it, concurrently with the imports.
 
     A rehearsal starts its own Ray, for the actors of its small run.

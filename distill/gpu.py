@@ -47,9 +47,9 @@ def headroom(total: int) -> int:
     return min(_MOST_HEADROOM, total // 16)
 
 
-def part_bytes(total: int, share: float, beside: int) -> int:
-    """Bytes that the owner of a `share` of a GPU may use, minus the `beside` bytes of others."""
-    return int((total - headroom(total)) * share) - beside
+def part_bytes(total: int, share: float, reserved: int) -> int:
+    """Bytes that the owner of a `share` of a GPU may use, minus the `reserved` bytes of others."""
+    return int((total - headroom(total)) * share) - reserved
 
 
 def no_gpu_here() -> bool:

@@ -184,27 +184,27 @@ class PolicyLoop:
             self._trained = TrainedGroups.from_json(resume_from.delivery)
             learner.load_trainer_state(resume_from.path)
 
-    def publish(self, *, anew: bool = True) -> Mapping[str, float]:
+    def publish(self, *, push_teacher: bool = True) -> Mapping[str, float]:
         """Push the current weights to the engines, as version `step_count`.
 
         The weights of the EMA or lagged teacher are pushed first: otherwise samples of the new
         version could be scored by an older teacher.
 
         Args:
-            anew: push the teacher in any case, because its engines may hold other weights. False:
-                they hold those of the last push, so push only if the teacher has changed.
+            push_teacher: push the teacher in any case, because its engines may hold other weights.
+                False: they hold those of the last push, so push only if the teacher has changed.
         """
         if self._sleep is not None:
             self.learner.rest()
-        taught = self._publish_teacher(anew)
+        taught = self._publish_teacher(push_teacher)
         pushed = self.publisher(*self.weights(), self._trained)
         lost = None if self._pushes_adapter else self.learner.lost_share
         return {**pushed, **taught, **({} if lost is None else {"push/lost_share": lost})}
 
-    def _publish_teacher(self, anew: bool) -> Mapping[str, float]:
+    def _publish_teacher(self, push_teacher: bool) -> Mapping[str, float]:
         rule = self.learner.own_teacher
         teach = self.teacher_publisher
-        if teach is None or rule is None or not (anew or rule.moves_at(self.step_count)):
+        if teach is None or rule is None or not (push_teacher or rule.moves_at(self.step_count)):
             return {}
         with self.learner.as_teacher():
             pushed = teach(*self.teacher_weights(), self._trained)
@@ -256,7 +256,7 @@ class PolicyLoop:
             prints = self.learner.fingerprints()
             self._record.trained(self.step_count, metrics, prints, self.learner.workers)
         with self._stages("push"):
-            metrics |= self.publish(anew=False)
+            metrics |= self.publish(push_teacher=False)
         seconds = time.perf_counter() - started
         times = self._stages.take()
         return metrics | {

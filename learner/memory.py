@@ -175,19 +175,19 @@ def check_offload_fits(model: str, holding: Holding, workers: int, workers_here:
         require_main_memory(moments, f"offload_optimizer=True with {workers_here} workers here")
 
 
-def room_bytes(device: str, share: float = 1.0, beside: int = 0) -> int:
+def room_bytes(device: str, share: float = 1.0, reserved: int = 0) -> int:
     """Memory in bytes that a learner may fill: the free memory of the device.
 
-    On a shared GPU: the planned `share` of its memory, less the bytes of other processes, `beside`.
-    The memory that these processes hold at the moment is ignored, because servers fill their part
-    after the learner starts. Memory that this process already holds, such as frozen models, is
-    never free.
+    On a shared GPU: the planned `share` of its memory, less the `reserved` bytes of other
+    processes. The memory that these processes hold at the moment is ignored, because servers fill
+    their part after the learner starts. Memory that this process already holds, such as frozen
+    models, is never free.
     """
     if not device.startswith("cuda"):
         return free_bytes(device)
-    total = gpu_bytes() if beside or share < 1 else None
+    total = gpu_bytes() if reserved or share < 1 else None
     if total is not None:
-        part = part_bytes(total, share, beside) - CONTEXT_BYTES
+        part = part_bytes(total, share, reserved) - CONTEXT_BYTES
         return max(0, part - torch.cuda.memory_allocated(device))
     return max(0, free_bytes(device) - headroom(torch.cuda.mem_get_info(device)[1]))
 

@@ -36,7 +36,7 @@ class SglangConfig:
         doc="most sequences that are decoded at the same time; further ones wait",
     )
     gpu_share: float = chz.field(default=1.0, doc="part of a GPU that a server may fill")
-    gpu_beside: int = chz.field(
+    gpu_reserved: int = chz.field(
         default=0, doc="bytes of that share that another process uses, such as a colocated learner"
     )
     sleeps: bool = chz.field(
@@ -71,4 +71,4 @@ class SglangConfig:
     @property
     def shares_gpu(self) -> bool:
         """True if other processes use a part of the server's GPU."""
-        return self.gpu_share < 1 or self.gpu_beside > 0
+        return self.gpu_share < 1 or self.gpu_reserved > 0

@@ -117,7 +117,7 @@ def _cache_tokens(memory: ServerMemory, config: SglangConfig, least: int) -> int
             field="cluster.gpus_per_actor",
         )
 
-    room = part_bytes(total, config.gpu_share, config.gpu_beside)
+    room = part_bytes(total, config.gpu_share, config.gpu_reserved)
     return memory.tokens_in(room, f"the server of {config.model}", least)
 
 

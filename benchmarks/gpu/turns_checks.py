@@ -39,7 +39,7 @@ async def _by_turns(setting: Setting) -> Numbers:
                 device=setting.device,
                 start_deadline_s=COLD_START_S,
                 sleeps=True,
-                gpu_beside=ASLEEP_BYTES if setting.cuda else 0,
+                gpu_reserved=ASLEEP_BYTES if setting.cuda else 0,
                 turn=str(Path(setting.scratch) / "gpu.turn"),
             )
             engine = await asyncio.to_thread(TurnTakingEngine, config)

@@ -16,7 +16,7 @@ class Background:
         self._loop = asyncio.new_event_loop()
         self._unawaited: set[asyncio.Task[None]] = set()
 
-    def beside(
+    def create_task(
         self, coroutine: Coroutine[Any, Any, Value] | asyncio.Task[Value]
     ) -> asyncio.Task[Value]:
         """Begin a coroutine. The caller reads the task's value or error, or calls `forget`."""
@@ -24,7 +24,7 @@ class Background:
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin a coroutine without an owner: `check` raises its error."""
-        self._unawaited.add(task := self.beside(coroutine))
+        self._unawaited.add(task := self.create_task(coroutine))
         return task
 
     def check(self) -> None:

@@ -394,7 +394,7 @@ def audit(
     Raises:
         DataError: the journal is missing, empty or unreadable.
     """
-    witnesses = Witnesses.beside(Path(path))  # first, because a live run may add events later
+    witnesses = Witnesses.read(Path(path))  # first, because a live run may add events later
     lineage, record, played = _Lineage(), ScoringRecord(), Replay()
     lineage.problems += broken_links(path)
     for event in read_journal(path):

@@ -39,7 +39,7 @@ class Witnesses:
     certified: Mapping[str, Any]
 
     @classmethod
-    def beside(cls, journal: Path) -> Witnesses:
+    def read(cls, journal: Path) -> Witnesses:
         """Read the files in the journal's directory.
 
         Raises:

@@ -46,15 +46,15 @@ class RunEngines:
 
         It uses whole GPUs, except for the memory that others keep there outside of their turns.
         """
-        beside, config = 0, self.config
+        reserved, config = 0, self.config
         if config.cluster.device == "cuda":
             from actors.sglang.memory import ASLEEP_BYTES  # imports torch
 
             others = len(config.teachers_by_turns) - (not config.policy_takes_turns)
-            beside = others * ASLEEP_BYTES
+            reserved = others * ASLEEP_BYTES
             if config.learner_takes_turns:
-                beside += _learner_beside(config)
-        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
+                reserved += _learner_gpu_bytes(config)
+        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_reserved=reserved)
 
     def policy(self, model: str, log_path: str) -> EngineConfig:
         """Settings of a policy engine, which may share GPUs with the learner or with teachers.
@@ -72,11 +72,11 @@ class RunEngines:
             engine = chz.replace(engine, gpu_share=config.cluster.gpus_per_actor)
         if not config.engines_sleep:
             return engine
-        beside = 0
+        reserved = 0
         if config.cluster.device == "cuda":
-            beside = _learner_beside(config)
+            reserved = _learner_gpu_bytes(config)
         share = config.cluster.pair_share
-        return chz.replace(engine, sleeps=True, gpu_share=share, gpu_beside=beside)
+        return chz.replace(engine, sleeps=True, gpu_share=share, gpu_reserved=reserved)
 
     def evaluation(self, model: str, log_path: str) -> EngineConfig:
         """Settings of a policy engine that shares no GPUs with the learner."""
@@ -88,8 +88,10 @@ class RunEngines:
 
         form, versions = served_adapter(config.lora, config.model.path), config.adapter_versions
         flags = f"{adapter_flags(form, versions, config.cluster.device)} {engine.server_flags}"
-        beside = versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
-        return chz.replace(engine, server_flags=flags, gpu_beside=beside)
+        reserved = (
+            versions * form.parameters * DTYPE_BYTES[engine.dtype] if engine.shares_gpu else 0
+        )
+        return chz.replace(engine, server_flags=flags, gpu_reserved=reserved)
 
     def _engine(self, model: str, log_path: str, server_flags: str) -> EngineConfig:
         engine, cluster = self.config.engine, self.config.cluster
@@ -146,7 +148,7 @@ def lent_bytes(config: RolloutConfig) -> int:
     return largest_bucket(config.model.path, getattr(torch, dtype))
 
 
-def _learner_beside(config: RolloutConfig) -> int:
+def _learner_gpu_bytes(config: RolloutConfig) -> int:
     """Most bytes that a learner worker uses of its GPU while engines are awake there."""
     return learner_resting(config) + (lent_bytes(config) if lends_weights(config) else 0)
 

@@ -87,7 +87,7 @@ class GpuPlan:
         if self._total is None:
             return f"{_parts(memory)} + cache ({memory.token or '?'} bytes a token){beside}"
         if engine.shares_gpu:
-            room = part_bytes(self._total, engine.gpu_share, engine.gpu_beside)
+            room = part_bytes(self._total, engine.gpu_share, engine.gpu_reserved)
         else:
             room, memory = self._total, memory.alone(self._total)
         if memory.token is None and memory.fixed_tokens is None and not engine.shares_gpu:

@@ -39,12 +39,13 @@ class Custody:
     def begun(self, group_id: int) -> None:
         """Record the lease of a group.
 
-        A group that is leased again without `anew` may keep rewards from its earlier lease.
+        A group that is leased again without `discard_rewards` may keep rewards from its earlier
+        lease.
         """
         if self.rewarding:
             self._begun.setdefault(group_id, len(self.rewarding) - 1)
 
-    def anew(self, group_ids: Iterable[int]) -> None:
+    def discard_rewards(self, group_ids: Iterable[int]) -> None:
         """Record that groups are sampled again and discard their earlier rewards."""
         for group_id in group_ids:
             self._begun.pop(group_id, None)

@@ -76,7 +76,7 @@ class Ledger:
             for. They differ only during a push that overlaps the next step.
         faults: suspects are reserved for a worker without leases.
         kept: groups whose deliveries are on disk, until a checkpoint includes them.
-        sampled_anew: groups that are leased again, with their earlier data discarded.
+        resampled: groups that are leased again, with their earlier data discarded.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Ledger:
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
         self.custody = Custody()
-        self.sampled_anew: set[int] = set()
+        self.resampled: set[int] = set()
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
         # Seconds between lease and delivery of the newest delivered groups.
@@ -271,7 +271,7 @@ class Ledger:
         self.record("put", **fields)
         if not self.custody.arrived(group_id, replicas):
             moved = replicas & self.custody.moved
-            self._score_again([group_id], anew=not moved.isdisjoint(self.custody.rewarding))
+            self._score_again([group_id], resample=not moved.isdisjoint(self.custody.rewarding))
         self._meter()
         return True
 
@@ -364,7 +364,7 @@ class Ledger:
         bad = [v for i, v in self.custody.versions.items() if i in scored]
         bad += [self._version + 1] if taken else []
         again = sorted(scored & self._delivered - taken)
-        self._score_again(again, anew=replica in self.custody.rewarding)
+        self._score_again(again, resample=replica in self.custody.rewarding)
         self._meter()
         return CanaryAnswer(
             again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
@@ -375,17 +375,17 @@ class Ledger:
         first = min(self.custody.versions.values(), default=None)
         return self._version if first is None else first - 1
 
-    def _score_again(self, ids: Collection[int], *, anew: bool) -> None:
+    def _score_again(self, ids: Collection[int], *, resample: bool) -> None:
         """Make delivered groups pending again, without counting a failure.
 
         Args:
-            anew: sample them again, too, because their rewards are wrong.
+            resample: sample them again, too, because their rewards are wrong.
         """
         if not ids:
             return
-        if anew:
-            self.sampled_anew |= set(ids)
-            self.custody.anew(ids)
+        if resample:
+            self.resampled |= set(ids)
+            self.custody.discard_rewards(ids)
             self._forget_kept(ids)
         self._rescored |= self.kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
@@ -521,7 +521,7 @@ class Ledger:
         assert all(i not in self._delivered and self._begun_again[i] < most for i in ids)
         self._last_reason = "it was overdue"
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
-        self.custody.anew(ids)
+        self.custody.discard_rewards(ids)
         self._forget_kept(ids)
         for group_id in ids:
             self._leased.pop(group_id, None)
@@ -753,7 +753,7 @@ class Ledger:
         self._seconds.clear()  # durations from a replay, not from real time
         lost = self._delivered - stay
         self._pending |= lost
-        self.sampled_anew.clear()
+        self.resampled.clear()
         taken = set(self._taken.group_ids if self._taken else ())
         self.custody.drop(lost - taken)  # taken groups may still be trained
         self._delivered, self._constant = stay, constant

@@ -274,9 +274,9 @@ class GroupQueueActor:
         again = {i: self._delivered.pop(i) for i in ids if i in self._delivered}
         for group_id in again:
             self._to_keep.pop(group_id, None)
-        anew = self._ledger.sampled_anew
-        self._to_score |= {i: each for i, each in again.items() if i not in anew}
-        anew.clear()
+        resampled = self._ledger.resampled
+        self._to_score |= {i: each for i, each in again.items() if i not in resampled}
+        resampled.clear()
         return bool(again)
 
     # the learner's end

@@ -96,7 +96,7 @@ class Evaluations(NoEvaluations):
         self._config, self._context, self._fleet = config, context, fleet
         self._has_problems = problems > 0
         self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
-        self._beside = fleet.driver.background.beside
+        self._create_task = fleet.driver.background.create_task
         self._running: asyncio.Task[Evaluation] | None = None  # during steps
         self._pinned: Mapping[str, Any] = {}  # its engines
         self._learner_lost = False
@@ -115,7 +115,7 @@ class Evaluations(NoEvaluations):
             self._context.recalls("eval", "before", 0)
             return
         self._fleet.until_pushed()
-        policy = self._beside(self._measured("before", lambda: self._pool(POLICY)))
+        policy = self._create_task(self._measured("before", lambda: self._pool(POLICY)))
         try:
             self._evaluate_teachers()
             measured = self._answered(policy)
@@ -190,7 +190,7 @@ class Evaluations(NoEvaluations):
                     f"meanwhile: {error}"
                 )
         version, self._pinned = pinned
-        self._running = self._beside(
+        self._running = self._create_task(
             self._measured(
                 f"step {step}",
                 lambda: EnginePool(EVALUATION, self._holding, self._patience_s),
@@ -300,7 +300,7 @@ class Evaluations(NoEvaluations):
         self, evaluation: Coroutine[Any, Any, Evaluation] | asyncio.Task[Evaluation]
     ) -> Evaluation:
         """Value of an evaluation that the run waits for; it admits engines that start meanwhile."""
-        task = self._beside(evaluation)
+        task = self._create_task(evaluation)
         try:
             while not self._fleet.driver.waited_for(task):
                 self._fleet.admission.admit_waiting()

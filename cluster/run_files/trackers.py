@@ -94,7 +94,7 @@ class Trackers:
         on_ray: bool = False,
     ) -> None:
         self._say, self._step, self._end_s = say, first_step, end_s
-        self._beside: dict[str, float] = {"restarts": 0.0, "findings": 0.0}
+        self._counters: dict[str, float] = {"restarts": 0.0, "findings": 0.0}
         self._rollouts_at = 0
         self._rollouts = run.rollouts
         told = without_secrets(settings)
@@ -113,15 +113,15 @@ class Trackers:
         values = {name: value for name, value in metrics.items() if name != "step"}
         if not late:
             self._step = step
-            values |= self._beside
+            values |= self._counters
         self._each(lambda tracker: tracker.log(values, step))
 
     def event(self, event: str, given: Mapping[str, Any]) -> None:
         """Process an event of the run, as written to events.jsonl."""
         if event == "size":
-            self._beside[f"pool/{given['pool']}"] = float(given["ready"])
-        self._beside["restarts"] += event == "restart"
-        self._beside["findings"] += event == "finding"
+            self._counters[f"pool/{given['pool']}"] = float(given["ready"])
+        self._counters["restarts"] += event == "restart"
+        self._counters["findings"] += event == "finding"
         if event in _ALERTS:
             text, step = redacted(_ALERTS[event].format_map(given)), self._step
             self._each(lambda tracker: tracker.alert(text, step))

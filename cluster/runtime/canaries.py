@@ -315,8 +315,8 @@ class Canaries:
             else:  # an earlier answer would count as an answer to this canary
                 self._pending.pop(watched).cancel()
         numbers = self._written_down(watched for watched in models if watched in self._numbers)
-        beside = self._driver.background.beside
-        for canary in [beside(self._canary(*each, alone=True)) for each in numbers.items()]:
+        create_task = self._driver.background.create_task
+        for canary in [create_task(self._canary(*each, alone=True)) for each in numbers.items()]:
             self._driver.wait_for(canary)
 
     async def _canary(self, watched: Watched, number: int, *, alone: bool) -> None:

@@ -189,7 +189,7 @@ class Driver:
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Value] | asyncio.Task[Value]) -> Value:
         """Value of a coroutine. If the wait fails, the coroutine is cancelled."""
-        task = self.background.beside(coroutine)
+        task = self.background.create_task(coroutine)
         try:
             while not self.waited_for(task):
                 pass

@@ -198,7 +198,7 @@ class Publisher:
         self._transports: list[Transport] | None = None
         self._last: Attempt | None = None  # the push whose weights all engines hold, and its copies
         self._turn_lock = threading.Lock()  # held during a push or a `join`
-        self._beside: Future[dict[str, float]] | None = None  # the push that overlaps the step
+        self._overlapping: Future[dict[str, float]] | None = None  # the push that overlaps the step
         # Seconds for which the learner waited for that push, and the time at which it continued.
         self._held_up_s = self._continued_at = 0.0
         self._found: dict[str, float] = {}  # metrics for the next push to return
@@ -246,7 +246,7 @@ class Publisher:
                     self._check.ask(expected)
                     return found
 
-            self._beside = calls.in_thread(finish, "push")
+            self._overlapping = calls.in_thread(finish, "push")
             self._continued_at = time.perf_counter()
             self._held_up_s = self._continued_at - started
         return metrics
@@ -256,18 +256,18 @@ class Publisher:
 
         The next push returns the metrics of this one.
         """
-        if self._beside is None:
+        if self._overlapping is None:
             return
         began = time.perf_counter()
-        found = self._beside.result()
-        self._beside = None
+        found = self._overlapping.result()
+        self._overlapping = None
         overlapped = min(found["push/seconds"] - self._held_up_s, began - self._continued_at)
         self._found = found | {"push/overlapped": max(0.0, overlapped)}
 
     def check(self) -> None:
         """Raise the error of a push that overlaps the step, if it has failed; does not wait."""
-        if self._beside is not None and self._beside.done():
-            self._beside.result()
+        if self._overlapping is not None and self._overlapping.done():
+            self._overlapping.result()
 
     def settle(self) -> float | None:
         """Finish the last check, at the end of a run; return the gap of log-probs, nats, if any.

@@ -157,7 +157,7 @@ def choose_transports(
                 )
             )  # fmt: skip
         else:
-            everyone_is_here = all(places[name].beside(learner) for name in names)
+            everyone_is_here = all(places[name].same_node(learner) for name in names)
             transports.append(
                 CollectiveTransport(
                     chosen, ranks=ranks, address=own_address(everyone_is_here),

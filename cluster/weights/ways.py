@@ -44,7 +44,7 @@ class Place:
     nccl: Mapping[str, str]
     nodes: int = 1
 
-    def beside(self, other: Place) -> bool:
+    def same_node(self, other: Place) -> bool:
         """True if both are entirely on the same node."""
         return self.node == other.node and self.nodes == other.nodes == 1
 
@@ -74,7 +74,7 @@ def plan_ways(
         shares = served and bool(place.gpus) and _is_lent(place, lenders)
         way = _way(choice, learner, place, served)
         ways.setdefault("ipc" if choice == "auto" and shares else way, []).append(name)
-    others = [name for name, place in engines.items() if not place.beside(learner)]
+    others = [name for name, place in engines.items() if not place.same_node(learner)]
     if choice == "shared_memory" and others:
         raise ConfigError(
             f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
@@ -84,7 +84,7 @@ def plan_ways(
     grouped = {name: engines[name] for name in ways.get("group", ())}
     if choice == "auto":  # NCCL allows one engine per GPU; the others on it use shared memory
         for name in _who_shares(grouped):
-            if engines[name].beside(learner):
+            if engines[name].same_node(learner):
                 ways["group"].remove(name)
                 ways.setdefault("shared_memory", []).append(name)
                 del grouped[name]
@@ -96,7 +96,7 @@ def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool) -> 
     assert choice != "adapter", "it goes to all engines in one way"
     if choice != "auto":
         return choice
-    if not engine.beside(learner):
+    if not engine.same_node(learner):
         return "group"
     if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
         return "group"

@@ -112,8 +112,8 @@ class FeedbackContext:
         room: longest token chain that the teacher supports.
         messages: the chat; empty for a plain prompt.
         tools: schemas for the chat template.
-        anew: True if each episode begins with messages of its own (`begun`); `messages` and `tools`
-            are then only an example.
+        per_episode: True if each episode begins with messages of its own (`with_messages`);
+            `messages` and `tools` are then only an example.
     """
 
     template: FeedbackTemplate
@@ -123,9 +123,9 @@ class FeedbackContext:
     room: int
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
-    anew: bool = False
+    per_episode: bool = False
 
-    def begun(
+    def with_messages(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> FeedbackContext:
         """`FeedbackContext` of an episode that began with these messages.
@@ -136,7 +136,7 @@ class FeedbackContext:
         Raises:
             DataError: there is no user message, or the last one is not text.
         """
-        if not self.anew:
+        if not self.per_episode:
             return self
         prompt = messages[last_of_user(messages)]["content"]
         tools = self.tools if tools is None else tools
@@ -194,13 +194,13 @@ def feedback_context(
     answer: str | None,
     room: int,
     max_new_tokens: int,
-    anew: bool = False,
+    per_episode: bool = False,
 ) -> FeedbackContext:
     """Build the `FeedbackContext` of a prompt, and check its length with the longest response.
 
     Args:
         text: the plain prompt; unused if there are messages.
-        room, anew: see `FeedbackContext`.
+        room, per_episode: see `FeedbackContext`.
 
     Raises:
         DataError: the template uses an answer that the row lacks, or the context would be too long.
@@ -218,7 +218,7 @@ def feedback_context(
         messages=messages,
         tools=tools,
         room=room,
-        anew=anew,
+        per_episode=per_episode,
     )
     responses = 2 if "response" in template.placeholders else 1
     length = len(made.tokens_T(Outcome(reward=0.0)))

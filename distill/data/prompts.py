@@ -143,14 +143,14 @@ class PromptContext:
         text: str = "",
         answer: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        anew: bool = True,
+        per_episode: bool = True,
     ) -> FeedbackContext | None:
         """`FeedbackContext` for a prompt of messages, or of `text`.
 
         None if the teacher sees the same context as the model.
 
         Args:
-            anew: True if each episode begins with messages of its own, similar to these.
+            per_episode: True if each episode begins with messages of its own, similar to these.
 
         Raises:
             DataError: see `feedback_context`.
@@ -166,7 +166,7 @@ class PromptContext:
             answer=answer,
             room=self.teacher_room,
             max_new_tokens=self.max_new_tokens,
-            anew=anew,
+            per_episode=per_episode,
         )
 
 
@@ -268,7 +268,7 @@ def _with_feedback(prompt: Prompt, context: PromptContext) -> Prompt:
         text=prompt.text,
         answer=prompt.answer,
         tools=prompt.tools,
-        anew=False,
+        per_episode=False,
     )
     return replace(prompt, feedback=feedback)
 

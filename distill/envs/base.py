@@ -193,7 +193,7 @@ class EnvGroupBuilder(ProblemFacts, ABC):
         turns, tokenizer = episode.turns, self.feedback.tokenizer
         said = [response_text(tokenizer, turn.observation_T, turn.sample) for turn in turns]
         longest = max(len(turn.observation_T) + len(turn.sample.tokens_T) for turn in turns)
-        return self.feedback.begun(episode.first_messages, episode.first_tools).context_T(
+        return self.feedback.with_messages(episode.first_messages, episode.first_tools).context_T(
             Outcome(
                 reward=episode.reward,
                 response=neutralised("\n".join(said), tokenizer),

@@ -193,7 +193,7 @@ def test_a_server_on_a_shared_gpu_has_a_token_limit(
     model = tiny_model_dir(tmp_path, seed=1)
     whole = SglangConfig(model=model, device="cuda", dtype="bfloat16", max_running_requests=8)
     shares = chz.replace(whole, gpu_share=0.5)
-    for config in (whole, shares, chz.replace(whole, gpu_beside=50 * GIB, sleeps=True)):
+    for config in (whole, shares, chz.replace(whole, gpu_reserved=50 * GIB, sleeps=True)):
         HostedSglangEngine(config)
     alone, half, beside = started
     assert graphs_sleep == [None, None, "true"]

@@ -236,14 +236,14 @@ def test_groups_of_a_reward_model_that_changed_are_sampled_again(path: Path) -> 
     under_way = run.ledger.lease("a", 2)
     answer = run.canary(7, False)
     assert list(answer.again) == waiting and answer.first_bad is None
-    assert run.ledger.sampled_anew == set(waiting)
-    run.ledger.sampled_anew.clear()
+    assert run.ledger.resampled == set(waiting)
+    run.ledger.resampled.clear()
     run.reward_model(8)
     # Groups under way may have asked the one that changed.
     for one in under_way:
         assert run.ledger.deliver(one, "a", scored_by=[0])
         assert not run.ledger.holds(one.group_id)
-    assert run.ledger.sampled_anew == {one.group_id for one in under_way}
+    assert run.ledger.resampled == {one.group_id for one in under_way}
     run.deliver(0, leases=run.ledger.lease("a", 4))
     run.train()
     run.train()
@@ -262,7 +262,7 @@ def test_a_group_that_is_scored_again_keeps_its_reward_model(path: Path) -> None
     run.reward_model(7)
     ids = run.deliver(0)
     assert list(run.canary(0, False).again) == ids
-    assert run.ledger.sampled_anew == set(), "its samples and rewards are kept"
+    assert run.ledger.resampled == set(), "its samples and rewards are kept"
     run.reward_model(8)  # the first died
     run.deliver(1, leases=run.ledger.lease("a", 2))
     put = [event for event in read_journal(path) if event["event"] == "put"][-1]

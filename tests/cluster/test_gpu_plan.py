@@ -192,7 +192,7 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     tokens = int(re.search(r"\((\d+) tokens\)", policy)[1])  # pyright: ignore
     assert 300_000 < tokens < 400_000
     engine = RunEngines(config).policy(config.model.path, "")
-    assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
+    assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_reserved > 4 * GIB
     assert not RunEngines(config).evaluation(config.model.path, "").sleeps
     alone = config.policy_learner(None, StopTokens(ids=(1,)))
     worker = by_turns(alone, config)

@@ -82,7 +82,7 @@ class House:
             assert time.monotonic() < deadline, self.events
             self.supervisor.background.check()
             self.supervisor.background.advance(
-                self.supervisor.background.beside(asyncio.sleep(0.02)), seconds=1
+                self.supervisor.background.create_task(asyncio.sleep(0.02)), seconds=1
             )
 
     def serving(self, *indices: int) -> bool:

@@ -344,7 +344,7 @@ def test_a_shared_gpu_is_shared_before_the_others_have_started(
 ) -> None:
     monkeypatch.setattr("learner.memory.gpu_bytes", lambda: 79 * GIB)
     assert room_bytes("cuda", 0.2) == 15 * GIB - CONTEXT_BYTES, "4 GiB of 79 stay free"
-    assert room_bytes("cuda", 0.2, beside=3 * GIB) == 12 * GIB - CONTEXT_BYTES
-    assert room_bytes("cuda", 0.2, beside=20 * GIB) == 0
+    assert room_bytes("cuda", 0.2, reserved=3 * GIB) == 12 * GIB - CONTEXT_BYTES
+    assert room_bytes("cuda", 0.2, reserved=20 * GIB) == 0
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 2 * GIB)  # a teacher's copy
-    assert room_bytes("cuda", 0.2, beside=3 * GIB) == 10 * GIB - CONTEXT_BYTES
+    assert room_bytes("cuda", 0.2, reserved=3 * GIB) == 10 * GIB - CONTEXT_BYTES

@@ -58,7 +58,7 @@ class Forecast:
 def judge(measured: PairMeasurements, pair: Pair, lr: float) -> Forecast:
     """Forecast a distillation. `lr` is the suggested learning rate."""
     verdict, warnings = _verdict(measured)
-    warnings += _beside(measured, pair)
+    warnings += _warnings(measured, pair)
     noise = measured.noise
     group_size = noise.best_group_size(measured.prompt_tokens / max(measured.student.tokens, 1.0))
     # If the fewest prompts are enough, larger groups only add cost.
@@ -119,7 +119,7 @@ def _verdict(measured: PairMeasurements) -> tuple[Verdict, list[str]]:
     return "good", []
 
 
-def _beside(measured: PairMeasurements, pair: Pair) -> list[str]:
+def _warnings(measured: PairMeasurements, pair: Pair) -> list[str]:
     warnings = []
     if measured.reward_gain is None:
         warnings.append(
