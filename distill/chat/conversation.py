@@ -70,15 +70,15 @@ class PrefixBreak:
 class _Seen:
     """Text and tokens of everything that the model saw and sampled since the last prefix break.
 
-    `text[turn:]` is the text of the last turn, `text[stop:]` that of its stop token. `spoiled` is
-    True if the turn's tokens do not decode to valid text.
+    `text[turn:]` is the text of the last turn, `text[stop:]` that of its stop token. `undecodable`
+    is True if the turn's tokens do not decode to valid text.
     """
 
     text: str
     tokens_T: TokenArray
     turn: int
     stop: int
-    spoiled: bool = False
+    undecodable: bool = False
 
 
 _NOTHING = _Seen(text="", tokens_T=np.empty(0, np.int32), turn=0, stop=0)
@@ -87,7 +87,8 @@ _NOTHING = _Seen(text="", tokens_T=np.empty(0, np.int32), turn=0, stop=0)
 class Conversation:
     """Messages of one episode so far, and the model's current observation. Not for concurrent use.
 
-    Calls of `said` and `hear` alternate. Without tools, a turn consists of content only.
+    Calls of `add_sample` and `add_messages` alternate. Without tools, a turn consists of content
+    only.
 
     Raises:
         DataError: the chat template refuses the messages.
@@ -114,12 +115,12 @@ class Conversation:
         self._prefix_breaks: list[PrefixBreak] = []
         self._turns = self._calls = 0
         self._seen = _NOTHING
-        self._spoken: tuple[int, dict[str, Any]] | None = None  # last turn's index, plain-text form
+        self._last_turn: tuple[int, dict[str, Any]] | None = None  # index, plain text
         self._observe([dict(message) for message in messages])
 
     @property
     def observation_T(self) -> TokenArray:
-        """Ids (int32) of the model's current observation. Outdated after `said`."""
+        """Ids (int32) of the model's current observation. Outdated after `add_sample`."""
         return self._observation_T
 
     @property
@@ -128,14 +129,14 @@ class Conversation:
         return list(self._messages)
 
     @property
-    def messages_apart(self) -> list[Message]:
+    def openai_messages(self) -> list[Message]:
         """Messages so far in OpenAI's form, which may differ from the template's form."""
-        return [self._marks.apart(message) for message in self._messages]
+        return [self._marks.to_openai(message) for message in self._messages]
 
     @property
     def response(self) -> Response:
         """Last turn without tool calls, for rewards; its answer is empty if a call was cut off."""
-        assert self._response is not None, "response: said() comes first"
+        assert self._response is not None, "response: add_sample() comes first"
         return self._response
 
     @property
@@ -148,31 +149,31 @@ class Conversation:
         other._prefix_breaks = list(self._prefix_breaks)
         return other
 
-    def said(self, sample: Sample) -> ParsedTurn:
+    def add_sample(self, sample: Sample) -> ParsedTurn:
         """Add the assistant's turn: its sampled tokens, and the message that they decode to.
 
         The message includes the thinking, including the part in the prompt, in the form that the
         chat template renders: in a separate field, or within the content as sampled.
         """
-        assert self._listening, "said() again: hear() or replace() must come between two turns"
+        assert self._sample_due, "add_messages() or replace() must come between two turns"
         response = read_response(self._tokenizer, self._observation_T, sample)
         parsed = self._parsed(response)
         self._seen = self._after(sample)
-        self._listening = False
+        self._sample_due = False
         self._turns += 1
         self._calls += len(parsed.calls)
-        spoken = self._marks.response(parsed.content, response.opening)
+        parsed_response = self._marks.response(parsed.content, response.opening)
         cut = sample.stop_reason is StopReason.LENGTH and bool(parsed.calls or parsed.malformed)
-        self._response = replace(spoken, answer="") if cut else spoken
+        self._response = replace(parsed_response, answer="") if cut else parsed_response
         plain = self._marks.message(response)
         message = assistant_message(parsed)
         calls = message.get("tool_calls")
-        message = self._marks.message(spoken) | {"tool_calls": calls} if calls else plain
-        self._spoken = (len(self._messages), plain)
+        message = self._marks.message(parsed_response) | {"tool_calls": calls} if calls else plain
+        self._last_turn = (len(self._messages), plain)
         self._messages = [*self._messages, message]
         return parsed
 
-    def hear(self, messages: Sequence[Message]) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
         """Add messages that follow a turn, such as tool results, and compute the next observation.
 
         Raises:
@@ -185,14 +186,14 @@ class Conversation:
         """Replace the history with these messages, and compute the observation from them.
 
         Raises:
-            DataError: see `hear`.
+            DataError: see `add_messages`.
         """
-        before = self._seen, self._spoken
-        self._seen, self._spoken = _NOTHING, None
+        before = self._seen, self._last_turn
+        self._seen, self._last_turn = _NOTHING, None
         try:
             self._observe([dict(message) for message in messages])
         except DataError:
-            self._seen, self._spoken = before
+            self._seen, self._last_turn = before
             raise
 
     def _observe(self, messages: list[dict[str, Any]]) -> None:
@@ -205,7 +206,7 @@ class Conversation:
         else:
             tokens_T = np.concatenate([self._seen.tokens_T, bridge_T])
         self._messages, self._text, self._observation_T = messages, text, tokens_T
-        self._listening = True
+        self._sample_due = True
 
     def _served(self, messages: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
         """Render the messages; return the text and the messages that the template accepted.
@@ -223,9 +224,9 @@ class Conversation:
 
     def _plainer(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """Yield the messages with the last turn as plain text, then also with results as user's."""
-        if self._spoken is None:
+        if self._last_turn is None:
             return
-        at, plain = self._spoken
+        at, plain = self._last_turn
         before, after = messages[:at], messages[at + 1 :]
         if messages[at] != plain:
             yield [*before, plain, *after]
@@ -240,7 +241,7 @@ class Conversation:
     def _continued(self, served: str) -> tuple[str, TokenArray | None]:
         """Return the reason for a prefix break, and the tokens that continue `_seen` or None."""
         seen = self._seen
-        if seen.spoiled:
+        if seen.undecodable:
             return NO_TEXT, None
         if not served.startswith(seen.text):
             at = agreement(seen.text, served)
@@ -251,18 +252,18 @@ class Conversation:
 
     def _after(self, sample: Sample) -> _Seen:
         observation_T = self._observation_T
-        spoken_T = np.asarray(sample.tokens_T, np.int32)
-        text = added_text(self._tokenizer, observation_T, spoken_T)
-        tokens = self._tokenizer.convert_ids_to_tokens(spoken_T.tolist())
-        ended = sample.stop_reason is StopReason.EOS and len(spoken_T) > 0
-        stop = decode(self._tokenizer, spoken_T[-1:]) if ended else ""
+        sampled_T = np.asarray(sample.tokens_T, np.int32)
+        text = added_text(self._tokenizer, observation_T, sampled_T)
+        tokens = self._tokenizer.convert_ids_to_tokens(sampled_T.tolist())
+        ended = sample.stop_reason is StopReason.EOS and len(sampled_T) > 0
+        stop = decode(self._tokenizer, sampled_T[-1:]) if ended else ""
         whole = self._text + (text or "")
         return _Seen(
             text=whole,
-            tokens_T=np.concatenate([observation_T, spoken_T]),
+            tokens_T=np.concatenate([observation_T, sampled_T]),
             turn=len(self._text),
             stop=len(whole) - len(stop),
-            spoiled=text is None or "\ufffd" in text or any(token is None for token in tokens),
+            undecodable=text is None or "\ufffd" in text or any(token is None for token in tokens),
         )
 
     def _parsed(self, response: Response) -> ParsedTurn:

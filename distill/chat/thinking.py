@@ -94,7 +94,7 @@ class ThinkingMarks:
         message = {"role": "assistant", "content": response.answer}
         return message | ({self.field: response.thinking} if response.thinking else {})
 
-    def apart(self, message: Message) -> Message:
+    def to_openai(self, message: Message) -> Message:
         """Convert a history's message to OpenAI's form, with thinking in `reasoning_content`."""
         if message["role"] != "assistant":
             return message

@@ -260,7 +260,7 @@ class ChatEnv(Env):
         return self._conversation
 
     async def step(self, sample: Sample) -> StepResult:
-        turn = self.conversation.said(sample)
+        turn = self.conversation.add_sample(sample)
         self._turns += 1
         cut = sample.stop_reason is StopReason.LENGTH
         self._counts["cut_turns"] += cut
@@ -322,7 +322,7 @@ class ChatEnv(Env):
         if answered.afresh:
             self.conversation.replace(answered.messages)
         else:
-            self.conversation.hear(answered.messages)
+            self.conversation.add_messages(answered.messages)
         if len(self.conversation.observation_T) < self._max_tokens:
             return None
         if self._setting.condensing is None:

@@ -108,7 +108,7 @@ class ChatGroupBuilder(EnvGroupBuilder):
         messages_G, models = [], {}
         for env, episode in zip(envs_G, episodes_G, strict=True):
             assert isinstance(env, ChatEnv), "make_envs makes no others"
-            messages_G.append(env.conversation.messages_apart if episode.turns else ())
+            messages_G.append(env.conversation.openai_messages if episode.turns else ())
             models = env.models
         if compare_by is not None:
             return await compare_by(messages_G, models)

@@ -71,7 +71,7 @@ class Histories:
         if known:
             conversation = self._answered[keys[known]].branch()
             breaks = len(conversation.prefix_breaks)
-            conversation.hear(neutral[known:])
+            conversation.add_messages(neutral[known:])
             self.prefix_breaks += len(conversation.prefix_breaks) - breaks
         else:
             tool_format = detect_format(self._tokenizer) if tools else None
@@ -127,8 +127,8 @@ class PendingAnswer:
         which ends before the first of `stops`.
         """
         conversation = self._conversation.branch()
-        conversation.said(sample)
-        message = dict(conversation.messages_apart[-1])
+        conversation.add_sample(sample)
+        message = dict(conversation.openai_messages[-1])
         content = str(message.get("content") or "")
         for stop in stops:
             content = content.partition(stop)[0]

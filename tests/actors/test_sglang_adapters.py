@@ -364,11 +364,11 @@ async def pushes(base: str, targets: str | None, out: Path) -> None:
                 np.testing.assert_allclose(sample.logprobs_T, expected_T, atol=1e-3)
             assert {int(s.versions_T[0]) for s in await old} == {version - 1}
         wrong = adapted.next(5)
-        spoiled = AdapterTensors(
+        damaged = AdapterTensors(
             form=wrong.form, pickled=adapted.next(6).pickled, checksums=wrong.checksums
         )
         with pytest.raises(EngineError):
-            await engine.load_weights(spoiled, 6)
+            await engine.load_weights(damaged, 6)
     finally:
         await engine.close()
 

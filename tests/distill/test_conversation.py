@@ -63,13 +63,13 @@ class Episode:
 
     def samples(self, taken: Sample) -> turns.ParsedTurn:
         self.turns.append((self.talk.observation_T, taken))
-        return self.talk.said(taken)
+        return self.talk.add_sample(taken)
 
     def hears(self, *messages: dict[str, Any]) -> bool:
         """True if the next observation extends the sequence; checks that it is right."""
         observation_T, taken = self.turns[-1]
         breaks = len(self.talk.prefix_breaks)
-        self.talk.hear(messages)
+        self.talk.add_messages(messages)
         extended = len(self.talk.prefix_breaks) == breaks
         served = chat_text(
             self.tokenizer, self.talk.messages, tools=self.tools or None, add_generation_prompt=True
@@ -200,7 +200,7 @@ def test_messages_that_the_template_refuses_are_not_heard() -> None:
     before = episode.talk.messages
     for refused in ({"role": "tool", "content": "3"}, {"role": "user", "content": "\ud800"}):
         with pytest.raises(DataError):
-            episode.talk.hear([refused])
+            episode.talk.add_messages([refused])
     with refuses(DataError, "model.chat_template"):
         episode.talk.replace([{"role": "system", "content": "Be kind."}])
     assert episode.talk.messages == before and episode.talk.prefix_breaks == ()
@@ -249,8 +249,8 @@ def test_the_following_text_is_encoded_in_its_context(said: tuple[str, ...]) -> 
     talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
     reason = StopReason.EOS if "<e>" in said else StopReason.LENGTH
     ids = [token_id(tokenizer, token) for token in said]
-    talk.said(replace(sample(*ids), stop_reason=reason))
-    talk.hear([{"role": "user", "content": "ef"}])
+    talk.add_sample(replace(sample(*ids), stop_reason=reason))
+    talk.add_messages([{"role": "user", "content": "ef"}])
     tokens = ["\u2581", *"ab:", *"cd", "<e>", *"ef:"]
     assert tokenizer.convert_ids_to_tokens(talk.observation_T.tolist()) == tokens
     assert talk.prefix_breaks == ()
@@ -260,8 +260,8 @@ def test_text_that_depends_on_its_context_is_encoded_after_other_text() -> None:
     tokenizer = spacing_tokenizer(":{{ m.content }}")
     talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
     ids = [token_id(tokenizer, token) for token in "cd"]
-    talk.said(replace(sample(*ids), stop_reason=StopReason.LENGTH))
-    talk.hear([{"role": "user", "content": "ef"}])
+    talk.add_sample(replace(sample(*ids), stop_reason=StopReason.LENGTH))
+    talk.add_messages([{"role": "user", "content": "ef"}])
     assert not talk.prefix_breaks
     assert tokenizer.decode(talk.observation_T.tolist()) == "ab:cdef:"
 

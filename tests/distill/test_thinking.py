@@ -185,10 +185,10 @@ def test_a_response_without_thinking_is_its_answer(name: str) -> None:
 def test_the_next_prompt_equals_the_template_s_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     talk = Conversation(tokenizer, [QUESTION])
-    talk.said(said(name, whole(name)))
+    talk.add_sample(said(name, whole(name)))
     apart = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
-    assert talk.messages_apart == [QUESTION, apart]
-    talk.hear([THANKS])
+    assert talk.openai_messages == [QUESTION, apart]
+    talk.add_messages([THANKS])
     shown = str(tokenizer.decode(talk.observation_T.tolist(), skip_special_tokens=False))
     told = {"role": "assistant", "content": ANSWER, family.field: THOUGHT}
     if name == "brackets":

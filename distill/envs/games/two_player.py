@@ -208,7 +208,7 @@ class FrozenPlayer:
         elif game.afresh(game.to_move):
             self._conversation.replace(_shown(game, game.to_move))
         else:
-            self._conversation.hear(_shown(game, game.to_move))
+            self._conversation.add_messages(_shown(game, game.to_move))
         prompt_tokens_T = self._conversation.observation_T
         if len(prompt_tokens_T) >= self.setting.limits.max_tokens:
             return ""
@@ -220,7 +220,7 @@ class FrozenPlayer:
             seed=self.seed,
         )
         [sample] = await self.model.generate(request)
-        self._conversation.said(sample)
+        self._conversation.add_sample(sample)
         return self._conversation.response.answer
 
 
