@@ -46,7 +46,7 @@ WORKERS, SEEDS, MOST_TURNS = (2, 8, 16), 5, 20
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1, 1.25)
 
 
-def made_rows(prompt: int, answer: int, seed: int = 0) -> list[TrainingRow]:
+def random_rows(prompt: int, answer: int, seed: int = 0) -> list[TrainingRow]:
     """Groups of rows with one prompt each. Tokens are random, so no two prompts are equal."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -139,7 +139,7 @@ def _critical_path(shares: Sequence[Sequence[RowMeta]], budget: int, packs: bool
 def batching_table() -> Table:
     table = Table("prompt", "answer", "rows in full", "ideal sharing", "layer tokens", "batches")
     for prompt, answer in WORKLOADS:
-        rows = made_rows(prompt, answer)
+        rows = random_rows(prompt, answer)
         batches = list(split_by_token_budget(rows, BUDGET, most_mask=MOST_MASK))
         shared = sum(BatchShape.of([row]).suffix_width for row in rows) + PROMPTS * (prompt - 1)
         counts = (sum(map(len, rows)), shared, layer_tokens(batches))

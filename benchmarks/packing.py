@@ -38,7 +38,7 @@ LONGEST = 2048
 ON_POLICY = PolicyObjectiveLoss(objective=ObjectiveConfig())
 
 
-def made_rows(count: int, length: int, spread: float) -> list[TrainingRow]:
+def random_rows(count: int, length: int, spread: float) -> list[TrainingRow]:
     """Rows with a short prompt."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(length), spread, count), LONGEST - 8).astype(int)
@@ -98,7 +98,7 @@ def packing_table(directory: Path) -> Table:
         )  # fmt: skip
 
     for count, length, spread in WORKLOADS:
-        rows = made_rows(count, length, spread)
+        rows = random_rows(count, length, spread)
         add(str(count), length, spread, measure(model, rows, cross_entropy_loss))
     for prompts, prompt, group, length, spread in ROLLOUTS:
         rows = made_groups(prompts, prompt, group, length, spread)

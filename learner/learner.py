@@ -229,7 +229,7 @@ class Learner(ShardedModel):
 
     def _made(self, rows: Sequence[Sequence[TrainingRow | RowPlace]]) -> list[TrainingRow]:
         """Rows of all workers; rows of rollouts come from the worker that built them."""
-        return [row for mine in self.on_each("made_rows", rows) for row in mine]
+        return [row for mine in self.on_each("resolve_rows", rows) for row in mine]
 
     def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
         path = self._dump_dir / "non_finite_rows.npz"

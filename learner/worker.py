@@ -105,7 +105,7 @@ class LearnerWorker(ModelShard):
         of the teacher's head, for which the passes of the next micro-batch have no memory.
         """
         with self._stages("forward"):
-            batch = collate(self.made_rows(micro.rows_B), self.device)
+            batch = collate(self.resolve_rows(micro.rows_B), self.device)
             loss, metrics = self._loss(micro, batch)
             loss = loss * (micro.coef if micro.counted else 0.0)
         self.progress.mark()
@@ -155,7 +155,7 @@ class LearnerWorker(ModelShard):
         if self._replay is None or self.schedule.last_epoch % UNREPLAYED_EVERY:
             return {}
         first = micro_batches[0]
-        rows = self.made_rows(first.rows_B)
+        rows = self.resolve_rows(first.rows_B)
         with self._stages("forward"):
             [logprobs] = self.logprobs([[replace(row, experts_TLK=None) for row in rows]])
         if not first.counted or all(row.experts_TLK is None for row in rows):
@@ -203,7 +203,7 @@ class LearnerWorker(ModelShard):
         self.model.eval()
         made: dict[str, float] = defaultdict(float)
         for micro in micro_batches:
-            batch = collate(self.made_rows(micro.rows_B), self.device)
+            batch = collate(self.resolve_rows(micro.rows_B), self.device)
             loss, metrics = self._taught(micro, batch)(self._forward, batch, micro.counts)
             self.progress.mark()
             if micro.counted:
@@ -266,7 +266,7 @@ class LearnerWorker(ModelShard):
             self._watched = watched(self._teachers, base if question.base else None, budget)
         return [model.answer(question) for model in self._watched]
 
-    def made_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
+    def resolve_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
         """Rows, with places of rollouts replaced by the rows that this worker has built."""
         return [self.rollouts.row(r) if isinstance(r, RowPlace) else r for r in rows]
 

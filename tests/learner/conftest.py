@@ -182,7 +182,7 @@ class Watched:
         self.updates.append(parts)
         for part in parts:
             named = [row.place if isinstance(row, RowMeta) else row for row in part.rows_D]
-            self.rows.append(self._worker.made_rows(named))
+            self.rows.append(self._worker.resolve_rows(named))
         return self._step(*parts)
 
     def _on_skip_update(self) -> None:
