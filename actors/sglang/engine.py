@@ -250,7 +250,7 @@ class SglangEngine:
             again = await self._prefill(left, use)
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
-        await self._put_event_right(requests, by_request, use)
+        await self._correct_stop_event(requests, by_request, use)
         version = use.version
         if version is None and self._weights is not None:
             version = self._weights.version
@@ -264,7 +264,7 @@ class SglangEngine:
             for i, request in enumerate(requests)
         ]
 
-    async def _put_event_right(
+    async def _correct_stop_event(
         self,
         requests: Sequence[ScoreRequest],
         by_request: Sequence[dict[float, FloatArray]],

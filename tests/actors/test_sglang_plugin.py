@@ -220,10 +220,12 @@ def test_other_rows_than_the_requests_have_are_refused(
 # --- hooks, around a stand-in for LogitsProcessor ------------------------------------------------
 
 
-def _batch(asked: list[plugin.Asked] | None, lens: list[int], starts: list[int]) -> SimpleNamespace:
+def _batch(
+    asked: list[plugin.LogprobOptions] | None, lens: list[int], starts: list[int]
+) -> SimpleNamespace:
     info = SimpleNamespace()
     if asked is not None:
-        setattr(info, plugin.NOTE, asked)
+        setattr(info, plugin.OPTIONS, asked)
     mode = SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
     return SimpleNamespace(
         forward_mode=mode, return_logprob=True, sampling_info=info, extend_seq_lens_cpu=lens,
@@ -259,14 +261,17 @@ def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
     [
         (None, {}),
         ([], {}),
-        ([plugin.Asked(0.5, True, False)] * 2, {}),
-        ([plugin.Asked(0.5, True, False)], {"sample_indices_cpu": [1]}),
-        ([plugin.Asked(0.5, True, False)], {"input_logprob_indices_cpu": [0]}),
-        ([plugin.Asked(0.5, True, False)], {"extend_input_logprob_token_ids_gpu": torch.zeros(1)}),
+        ([plugin.LogprobOptions(0.5, True, False)] * 2, {}),
+        ([plugin.LogprobOptions(0.5, True, False)], {"sample_indices_cpu": [1]}),
+        ([plugin.LogprobOptions(0.5, True, False)], {"input_logprob_indices_cpu": [0]}),
+        (
+            [plugin.LogprobOptions(0.5, True, False)],
+            {"extend_input_logprob_token_ids_gpu": torch.zeros(1)},
+        ),
     ],
 )
 def test_a_pass_it_does_not_understand_raises(
-    asked: list[plugin.Asked] | None, metadata: dict[str, Any]
+    asked: list[plugin.LogprobOptions] | None, metadata: dict[str, Any]
 ) -> None:
     with pytest.raises(UnknownPassError):
         _forward(_batch(asked, [3], [0]), torch.randn(3, 10), **metadata)
@@ -287,18 +292,18 @@ def test_options_of_requests_are_recorded_from_the_batch() -> None:
         decoding_reqs=[reqs[2]], reqs=reqs, prefix_lens=[48, 0, 7],
         extend_logprob_start_lens=[2, 5, 0], sampling_info=SimpleNamespace(),
     )  # fmt: skip
-    plugin.note_requests(None, None, batch, None)
+    plugin.record_requests(None, None, batch, None)
     metadata = SimpleNamespace()
-    plugin.carry_note(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
-    noted = getattr(metadata, plugin.NOTE)
+    plugin.carry_options(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
+    noted = getattr(metadata, plugin.OPTIONS)
     assert noted == [
-        plugin.Asked(0.7, True, True, begin=50),
-        plugin.Asked(1.5, False, False, begin=5),
-        plugin.Asked(0.5, False, False, begin=7),
+        plugin.LogprobOptions(0.7, True, True, begin=50),
+        plugin.LogprobOptions(1.5, False, False, begin=5),
+        plugin.LogprobOptions(0.5, False, False, begin=7),
     ]
     batch.prefix_lens = None  # unknown positions: results of earlier passes are not joined
-    plugin.note_requests(None, None, batch, None)
-    again = getattr(batch.sampling_info, plugin.NOTE)
+    plugin.record_requests(None, None, batch, None)
+    again = getattr(batch.sampling_info, plugin.OPTIONS)
     assert [asked.begin for asked in again] == [0, 0, 0]
     assert [a.pieces is b.pieces for a, b in zip(noted, again, strict=True)] == [True] * 3
 

@@ -78,9 +78,9 @@ from actors.sglang.plugin.internals import (
 )
 from actors.sglang.plugin.listed_steps import (
     compute_logprobs,
-    note_wanted,
+    move_logprob_options,
     sample,
-    take_over,
+    store_wanted,
 )
 from actors.sglang.plugin.row_temperatures import (
     Listed,
@@ -123,7 +123,7 @@ _INSTALL = (
 
 _ONCE = (TEMPERATURE_KEY, UNSCALED_KEY, LISTED_KEY, STATES_KEY)
 
-NOTE = "_isotherm_asked"
+OPTIONS = "_isotherm_options"
 _PASS = "_isotherm_pass"
 _PIECES = "_isotherm_pieces"
 _LISTED = "_isotherm_listed"
@@ -131,7 +131,7 @@ _STATES = "_isotherm_states"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobOptions:
     """Log-prob options of one request of a prefill batch.
 
     Attributes:
@@ -222,7 +222,7 @@ def require_replaced(originals: Mapping[str, Any]) -> None:
     logger.info("isotherm: input log-probs are at each request's own temperature")
 
 
-def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+def record_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER ForwardBatch.init_new: record the log-prob options of the batch's requests on the CPU.
 
     The record is an attribute of the sampling info, which SGLang's prefill graphs pass to their own
@@ -230,13 +230,13 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
     """
     if not batch.return_logprob:
         return
-    note_wanted(batch)
+    store_wanted(batch)
     if batch.forward_mode.is_decode_or_idle():
         return
     # Decoding requests, which a mixed prefill batch extends by one token.
     decoding = {id(req) for req in batch.decoding_reqs or ()}
-    asked = [
-        Asked(
+    options = [
+        LogprobOptions(
             temperature=req.sampling_params.temperature,
             input_logprobs=req.return_logprob and id(req) not in decoding,
             unscaled=bool((req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH)),
@@ -249,7 +249,7 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
         )
         for req, begin in zip(batch.reqs, _begins_of(batch), strict=True)
     ]
-    setattr(batch.sampling_info, NOTE, asked)
+    setattr(batch.sampling_info, OPTIONS, options)
 
 
 def _begins_of(batch: Any) -> list[int]:
@@ -276,14 +276,14 @@ def _listed_by(req: Any) -> Listed | None:
     return None if sent is None else Listed.read(sent)
 
 
-def carry_note(metadata: Any, _cls: Any, forward_batch: Any) -> None:
+def carry_options(metadata: Any, _cls: Any, forward_batch: Any) -> None:
     """AFTER LogitsMetadata.from_forward_batch: copy the record of the batch to the metadata."""
-    setattr(metadata, NOTE, _note_of(forward_batch))
+    setattr(metadata, OPTIONS, _options_of(forward_batch))
 
 
-def _note_of(batch: Any) -> list[Asked] | None:
-    own = getattr(batch, NOTE, None)
-    return own or getattr(getattr(batch, "sampling_info", None), NOTE, None)
+def _options_of(batch: Any) -> list[LogprobOptions] | None:
+    own = getattr(batch, OPTIONS, None)
+    return own or getattr(getattr(batch, "sampling_info", None), OPTIONS, None)
 
 
 def forward(
@@ -306,7 +306,7 @@ def forward(
     echo = [a.temperature if a.input_logprobs and rows.scored else None for rows, a in requests]
     info: dict[str, list[Any]] = {TEMPERATURE_KEY: echo}
     if not any(
-        rows.scored and (a.temperature != 1 or _lists(rows, a) or _wants_states(rows, a))
+        rows.scored and (a.temperature != 1 or _lists(rows, a) or _needs_states(rows, a))
         for rows, a in requests
     ):
         output = run()
@@ -314,21 +314,21 @@ def forward(
         scaled_rows = ScaledRows(
             [rows for rows, _ in requests],
             [a.temperature for _, a in requests],
-            unscaled=[g for g, (rows, a) in enumerate(requests) if _wants_unscaled(rows, a)],
+            unscaled=[g for g, (rows, a) in enumerate(requests) if _needs_unscaled(rows, a)],
             listed={
                 g: (a.listed.at(a.begin, rows.scored), a.listed.others)
                 for g, (rows, a) in enumerate(requests)
                 if _lists(rows, a) and a.listed is not None
             },
-            states=[g for g, (rows, a) in enumerate(requests) if _wants_states(rows, a)],
+            states=[g for g, (rows, a) in enumerate(requests) if _needs_states(rows, a)],
             vocab_size=processor.vocab_size,
             device=hidden_states.device,
         )
         output = _run_scaled(run, processor, scaled_rows)
         for key, wants, pieces_of, values_of in (
-            (UNSCALED_KEY, _wants_unscaled, attrgetter("pieces"), scaled_rows.unscaled_of),
+            (UNSCALED_KEY, _needs_unscaled, attrgetter("pieces"), scaled_rows.unscaled_of),
             (LISTED_KEY, _lists, attrgetter("listed_pieces"), scaled_rows.listed_of),
-            (STATES_KEY, _wants_states, attrgetter("state_pieces"), scaled_rows.states_of),
+            (STATES_KEY, _needs_states, attrgetter("state_pieces"), scaled_rows.states_of),
         ):
             if any(wants(rows, a) for rows, a in requests):
                 info[key] = [
@@ -342,27 +342,29 @@ def forward(
     return output
 
 
-def _requests_of(batch: Any) -> list[tuple[RequestRows, Asked]]:
+def _requests_of(batch: Any) -> list[tuple[RequestRows, LogprobOptions]]:
     rows = rows_of_requests(batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu)
-    asked = _note_of(batch)
-    if asked is None or len(asked) != len(rows):
+    options = _options_of(batch)
+    if options is None or len(options) != len(rows):
         raise UnknownPassError(
             f"a prefill of {len(rows)} requests, and the temperatures of "
-            f"{'none' if asked is None else len(asked)} are known"
+            f"{'none' if options is None else len(options)} are known"
         )
-    return list(zip(rows, asked, strict=True))
+    return list(zip(rows, options, strict=True))
 
 
-def _wants_unscaled(rows: RequestRows, asked: Asked) -> bool:
-    return asked.unscaled and asked.input_logprobs and rows.scored > 0 and asked.temperature != 1
+def _needs_unscaled(rows: RequestRows, options: LogprobOptions) -> bool:
+    return (
+        options.unscaled and options.input_logprobs and rows.scored > 0 and options.temperature != 1
+    )
 
 
-def _lists(rows: RequestRows, asked: Asked) -> bool:
-    return asked.listed is not None and asked.input_logprobs and rows.scored > 0
+def _lists(rows: RequestRows, options: LogprobOptions) -> bool:
+    return options.listed is not None and options.input_logprobs and rows.scored > 0
 
 
-def _wants_states(rows: RequestRows, asked: Asked) -> bool:
-    return asked.states and asked.input_logprobs and rows.scored > 0
+def _needs_states(rows: RequestRows, options: LogprobOptions) -> bool:
+    return options.states and options.input_logprobs and rows.scored > 0
 
 
 def _returns_input_logprobs(batch: Any) -> bool:
@@ -432,12 +434,12 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
 
 
 HOOKS = (
-    Hook(BATCH + ".init_new", note_requests, "AFTER"),
-    Hook(METADATA + ".from_forward_batch", carry_note, "AFTER"),
+    Hook(BATCH + ".init_new", record_requests, "AFTER"),
+    Hook(METADATA + ".from_forward_batch", carry_options, "AFTER"),
     Hook(FORWARD, forward, "AROUND"),
     Hook(GET_LOGITS, get_logits, "AROUND"),
     Hook(ONCE, once_per_request, "AFTER"),
-    Hook(EXTEND, take_over, "BEFORE"),
+    Hook(EXTEND, move_logprob_options, "BEFORE"),
     Hook(SAMPLE, sample, "AROUND"),
     Hook(SAMPLED, compute_logprobs, "AFTER"),
     Hook(PAUSED, rest_while_paused, "AFTER"),

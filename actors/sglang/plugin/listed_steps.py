@@ -123,21 +123,21 @@ def read_steps(
     return rows_TN[:, :given], ids_TK, pairs_TK2[..., 0]
 
 
-def take_over(batch: Any) -> None:
+def move_logprob_options(batch: Any) -> None:
     """BEFORE ScheduleBatch.prepare_for_extend, which reads the options: move them to the plugin."""
     if not batch.spec_algorithm.is_none():
         return
     for req in batch.reqs:
-        asked = req.logprob
+        options = req.logprob
         if (req.sampling_params.custom_params or {}).get(LISTED_OUTPUT_SWITCH) and (
-            asked.top_logprobs_num > 0 or asked.token_ids_logprob is not None
+            options.top_logprobs_num > 0 or options.token_ids_logprob is not None
         ):
-            wanted = Wanted(asked.top_logprobs_num, asked.token_ids_logprob or ())
+            wanted = Wanted(options.top_logprobs_num, options.token_ids_logprob or ())
             setattr(req, _WANTED, wanted)
-            asked.top_logprobs_num, asked.token_ids_logprob = 0, None
+            options.top_logprobs_num, options.token_ids_logprob = 0, None
 
 
-def note_wanted(batch: Any) -> None:
+def store_wanted(batch: Any) -> None:
     """Store the listed tokens of the requests on the batch's sampling info, for the sampler."""
     wanted_G = [getattr(req, _WANTED, None) for req in batch.reqs]
     setattr(batch.sampling_info, _WANTED, wanted_G if any(wanted_G) else None)
