@@ -218,7 +218,7 @@ class Canaries:
         self.step = step
         if self._every and step % self._every == 0:
             self.ask_new_reward_models()  # those whose first canary failed
-            numbers = self._written_down(w for w in self._serving() if w not in self._pending)
+            numbers = self._record_asked(w for w in self._serving() if w not in self._pending)
             for watched, number in numbers.items():
                 canary = self._canary(watched, number, alone=False)
                 self._pending[watched] = self._driver.background.start(canary)
@@ -283,8 +283,8 @@ class Canaries:
         member = watched.member
         return member is not None and member not in self._supervisor.members(member.spec.name)
 
-    def _written_down(self, models: Iterable[Watched]) -> dict[Watched, int]:
-        """Numbers of models that are about to be asked, once the queue's journal has them."""
+    def _record_asked(self, models: Iterable[Watched]) -> dict[Watched, int]:
+        """Record in the queue's journal which models get a canary next; return their numbers."""
         numbers = {watched: self._numbers[watched] for watched in models}
         if numbers:
             self._driver.call(
@@ -296,7 +296,7 @@ class Canaries:
         """Check the learner's models, at most once per step, and wait; the learner is idle."""
         if self._learner_asked_at == self.step:
             return
-        numbers = self._written_down(w for w in self._numbers if w.member is None)
+        numbers = self._record_asked(w for w in self._numbers if w.member is None)
         if not numbers:
             return
         began, asked = time.monotonic(), next(iter(numbers)).ask()  # all answer one call
@@ -314,7 +314,7 @@ class Canaries:
                 self._driver.wait_for(pending)
             else:  # an earlier answer would count as an answer to this canary
                 self._pending.pop(watched).cancel()
-        numbers = self._written_down(watched for watched in models if watched in self._numbers)
+        numbers = self._record_asked(watched for watched in models if watched in self._numbers)
         create_task = self._driver.background.create_task
         for canary in [create_task(self._canary(*each, alone=True)) for each in numbers.items()]:
             self._driver.wait_for(canary)

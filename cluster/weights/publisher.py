@@ -129,7 +129,7 @@ class Attempt:
             if not answers.any_failed:
                 transport.finish()
                 if sending is not None:
-                    answers.note(sending)
+                    answers.record_sending(sending)
             if answers.any_failed:
                 transport.abort()
             total.add(answers)

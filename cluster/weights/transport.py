@@ -194,7 +194,7 @@ class Answers:
     def any_failed(self) -> bool:
         return bool(self.failures or self.problem)
 
-    def take(self, name: str, reference: Any) -> None:
+    def record(self, name: str, reference: Any) -> None:
         """Record the value or the failure of a call that has ended."""
         try:
             self.values[name] = calls.get(reference)
@@ -203,7 +203,7 @@ class Answers:
             if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
                 self.lost.add(name)
 
-    def note(self, sending: Sending) -> None:
+    def record_sending(self, sending: Sending) -> None:
         """Record a failure on the caller's side."""
         self.problem = self.problem or sending.problem
         self.error = self.error or sending.error
@@ -268,10 +268,10 @@ def collect(
         ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
         waiting()
         for reference in ready:
-            answers.take(names.pop(reference), reference)
+            answers.record(names.pop(reference), reference)
         progressed = bool(ready)
         if sending is not None:
-            answers.note(sending)
+            answers.record_sending(sending)
             progressed |= sent != (sent := sending.sent)
         if left_by is None and progressed:
             deadline = time.monotonic() + timeout_s

@@ -83,7 +83,7 @@ def plan_ways(
         )
     grouped = {name: engines[name] for name in ways.get("group", ())}
     if choice == "auto":  # NCCL allows one engine per GPU; the others on it use shared memory
-        for name in _who_shares(grouped):
+        for name in _sharing_gpu(grouped):
             if engines[name].same_node(learner):
                 ways["group"].remove(name)
                 ways.setdefault("shared_memory", []).append(name)
@@ -149,7 +149,7 @@ def _not_lent(name: str, why: str) -> ConfigError:
     )
 
 
-def _who_shares(engines: Mapping[str, Place]) -> list[str]:
+def _sharing_gpu(engines: Mapping[str, Place]) -> list[str]:
     """Names of the engines that share a GPU with an earlier engine."""
     names = list(engines)
     return [
@@ -165,7 +165,7 @@ def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
         return
     if doubled := [name for name, place in engines.items() if place.shares_gpu(learner)]:
         raise _shared_gpu(doubled, "the learner")
-    if doubled := _who_shares(engines):
+    if doubled := _sharing_gpu(engines):
         raise _shared_gpu(doubled, "another engine")
     for name, place in engines.items():
         for setting, value in place.nccl.items():
