@@ -421,7 +421,7 @@ class Simulation:
             self._capacity = schedule.samples * SLOTS * engines
         self._unfinished = 0  # samples
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._begun_again = 0
+        self._restarts = 0
         self._changed: asyncio.Condition
         self._version = 0
         self._leased_at: dict[int, int] = {}
@@ -566,8 +566,8 @@ class Simulation:
     async def _wait(self) -> None:
         """Wait for a change, or until some groups are overdue."""
         if again := self.ledger.overdue():
-            self.ledger.begin_again(again)
-            self._begun_again += len(again)
+            self.ledger.restart_groups(again)
+            self._restarts += len(again)
             for group_id in again:
                 self._tasks[group_id].cancel()
             self._changed.notify_all()
@@ -619,7 +619,7 @@ class Simulation:
             age=age,
             mixed=mixed / samples,
             bias=float(np.mean(means[SETTLING:])) - 1,
-            again=self._begun_again / (self._per_step * len(self.steps)),
+            again=self._restarts / (self._per_step * len(self.steps)),
             first=tuple(means[:8]),
         )
 

@@ -270,7 +270,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "canary":
             ledger.canary(event["replica"], event["good"])
         case "begin_again":
-            ledger.begin_again(event["ids"])
+            ledger.restart_groups(event["ids"])
         case "take":
             ledger.take()
         case "lost":

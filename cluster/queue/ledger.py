@@ -14,7 +14,7 @@ groups after the push has begun (`push`), and slots are freed when the push has 
 
 A rule chooses the groups of a step (cluster/queue/step_rule.py). A group leased at weight version
 v is trained at version v + max_staleness at the latest, unless the settings train overdue groups
-late, or begin them again (`begin_again`). A group that is leased again keeps its slot and its age.
+late, or restart them (`restart_groups`). A group that is leased again keeps its slot and its age.
 The run starts one more group for each group that is set aside.
 
 With `most_replaced`, a step skips groups whose members all have the same reward, which carry no
@@ -140,7 +140,7 @@ class Ledger:
         self._delivered: set[int] = set()
         self._constant: dict[int, float] = {}  # delivered ids of constant reward, with that reward
         self._attempts: Counter[int] = Counter()
-        self._begun_again: Counter[int] = Counter()
+        self._restarts: Counter[int] = Counter()
         self._over: dict[int, int] = {}  # of these ids, the last attempt that the restart ended
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: StepGroups | None = None
@@ -494,7 +494,7 @@ class Ledger:
             self._rescored.discard(group_id)
 
     def overdue(self) -> list[int]:
-        """Groups to begin again, with `on_stale=restart`.
+        """Groups to restart, with `on_stale=restart`.
 
         These are groups that the next step would have to wait for, and that have been leased for
         unusually long or are pending.
@@ -507,10 +507,10 @@ class Ledger:
         before = self._clock() - settings.begin_again_after * median(self._seconds)
         began = {i: held.began for i, held in self._leased.items() if held.began < before}
         able = [*sorted(self._pending), *sorted(began, key=lambda i: (began[i], i))]
-        able = [i for i in able if self._begun_again[i] < settings.most_begun_again]
-        return self._rule.begin_again(self._view(), able, self._steps)
+        able = [i for i in able if self._restarts[i] < settings.most_begun_again]
+        return self._rule.choose_restarts(self._view(), able, self._steps)
 
-    def begin_again(self, ids: Collection[int]) -> None:
+    def restart_groups(self, ids: Collection[int]) -> None:
         """End the leases of groups permanently and make these pending, with their age reset.
 
         Deliveries on the ended leases are dropped, since their data is overdue.
@@ -518,7 +518,7 @@ class Ledger:
         if not ids:
             return
         most = self._settings.most_begun_again
-        assert all(i not in self._delivered and self._begun_again[i] < most for i in ids)
+        assert all(i not in self._delivered and self._restarts[i] < most for i in ids)
         self._last_reason = "it was overdue"
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
         self.custody.discard_rewards(ids)
@@ -528,7 +528,7 @@ class Ledger:
             self._pending.add(group_id)
             self._over[group_id] = self._attempts[group_id]
             self._started[group_id] = self._steps
-            self._begun_again[group_id] += 1
+            self._restarts[group_id] += 1
         self._meter()
 
     # the learner's end
@@ -548,7 +548,7 @@ class Ledger:
             group_ids=choice.ids,
             set_aside=dict(sorted(skipped)),
             overdue=sum(age > self._settings.max_staleness for age in ages),
-            begun_again=sum(self._begun_again[group_id] for group_id in choice.ids),
+            begun_again=sum(self._restarts[group_id] for group_id in choice.ids),
             start_max=max(ages),
             queued=len(self._delivered) - len(choice.ids),
             replaced={group_id: self._constant[group_id] for group_id in replaced},
@@ -698,7 +698,7 @@ class Ledger:
             self._leased.pop(group_id, None)
             self._delivered.discard(group_id)
             self._constant.pop(group_id, None)
-            for of_it in (self._attempts, self._over, self._begun_again):
+            for of_it in (self._attempts, self._over, self._restarts):
                 of_it.pop(group_id, None)
         self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
         self.trained, self._taken = trained, None
@@ -838,7 +838,7 @@ class Ledger:
             set_aside=len(failed),
             newest_set_aside=dict(list(failed.items())[-_NEWEST:]),
             re_leases=self._re_leases,
-            begun_again=dict(self._over),
+            restarted=dict(self._over),
             delivered=self._arrived,
             duplicates=self._duplicates,
             consecutive_set_aside=self._consecutive_set_aside,

@@ -59,7 +59,7 @@ class QueueStatus:
         starved_s: seconds, of the `age_s` since the queue was created, in which no group could
             start and fewer groups were leased than finished. (Groups in training always hold some
             credit, so a short lack of it does not mean that there are too many workers.)
-        begun_again: last attempt that a restart ended, for each restarted group that is not
+        restarted: last attempt that a restart ended, for each restarted group that is not
             trained, by id.
         unkept: reason why groups are not kept on disk; "" if all are.
     """
@@ -80,6 +80,6 @@ class QueueStatus:
     epoch: int
     starved_s: float
     age_s: float
-    begun_again: Mapping[int, int] = field(default_factory=dict)
+    restarted: Mapping[int, int] = field(default_factory=dict)
     newest_set_aside: Mapping[int, str] = field(default_factory=dict)
     unkept: str = ""

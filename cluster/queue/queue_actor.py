@@ -365,7 +365,7 @@ class GroupQueueActor:
 
     async def _until_ready(self, poll_s: float) -> None:
         await self._expire()
-        await self._begin_again()
+        await self._restart_overdue()
         await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
@@ -444,9 +444,9 @@ class GroupQueueActor:
         if self._ledger.expire(now):
             await self._wake_all()
 
-    async def _begin_again(self) -> None:
+    async def _restart_overdue(self) -> None:
         if ids := self._ledger.overdue():
-            self._ledger.begin_again(ids)
+            self._ledger.restart_groups(ids)
             for group_id in ids:
                 self._to_score.pop(group_id, None)  # its data is as old as the ended lease
             await self._wake_all()

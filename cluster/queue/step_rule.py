@@ -122,11 +122,11 @@ class StepRule:
         """Ids of the finished groups that the next step takes if no other finishes."""
         return _oldest(view.finished, view).ids
 
-    def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
-        """Choose unfinished groups to begin again, so that the next step need not wait.
+    def choose_restarts(self, view: View, able: Sequence[int], start: int) -> list[int]:
+        """Choose unfinished groups to restart, so that the next step need not wait.
 
         Args:
-            able: ids of groups that may begin again, in order of preference.
+            able: ids of groups that may be restarted, in order of preference.
             start: their new start.
 
         Returns:

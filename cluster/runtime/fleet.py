@@ -368,10 +368,10 @@ class Fleet(LearnerAlone):
 
     def _give_up_overdue(self, status: QueueStatus) -> None:
         """Make workers cancel overdue groups that were restarted elsewhere."""
-        if not status.begun_again:
+        if not status.restarted:
             return
         for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
-            member.handle.give_up.remote(status.begun_again, status.epoch)
+            member.handle.give_up.remote(status.restarted, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raise RunFailed if so many groups fail that the groups cannot be the cause."""

@@ -209,7 +209,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert self.on_stale == "restart" and self.ledger.ready() is None
         assert set(again) <= {*before.leased, *before.pending}
-        self.ledger.begin_again(again)
+        self.ledger.restart_groups(again)
         assert self.ledger.ready() is not None and self.ledger.overdue() == []
         for group_id in again:
             self.begun_again[group_id] += 1

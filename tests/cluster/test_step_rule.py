@@ -63,10 +63,10 @@ def test_overdue_groups_are_waited_for_or_trained_late() -> None:
 def test_groups_restart_only_if_the_step_can_then_start() -> None:
     rule, started = StepRule(horizon=2, window=9), {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
     held_up = view(1, started, 4, 5)  # four groups of version 0 have two places left
-    assert rule.begin_again(held_up, [3, 5, 1, 0], 1) == [3, 1]
-    assert rule.begin_again(held_up, [3], 1) == [], "the step would still wait for another group"
-    assert rule.begin_again(view(1, started, 0, 1), [3], 1) == []  # the step can start as it is
-    assert rule.begin_again(view(1, started, 4), [0, 1, 2, 3], 1) == []  # the step lacks a group
+    assert rule.choose_restarts(held_up, [3, 5, 1, 0], 1) == [3, 1]
+    assert rule.choose_restarts(held_up, [3], 1) == [], "the step would still wait for another group"
+    assert rule.choose_restarts(view(1, started, 0, 1), [3], 1) == []  # the step can start as it is
+    assert rule.choose_restarts(view(1, started, 4), [0, 1, 2, 3], 1) == []  # the step lacks a group
 
 
 @given(
@@ -88,7 +88,7 @@ def test_the_smallest_sufficient_set_of_groups_is_restarted(
     def goes(ids: Iterable[int]) -> bool:
         return rule.choose(replace(made, started=started | dict.fromkeys(ids, 4))) is not None
 
-    again = rule.begin_again(made, able, 4)
+    again = rule.choose_restarts(made, able, 4)
     assert set(again) <= set(able) and len(set(again)) == len(again)
     if again:
         assert goes(again)
