@@ -26,7 +26,7 @@ Deliveries are written to disk (cluster/store) soon after they arrived (`keep`).
 death the kept groups are unchanged, and the others are sampled again (`recover`). A new job takes
 kept groups back: they are pending, with their age, and are only scored again.
 
-Scorers are checked with canaries (cluster/queue/custody.py). Groups that a moved scorer may have
+Scorers are checked with canaries (cluster/queue/provenance.py). Groups that a moved scorer may have
 scored wrongly are leased again, for another scorer; if weights contain such groups, the learner has
 to return to an earlier checkpoint.
 
@@ -44,10 +44,10 @@ from statistics import median
 from typing import Any
 
 from cluster.queue.adoption import Kept
-from cluster.queue.custody import Custody
 from cluster.queue.faults import Faults, killed
 from cluster.queue.ledger_answers import CanaryAnswer, NextStep, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.provenance import ScoreProvenance
 from cluster.queue.step_rule import View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 
@@ -104,7 +104,7 @@ class Ledger:
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
-        self.custody = Custody()
+        self.provenance = ScoreProvenance()
         self.resampled: set[int] = set()
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
@@ -131,7 +131,7 @@ class Ledger:
             if i >= trained.watermark and reason != CONSTANT_REWARD
         }
         self._set_aside = {**trained.set_aside, **above}
-        self.custody.keep(trained.__contains__)
+        self.provenance.reset(trained.__contains__)
         # Each live id that was started and is not trained, with `_steps` at its first lease or last
         # restart. Each id is in exactly one of `_pending`, `_leased` and `_delivered`.
         self._started: dict[int, int] = {}
@@ -206,7 +206,7 @@ class Ledger:
         if self._over.get(group_id) == attempt - 1:
             self._started[group_id] = self._steps
         self._started.setdefault(group_id, self._steps)
-        self.custody.begun(group_id)
+        self.provenance.record_lease(group_id)
         self._re_leases += attempt > 1
         now = self._clock()
         self._leased[group_id] = _Held(worker, attempt, now, now)
@@ -237,7 +237,7 @@ class Ledger:
 
         Args:
             constant_reward: reward that all its members have; None if their rewards differ.
-            scored_by: replicas that scored it (cluster/queue/custody.py).
+            scored_by: replicas that scored it (cluster/queue/provenance.py).
 
         Returns:
             True for the group's first delivery in this epoch; False if the caller must drop it.
@@ -265,13 +265,13 @@ class Ledger:
         if constant_reward is not None and self._settings.most_replaced:
             self._constant[group_id] = constant_reward
             fields["constant_reward"] = constant_reward
-        replicas = {*scored_by, *self.custody.rewarded_by(group_id)}
+        replicas = {*scored_by, *self.provenance.rewarded_by(group_id)}
         if replicas:
             fields["by"] = sorted(replicas)
         self.record("put", **fields)
-        if not self.custody.arrived(group_id, replicas):
-            moved = replicas & self.custody.moved
-            self._score_again([group_id], resample=not moved.isdisjoint(self.custody.rewarding))
+        if not self.provenance.record_delivery(group_id, replicas):
+            moved = replicas & self.provenance.moved
+            self._score_again([group_id], resample=not moved.isdisjoint(self.provenance.rewarding))
         self._meter()
         return True
 
@@ -335,13 +335,13 @@ class Ledger:
         kind = {"in_learner": True} if in_learner else {"rewards": True} if rewards else {}
         self.record("scorer", replica=replica, **kind, **said)
         if in_learner:
-            self.custody.in_learner.add(replica)
+            self.provenance.in_learner.add(replica)
         if rewards:
-            self.custody.rewarding.append(replica)
+            self.provenance.rewarding.append(replica)
 
     def ask(self, replicas: Collection[int]) -> None:
         """Record that canaries are about to be sent: delivered groups were scored before them."""
-        self.custody.asked(replicas)
+        self.provenance.record_canaries_sent(replicas)
         self.record("ask", replicas=sorted(replicas))
 
     def canary(self, replica: int, good: bool, **said: Any) -> CanaryAnswer:
@@ -354,17 +354,17 @@ class Ledger:
             good: the answer agrees with the scorer's first one.
             said: further fields of the event.
         """
-        if replica not in self.custody.moved:  # otherwise Ray has repeated the call
+        if replica not in self.provenance.moved:  # otherwise Ray has repeated the call
             self.record("canary", replica=replica, good=good, **said)
         if good:
-            self.custody.good(replica)
+            self.provenance.record_good_canary(replica)
             return CanaryAnswer(proven=self._proven)
-        scored = self.custody.bad(replica)
+        scored = self.provenance.record_bad_canary(replica)
         taken = scored & set(self._taken.group_ids if self._taken else ())
-        bad = [v for i, v in self.custody.versions.items() if i in scored]
+        bad = [v for i, v in self.provenance.versions.items() if i in scored]
         bad += [self._version + 1] if taken else []
         again = sorted(scored & self._delivered - taken)
-        self._score_again(again, resample=replica in self.custody.rewarding)
+        self._score_again(again, resample=replica in self.provenance.rewarding)
         self._meter()
         return CanaryAnswer(
             again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
@@ -372,7 +372,7 @@ class Ledger:
 
     @property
     def _proven(self) -> int:
-        first = min(self.custody.versions.values(), default=None)
+        first = min(self.provenance.versions.values(), default=None)
         return self._version if first is None else first - 1
 
     def _score_again(self, ids: Collection[int], *, resample: bool) -> None:
@@ -385,12 +385,12 @@ class Ledger:
             return
         if resample:
             self.resampled |= set(ids)
-            self.custody.discard_rewards(ids)
+            self.provenance.discard_rewards(ids)
             self._forget_kept(ids)
         self._rescored |= self.kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=list(ids), reason=self._last_reason)
-        self.custody.drop(ids)
+        self.provenance.drop(ids)
         for group_id in ids:
             self._delivered.discard(group_id)
             self._constant.pop(group_id, None)
@@ -521,7 +521,7 @@ class Ledger:
         assert all(i not in self._delivered and self._restarts[i] < most for i in ids)
         self._last_reason = "it was overdue"
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
-        self.custody.discard_rewards(ids)
+        self.provenance.discard_rewards(ids)
         self._forget_kept(ids)
         for group_id in ids:
             self._leased.pop(group_id, None)
@@ -626,7 +626,7 @@ class Ledger:
             for group_id in gone:
                 self._delivered.discard(group_id)
                 self._constant.pop(group_id, None)
-            self.custody.drop(gone)
+            self.provenance.drop(gone)
             self._forget_kept(gone)
             self._lose(gone, reason)
         return gone
@@ -702,8 +702,8 @@ class Ledger:
                 of_it.pop(group_id, None)
         self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
         self.trained, self._taken = trained, None
-        self.custody.drop(aside)
-        self.custody.published(version, ids)
+        self.provenance.drop(aside)
+        self.provenance.record_published(version, ids)
         self._version = version
         self._next = max(self._next, trained.watermark)
         self._record_step(event, version, before, trained)
@@ -755,7 +755,7 @@ class Ledger:
         self._pending |= lost
         self.resampled.clear()
         taken = set(self._taken.group_ids if self._taken else ())
-        self.custody.drop(lost - taken)  # taken groups may still be trained
+        self.provenance.drop(lost - taken)  # taken groups may still be trained
         self._delivered, self._constant = stay, constant
         above = {i: r for i, r in self._set_aside.items() if i >= self.trained.watermark}
         again = {"kept": sorted(here)} if here else {}

@@ -472,7 +472,7 @@ def _is_usable(group: TrajectoryGroup, version: int, earlier: Ledger) -> bool:
     return (
         newest <= version
         and not group.by_teacher
-        and not earlier.custody.has_open_rewards(group.group_id)
+        and not earlier.provenance.has_unproven_rewards(group.group_id)
     )
 
 

@@ -1,8 +1,8 @@
 """Audit of the scorers from a journal: whether each trained group lies between two good canaries.
 
-Reads the events of cluster/queue/journal.py in order, for all jobs of a run. The custody of their
-replayed ledgers tells which groups are proven. Numbers of scorers are valid within one job. Groups
-that a killed job left unproven cannot be proven later.
+Reads the events of cluster/queue/journal.py in order, for all jobs of a run. The provenance of
+their replayed ledgers tells which groups are proven. Numbers of scorers are valid within one job.
+Groups that a killed job left unproven cannot be proven later.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.queue.custody import Custody
 from cluster.queue.journal import Replay, read_journal, step_of
+from cluster.queue.provenance import ScoreProvenance
 from distill.records import TrainedGroups
 
 
@@ -102,9 +102,9 @@ def _steps(steps: Collection[int]) -> str:
 
 @dataclass(slots=True)
 class _Job:
-    """Scorers of one job, by number, and the custody of its ledger."""
+    """Scorers of one job, by number, and the provenance of its scores."""
 
-    custody: Custody
+    provenance: ScoreProvenance
     replicas: dict[int, Replica] = field(default_factory=dict)
 
 
@@ -112,7 +112,7 @@ class ScoringRecord:
     """Builds a `Scoring` from the events of a journal. Each must be replayed before it is read."""
 
     def __init__(self) -> None:
-        self._job = _Job(Custody())
+        self._job = _Job(ScoreProvenance())
         self._jobs: list[_Job] = []
         self._by: dict[int, tuple[_Job, list[int]]] = {}  # by group: its last scorers
         self._trained: dict[int, int] = {}  # versions, by group
@@ -122,7 +122,7 @@ class ScoringRecord:
     def read(self, event: Mapping[str, Any], played: Replay) -> None:
         """Read an event that `played` has replayed."""
         if event["event"] == "start" and played.ledger is not None:
-            self._job = _Job(played.ledger.custody)
+            self._job = _Job(played.ledger.provenance)
             self._jobs.append(self._job)
         if (read := getattr(self, f"_read_{event['event']}", None)) is not None:
             read(event)
@@ -131,7 +131,7 @@ class ScoringRecord:
         trained = TrainedGroups.from_json(event)
         self._trained = {i: version for i, version in self._trained.items() if i in trained}
         for job in self._jobs:
-            job.custody.keep(trained.__contains__)
+            job.provenance.reset(trained.__contains__)
 
     _read_rewind = _read_start
 
@@ -165,7 +165,7 @@ class ScoringRecord:
         version: int = event["version"]
         if ids and all(self._trained.get(group_id) == version for group_id in ids):
             return  # recorded by its push event already
-        in_learner = self._job.custody.in_learner
+        in_learner = self._job.provenance.in_learner
         for group_id in ids:
             self._trained[group_id] = version
             if in_learner:
@@ -193,7 +193,7 @@ class ScoringRecord:
         for job in self._jobs:
             for number, replica in job.replicas.items():
                 replica.trained = counts[id(replica)]
-                found = job.custody.open_of(number) & self._trained.keys()
+                found = job.provenance.unproven_of(number) & self._trained.keys()
                 replica.gaps = len(found)
                 open_groups |= found
                 if found:

@@ -9,7 +9,7 @@
     after_last   at the end of a run or of a scorer: canaries are sent alone, as no batch may follow
 
 cluster/runtime/watched.py tells the kinds of models apart. An answer proves the scores before it
-because of the order of the queue's journal (cluster/queue/custody.py): canaries are sent after
+because of the order of the queue's journal (cluster/queue/provenance.py): canaries are sent after
 `ask` is written there.
 """
 

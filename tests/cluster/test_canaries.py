@@ -377,7 +377,7 @@ def test_a_copy_in_the_learner_proves_steps_until_it_changes(
     scoring = read_scoring(here.path)
     assert scoring is not None and scoring.holds and scoring.trained == 4 and here.trusted == 2
     again = replay(here.path).ledger
-    assert again is not None and len(again.custody.in_learner) == 2
+    assert again is not None and len(again.provenance.in_learner) == 2
 
 
 def test_a_reward_model_that_fails_its_first_canary_is_asked_again(house: Any) -> None:

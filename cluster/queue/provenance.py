@@ -1,4 +1,4 @@
-"""Custody of scores: which groups were scored by which replica, and between which canaries.
+"""Provenance of scores: which groups were scored by which replica, and between which canaries.
 
 A replica is one process lifetime of one scoring engine, identified by a number. A replica has moved
 when one of its canaries is bad, and is then replaced. A score is proven when a canary that was sent
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 
-class Custody:
+class ScoreProvenance:
     """Tracks the groups whose scores are not proven yet, in the queue and in weights.
 
     Attributes:
@@ -27,34 +27,35 @@ class Custody:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, set[int]] = {}  # by group: replicas whose scores of it are not proven
-        self._asked: dict[int, set[int]] = {}  # by replica: groups that its pending canary covers
+        # By group: replicas whose scores of it are not proven.
+        self._unproven: dict[int, set[int]] = {}
+        self._covered: dict[int, set[int]] = {}  # by replica: groups that its pending canary covers
         self.versions: dict[int, int] = {}
         self.in_learner: set[int] = set()
         self.rewarding: list[int] = []
         # By leased group: index in `rewarding` of the reward model at its first lease.
-        self._begun: dict[int, int] = {}
+        self._rewarding_since: dict[int, int] = {}
         self.moved: set[int] = set()
 
-    def begun(self, group_id: int) -> None:
+    def record_lease(self, group_id: int) -> None:
         """Record the lease of a group.
 
         A group that is leased again without `discard_rewards` may keep rewards from its earlier
         lease.
         """
         if self.rewarding:
-            self._begun.setdefault(group_id, len(self.rewarding) - 1)
+            self._rewarding_since.setdefault(group_id, len(self.rewarding) - 1)
 
     def discard_rewards(self, group_ids: Iterable[int]) -> None:
         """Record that groups are sampled again and discard their earlier rewards."""
         for group_id in group_ids:
-            self._begun.pop(group_id, None)
+            self._rewarding_since.pop(group_id, None)
 
     def rewarded_by(self, group_id: int) -> set[int]:
         """Lifetimes of the reward model that may have rewarded a leased group."""
-        return set(self.rewarding[self._begun.get(group_id, 0) :])
+        return set(self.rewarding[self._rewarding_since.get(group_id, 0) :])
 
-    def arrived(self, group_id: int, replicas: Iterable[int]) -> bool:
+    def record_delivery(self, group_id: int, replicas: Iterable[int]) -> bool:
         """Record a delivered group and the replicas that scored it.
 
         If the group was delivered before and not dropped since, weights may contain that earlier
@@ -64,62 +65,62 @@ class Custody:
             False if one of `replicas` is known to have moved.
         """
         replicas = set(replicas)
-        for covered in self._asked.values():
+        for covered in self._covered.values():
             covered.discard(group_id)
-        if both := replicas | self._open.get(group_id, set()):
-            self._open[group_id] = both
+        if both := replicas | self._unproven.get(group_id, set()):
+            self._unproven[group_id] = both
         return not replicas & self.moved
 
-    def asked(self, replicas: Iterable[int]) -> None:
+    def record_canaries_sent(self, replicas: Iterable[int]) -> None:
         """Record that canaries are about to be sent to these replicas."""
         for replica in replicas:
-            self._asked[replica] = self.open_of(replica)
+            self._covered[replica] = self.unproven_of(replica)
 
-    def good(self, replica: int) -> None:
+    def record_good_canary(self, replica: int) -> None:
         """Record that the replica's last canary was good."""
-        for group_id in self._asked.pop(replica, set()):
-            if replicas := self._open.get(group_id):
+        for group_id in self._covered.pop(replica, set()):
+            if replicas := self._unproven.get(group_id):
                 replicas.discard(replica)
                 if not replicas:
                     self.drop([group_id])
 
-    def bad(self, replica: int) -> set[int]:
+    def record_bad_canary(self, replica: int) -> set[int]:
         """Record that the replica has moved; returns the groups that it may have scored wrongly."""
         self.moved.add(replica)
-        self._asked.pop(replica, None)
-        return self.open_of(replica)
+        self._covered.pop(replica, None)
+        return self.unproven_of(replica)
 
-    def open_of(self, replica: int) -> set[int]:
+    def unproven_of(self, replica: int) -> set[int]:
         """Groups scored by the replica whose scores are not proven."""
-        return {group_id for group_id, replicas in self._open.items() if replica in replicas}
+        return {group_id for group_id, replicas in self._unproven.items() if replica in replicas}
 
-    def published(self, version: int, group_ids: Iterable[int]) -> None:
+    def record_published(self, version: int, group_ids: Iterable[int]) -> None:
         """Record that weights of this version contain these groups."""
         for group_id in group_ids:
             if self.in_learner:
-                self._open.setdefault(group_id, set()).update(self.in_learner)
-            if group_id in self._open:
+                self._unproven.setdefault(group_id, set()).update(self.in_learner)
+            if group_id in self._unproven:
                 self.versions[group_id] = version
-            self._begun.pop(group_id, None)
+            self._rewarding_since.pop(group_id, None)
 
-    def has_open_rewards(self, group_id: int) -> bool:
+    def has_unproven_rewards(self, group_id: int) -> bool:
         """True if a reward model may have rewarded the group, and that is not proven."""
-        return not self._open.get(group_id, set()).isdisjoint(self.rewarding)
+        return not self._unproven.get(group_id, set()).isdisjoint(self.rewarding)
 
     def drop(self, group_ids: Iterable[int]) -> None:
         """Stop tracking groups, because they are proven or no longer exist."""
         for group_id in group_ids:
-            self._open.pop(group_id, None)
+            self._unproven.pop(group_id, None)
             self.versions.pop(group_id, None)
-            for covered in self._asked.values():
+            for covered in self._covered.values():
                 covered.discard(group_id)
 
-    def keep(self, trained: Callable[[int], bool]) -> None:
+    def reset(self, trained: Callable[[int], bool]) -> None:
         """Reset for a learner that starts from other weights.
 
         Args:
             trained: True for group ids that these weights contain; only those stay tracked.
         """
         self.in_learner.clear()
-        self._begun.clear()
-        self.drop([i for i in self._open if i not in self.versions or not trained(i)])
+        self._rewarding_since.clear()
+        self.drop([i for i in self._unproven if i not in self.versions or not trained(i)])
