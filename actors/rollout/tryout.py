@@ -40,7 +40,7 @@ from distill.sandbox.guard import guarded, lifeline
 from distill.types import StopReason, TokenArray
 
 # Characters of a crashed child's output that an error message shows.
-_LAST_WORDS = 200
+_TAIL_CHARS = 200
 
 
 class NotTried(Exception):
@@ -193,7 +193,7 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         try:
             told = json.loads(answer.read())
         except ValueError:
-            return f"the process ended ({_ending(code)}){_last_words(printed.read())}"
+            return f"the process ended ({_ending(code)}){_last_line(printed.read())}"
     if told["lost"] is not None:
         raise NotTried(told["lost"])
     return told["wrong"]
@@ -203,9 +203,9 @@ def _ending(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _last_words(printed: bytes) -> str:
+def _last_line(printed: bytes) -> str:
     lines = printed.decode(errors="replace").strip().splitlines()
-    return f"; it printed: {lines[-1][-_LAST_WORDS:]}" if lines else ""
+    return f"; it printed: {lines[-1][-_TAIL_CHARS:]}" if lines else ""
 
 
 def main() -> None:

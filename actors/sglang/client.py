@@ -44,7 +44,7 @@ class SglangClient:
         admin_api_key: key for weight loads, pausing and aborting.
         deadline_s: time limit of a request in seconds, retries included; a request's
             `allowance_s` is added to it.
-        obituary: returns the reason why the server exited, for error messages.
+        exit_report: returns the reason why the server exited, for error messages.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class SglangClient:
         api_key: str | None,
         admin_api_key: str | None,
         deadline_s: float,
-        obituary: Callable[[], str] | None = None,
+        exit_report: Callable[[], str] | None = None,
     ) -> None:
         self._url = url
         self._api_key, self._admin_api_key = api_key, admin_api_key
         self._deadline_s = deadline_s
-        self._obituary = obituary
+        self._exit_report = exit_report
         self._session: aiohttp.ClientSession | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sglang answers")
         # One body at a time. The answers of a group arrive together, and every read from a socket
@@ -245,7 +245,7 @@ class SglangClient:
         return EngineLost(f"{self._url()}{path} cannot be reached ({reason}).{self._why()}")
 
     def _why(self) -> str:
-        return f" {self._obituary()}" if self._obituary is not None else ""
+        return f" {self._exit_report()}" if self._exit_report is not None else ""
 
 
 def _uncollected(read: Callable[[], Value]) -> Value:

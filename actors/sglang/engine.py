@@ -625,7 +625,7 @@ class SglangEngine:
             self._starting = asyncio.ensure_future(self._start(self.server))
         await asyncio.shield(self._starting)
         if not self.server.running:
-            raise EngineLost(self.server.obituary())
+            raise EngineLost(self.server.exit_report())
 
 
 def failed(task: asyncio.Task[Any]) -> bool:

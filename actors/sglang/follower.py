@@ -36,7 +36,7 @@ class SglangFollower:
         await self.server.ready()
         while self.server.running:
             await asyncio.sleep(_POLL_S)
-        raise EngineLost(self.server.obituary())
+        raise EngineLost(self.server.exit_report())
 
     async def close(self) -> None:
         """Stop the processes, which ends the whole server."""

@@ -71,7 +71,7 @@ class HostedSglangEngine(SglangEngine):
             api_key=server.api_key,
             admin_api_key=server.admin_api_key,
             deadline_s=config.request_deadline_s,
-            obituary=server.obituary,
+            exit_report=server.exit_report,
         )
         super().__init__(
             client,

@@ -162,7 +162,7 @@ class SglangServer:
                 self._process = self._spawn()
                 continue
             raise EngineLost(
-                f"the SGLang server {self._state()} before it was ready. {self._last_words()}"
+                f"the SGLang server {self._state()} before it was ready. {self._log_excerpt()}"
             )
 
     async def _poll_until_ready(self) -> bool:
@@ -181,7 +181,7 @@ class SglangServer:
                     self.stop()
                     raise EngineLost(
                         f"the SGLang server was not ready within {self._start_deadline_s:.0f} s. "
-                        + self._last_words()
+                        + self._log_excerpt()
                     )
                 try:
                     async with session.get(self.url + self._ready_path) as response:
@@ -203,9 +203,9 @@ class SglangServer:
         start = max(self._log_start, size - _TAIL_BYTES)
         return os.pread(log, _TAIL_BYTES, start).decode(errors="replace")
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         """Message with the reason why the server has ended, and the end of its log."""
-        return f"the SGLang server {self._state()}. {self._last_words()}"
+        return f"the SGLang server {self._state()}. {self._log_excerpt()}"
 
     def _state(self) -> str:
         code = self._process.poll()
@@ -215,7 +215,7 @@ class SglangServer:
             return cause_of_kill(self._log_end())
         return f"ended with code {code}"
 
-    def _last_words(self) -> str:
+    def _log_excerpt(self) -> str:
         name = f" ({self._log_path})" if self._log_path else ""
         return f"The end of its log{name}:\n{self._log_tail()}"
 

@@ -130,7 +130,7 @@ class RolloutCast:
             options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
             return self._make(EvaluatorActor, options, inputs.held_out, inputs.tokenizer, inside)
 
-        def last_words() -> str:
+        def death_details() -> str:
             lines = [inputs.held_out.label(p) for p in problems_inside(inside)]
             more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
             noun = "problem" if len(lines) == 1 else "problems"
@@ -142,7 +142,7 @@ class RolloutCast:
             lambda _: EVALUATOR,
             create,
             heartbeat=progress_call,
-            last_words=last_words,
+            death_details=death_details,
         )
 
     def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:

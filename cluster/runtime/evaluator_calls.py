@@ -34,12 +34,12 @@ class EvaluatorCalls:
 
     def __init__(self, driver: Driver) -> None:
         self._supervisor, self._driver = driver.supervisor, driver
-        self._last_words: list[str] = []  # of evaluators that died in user code
+        self._death_details: list[str] = []  # of evaluators that died in user code
 
     def record_death(self, member: Member) -> None:
         """Record the problems in whose code an evaluator died, before its successor begins."""
-        if words := member.spec.last_words():
-            self._last_words.append(words)
+        if words := member.spec.death_details():
+            self._death_details.append(words)
 
     async def ask(self, what: str, make: Callable[[Any], Any]) -> Any:
         """Value of the call that `make` makes with the evaluator's handle.
@@ -47,14 +47,14 @@ class EvaluatorCalls:
         Raises:
             RunFailed: the call did not end, or the evaluator died, too often.
         """
-        before = len(self._last_words)
+        before = len(self._death_details)
         for left in reversed(range(_TRIES)):
             member = await self._serving(what)
             try:
                 return await self._driver.answer(what, make(member.handle), worker=EVALUATOR)
             except ActorLost as lost:
                 self._replace(member, lost)
-                if len(ends := self._last_words[before:]) >= _TRIES_INSIDE:
+                if len(ends := self._death_details[before:]) >= _TRIES_INSIDE:
                     raise RunFailed(self._explain(what, ends)) from lost
                 if not left:
                     raise RunFailed(str(lost)) from lost

@@ -76,7 +76,7 @@ class ActorSpec:
         critical: its death ends the call that the driver waits for; it is not restarted here.
         restarted_by_ray: Ray restarts the actor, and its handle stays valid; only a hang is handled
             here. Its heartbeat reports its process.
-        last_words: returns what an actor that is being terminated was doing, for the message.
+        death_details: returns what an actor that is being terminated was doing, for the message.
         lacking: what the actor with an index waits for if the cluster has no place for it, and
             until when; "" if it has one.
         start_deadline_s: longest time from its creation to its first heartbeat.
@@ -89,7 +89,7 @@ class ActorSpec:
     heartbeat: Callable[[Any], Any]
     follow: Callable[[int, int, Any], Mapping[Any, Any]] = lambda _index, _attempt, _handle: {}
     lacking: Callable[[int], str] = lambda _index: ""
-    last_words: Callable[[], str] = lambda: ""
+    death_details: Callable[[], str] = lambda: ""
     gated: bool = False
     critical: bool = False
     restarted_by_ray: bool = False
@@ -394,7 +394,7 @@ class Supervisor:
             error: error of its heartbeat or of another call, if that revealed the death.
         """
         now = time.monotonic()
-        why += member.spec.last_words()
+        why += member.spec.death_details()
         self._record("death", who=member.name, why=why)
         if member.spec.restarted_by_ray:
             self._heal(member, why, hangs=error is None)

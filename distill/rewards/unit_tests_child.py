@@ -57,7 +57,7 @@ _SERVED = ("getattr", "setattr", "len", "iter", "next", "bool", "getitem", "seti
 # File name of the tests in tracebacks.
 _TESTS = "tests.py"
 # Number of characters kept from the end of a script's errors.
-_LAST_WORDS = 1000
+_TAIL_CHARS = 1000
 # Modules that the solution may pass to the tests. Importing other modules may have any effect:
 # `unittest.__main__` ends the process.
 _MODULES = (
@@ -439,7 +439,7 @@ def run_scripts(reader: int, writer: int) -> str:
             stream.seek(0)
             texts.append(stream.read().decode(errors="replace"))
             stream.close()
-        reply = [texts[0], code, texts[1][-_LAST_WORDS:]]
+        reply = [texts[0], code, texts[1][-_TAIL_CHARS:]]
 
 
 def _names(source: str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def test_a_server_on_a_shared_gpu_has_a_token_limit(
     ready_paths: list[str] = []
 
     class Server:
-        url, api_key, admin_api_key, obituary = "", "", "", str
+        url, api_key, admin_api_key, exit_report = "", "", "", str
 
         def __init__(
             self, flags: list[str], environment: dict[str, str], ready_path: str, **_: object

@@ -40,7 +40,7 @@ class Process:
     async def ready(self) -> None:
         pass
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         return "the SGLang server ended with code 1"
 
 

@@ -205,8 +205,10 @@ def test_a_taken_port_is_skipped_and_a_dead_server_has_a_reason(
             directory = private_directory_of([psutil.Process(server.pid), *family])
             part.kill()
             until(lambda: not server.running, failing="it lives on without its detokenizer")
-            assert "its detokenizer was killed" in server.obituary()
-            assert str(log) in server.obituary() and "before this one" not in server.obituary()
+            assert "its detokenizer was killed" in server.exit_report()
+            assert (
+                str(log) in server.exit_report() and "before this one" not in server.exit_report()
+            )
             assert "coredumps before exiting" not in log.read_text(), "it waited for diagnostics"
             assert not gone(lambda: named_after(directory))
         finally:

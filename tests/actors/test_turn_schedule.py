@@ -48,7 +48,7 @@ class Server:
     async def ready(self) -> None:
         """Do nothing: the server is ready."""
 
-    def obituary(self) -> str:
+    def exit_report(self) -> str:
         return "it has not ended"
 
     def stop(self) -> None:

@@ -36,7 +36,7 @@ class House:
         self.calls = EvaluatorCalls(self.driver)
         role = ActorSpec(
             name=EVALUATOR, title=lambda _index: EVALUATOR, create=self.create,
-            heartbeat=ready_call, last_words=self.last_words, start_deadline_s=DEADLINE_S,
+            heartbeat=ready_call, death_details=self.death_details, start_deadline_s=DEADLINE_S,
         )  # fmt: skip
         self.supervisor.add(role, 0)
         self.supervisor.under_way = True
@@ -47,7 +47,7 @@ class House:
         actor_class = remote(concurrency_groups={HEALTH_GROUP: 1})(StuckEvaluator)
         return actor_class.options(num_cpus=0).remote(self.inside)
 
-    def last_words(self) -> str:
+    def death_details(self) -> str:
         inside = problems_inside(self.inside)
         return f", in the code of {inside} of env=Bad" if inside else ""
 
