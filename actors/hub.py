@@ -30,19 +30,19 @@ def on_hub(model: str) -> bool:
     return not Path(model).exists()
 
 
-def fetch_missing(models: Collection[str], say: Callable[[str], None]) -> None:
+def fetch_missing(models: Collection[str], print_line: Callable[[str], None]) -> None:
     """Download the models that are not in this machine's cache; local paths are skipped.
 
     Args:
-        say: prints a line about progress.
+        print_line: prints a line about progress.
 
     Raises:
         CheckpointError: as for `download`.
     """
     for name in sorted(filter(on_hub, set(models))):
         if size := missing_bytes(name):
-            say(f"downloading {name} ({gib(size)} GiB)")
-            download(name, say)
+            print_line(f"downloading {name} ({gib(size)} GiB)")
+            download(name, print_line)
 
 
 @lru_cache
@@ -63,11 +63,11 @@ def missing_bytes(name: str) -> int:
     return 0 if _is_cached(name) else sum(_index(name).values())
 
 
-def download(name: str, say: Callable[[str], None]) -> None:
+def download(name: str, print_line: Callable[[str], None]) -> None:
     """Download a model into this machine's cache; files that are already there are kept.
 
     Args:
-        say: prints a line about progress, called every ten seconds.
+        print_line: prints a line about progress, called every ten seconds.
 
     Raises:
         CheckpointError: the disk is too small, or a file cannot be downloaded.
@@ -82,7 +82,7 @@ def download(name: str, say: Callable[[str], None]) -> None:
             "HF_HOME names another place"
         )
     disable_progress_bars()
-    with _saying(name, sum(sizes.values()), say):
+    with _printing_progress(name, sum(sizes.values()), print_line):
         try:
             snapshot_download(name, allow_patterns=list(sizes))
         except Exception as error:  # the library's own, its HTTP library's, OSError: no common base
@@ -90,12 +90,12 @@ def download(name: str, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _saying(name: str, size: int, say: Callable[[str], None]) -> Iterator[None]:
+def _printing_progress(name: str, size: int, print_line: Callable[[str], None]) -> Iterator[None]:
     over = threading.Event()
 
     def lines() -> None:
         while not over.wait(_SAY_EVERY_S):
-            say(f"{name}: {gib(_arrived(name))} of {gib(size)} GiB downloaded")
+            print_line(f"{name}: {gib(_arrived(name))} of {gib(size)} GiB downloaded")
 
     threading.Thread(target=lines, daemon=True, name=f"download of {name}").start()
     try:

@@ -96,7 +96,7 @@ class Watched:
 
     def __init__(self, handles: list[Any], number: int) -> None:
         self.supervisor = Supervisor(
-            say=print,
+            print_line=print,
             record=lambda _event, **_fields: None,
             on_death=lambda member, why: print(member.name, why),
             hang_after_s=300,

@@ -13,8 +13,10 @@ from cluster.run_files.out_directory import claimed_directory
 
 
 def _run(config: DemoConfig, console: Console) -> None:
-    say = partial(console.print, highlight=False)
-    with claimed_directory(config.out, "demo", say) as out:  # checked before the slow imports
+    print_line = partial(console.print, highlight=False)
+    with claimed_directory(
+        config.out, "demo", print_line
+    ) as out:  # checked before the slow imports
         from cluster.demos.demo import demo  # Ray and torch, which --help does not need
 
         demo(config, out, console)

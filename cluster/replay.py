@@ -143,7 +143,9 @@ class StepReplay:
 
     def run(self, what_if: RolloutConfig | None, blame: int) -> None:
         at = self._start.step if self._start else 0
-        self._say(f"from {self._start.path if self._start else 'the first weights'} (step {at})")
+        self._print_line(
+            f"from {self._start.path if self._start else 'the first weights'} (step {at})"
+        )
         with tempfile.TemporaryDirectory() as scratch:
             loop = self.loop(self.config, self._start, scratch)
             for between in range(at + 1, self._step):
@@ -155,7 +157,7 @@ class StepReplay:
             except NonFiniteError as error:
                 metrics = None
                 as_it_was = ", as it was" if self._kept.outcome(self._step) is None else ""
-                self._say(f"step {self._step} is not finite{as_it_was}: {error}")
+                self._print_line(f"step {self._step} is not finite{as_it_was}: {error}")
             else:
                 self._compare(self._step, loop, final=True)
             if what_if is not None and before is not None:
@@ -190,7 +192,7 @@ class StepReplay:
         was = self._kept.outcome(step)
         if was is None:
             if final:
-                self._say(f"step {step} never ended in the run; here it does")
+                self._print_line(f"step {step} never ended in the run; here it does")
             return
         workers = was["workers"]
         largest = differing = 0.0
@@ -210,7 +212,9 @@ class StepReplay:
                     )
                 largest = max(largest, gap)
         if final:
-            self._say(_agreement(step, len(was["weights"]), workers, int(differing), largest))
+            self._print_line(
+                _agreement(step, len(was["weights"]), workers, int(differing), largest)
+            )
 
     def _what_if(
         self, config: RolloutConfig, before: Any, scratch: str, metrics: Mapping[str, float]
@@ -227,7 +231,7 @@ class StepReplay:
                 values = (metrics.get(name), other.get(name))
                 table.add_row(name, *("-" if each is None else f"{each:.6g}" for each in values))
         self._console.print(table)
-        self._say("metrics that are the same are left out")
+        self._print_line("metrics that are the same are left out")
 
     def _blame(self, loop: Any, number: int) -> None:
         from cluster.inspect.replayed import blame
@@ -250,24 +254,24 @@ class StepReplay:
         shown = {group_id for step, group_id in kept if step == self._step}
         links = [f"  #{row.link(self._step)}  {row.where}" for row in rows if row.group in shown]
         if not links:
-            self._say(
+            self._print_line(
                 "none of these groups is on the page of cluster.report, which shows what "
                 "rollouts.jsonl has of a step (keep=all: all of it)"
             )
             return
         page = self._directory.path / "report.html"
-        self._say(
+        self._print_line(
             f"python -m cluster.report out={self._directory.path} groups={len(kept)} writes "
             f"{page}, which has them at"
         )
         for link in links:
-            self._say(link)
+            self._print_line(link)
 
     def _text(self, tokens_T: TokenArray) -> str:
         text = decode(self._inputs.tokenizer, tokens_T)
         return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
 

@@ -218,13 +218,13 @@ class CheckpointStore:
             ) from error
 
     def latest(
-        self, say: Callable[[str], None] = logger.warning, before: int | None = None
+        self, print_line: Callable[[str], None] = logger.warning, before: int | None = None
     ) -> Checkpoint | None:
         """Read the newest intact checkpoint, every file of it; None if there are none.
 
         Args:
-            say: receives a message for each newer checkpoint that is damaged: the damaged file,
-                and the steps that are lost.
+            print_line: receives a message for each newer checkpoint that is damaged: the damaged
+                file, and the steps that are lost.
             before: consider only checkpoints of earlier steps.
 
         Raises:
@@ -240,7 +240,7 @@ class CheckpointStore:
                 damaged[path.name] = str(error)
                 continue
             for name, why in damaged.items():
-                say(
+                print_line(
                     f"checkpoint {name} is damaged: {why}. Resuming from step {found.step}; "
                     "later steps are trained again"
                 )

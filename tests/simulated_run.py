@@ -191,7 +191,7 @@ class SimulatedRun:
         self.tokenizer = probe_tokenizer(self.inputs.tokenizer)
         handshake: Any = SimpleNamespace(examine=self._examine)
         self.fleet = Fleet(
-            cast=cast, signals=Signals(), handshake=handshake, say=self.said.append,
+            cast=cast, signals=Signals(), handshake=handshake, print_line=self.said.append,
             trained=TrainedGroups(), start_model=student, found=print,
         )  # fmt: skip
         self.examined: list[list[str]] = []

@@ -42,7 +42,9 @@ _OURS = ("distill.", "actors.")
 _WAY_OUT = "Correct it, or start without this trial: rollout.smoke_test=False"
 
 
-def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[str], None]) -> None:
+def try_user_code(
+    config: RolloutConfig, inputs: RolloutInputs, print_line: Callable[[str], None]
+) -> None:
     """Play the run's first problems in a separate process, without a model.
 
     Each problem gets the right response, wrong ones and an empty one, because all of them occur in
@@ -73,9 +75,9 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
         others = [play for play in plays if play.problem != problem]
         if not others or _first_failure(others, timeout_s) is not None:
             raise ConfigError(f"{failed}. {_WAY_OUT}", field="rollout.smoke_test")
-        say(f"{failed}. Other problems passed, so the run starts")
+        print_line(f"{failed}. Other problems passed, so the run starts")
     except NotTried as error:
-        say(f"{plays[0].problem} is not tried before the run: {error}")
+        print_line(f"{plays[0].problem} is not tried before the run: {error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
     return None
 
 
-def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None:
+def try_own_objective(config: RolloutConfig, print_line: Callable[[str], None]) -> None:
     """Try custom advantage, loss and divergence functions on made-up numbers, in another process.
 
     Raises:
@@ -142,7 +144,7 @@ def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None
         try:
             wrong = tried(trial, START_S)
         except NotTried as error:
-            say(f"{setting} is not tried before the run: {error}")
+            print_line(f"{setting} is not tried before the run: {error}")
             continue
         except TimeoutError:
             wrong = f"{setting} did not end within {START_S:g} s"

@@ -14,12 +14,12 @@ from distill.settings import changed
 
 
 def checked(
-    config: RolloutConfig, say: Callable[[str], None]
+    config: RolloutConfig, print_line: Callable[[str], None]
 ) -> tuple[RolloutConfig, RolloutInputs]:
     """Replace settings that are `auto` (device, engine, estimator), and check the run.
 
     Args:
-        say: prints a line for each choice.
+        print_line: prints a line for each choice.
 
     Raises:
         IsothermError: the run cannot work with these settings.
@@ -30,7 +30,7 @@ def checked(
     if isinstance(config, OpdConfig):
         config, estimator = with_estimator(config)
     for line in filter(None, (device, engine, estimator)):
-        say(line)
+        print_line(line)
     return config, check_rollout(config)
 
 

@@ -21,14 +21,14 @@ def placed_on_ray(
     directory: RunDirectory,
     *,
     resumes: bool,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     poll: Callable[[], None],
 ) -> Iterator[Placement]:
     """Context manager that reserves resources for all actors, and downloads models to their nodes.
 
     Args:
         resumes: the run continues from a checkpoint in its directory.
-        say, poll: see `Placement.reserve`.
+        print_line, poll: see `Placement.reserve`.
 
     Raises:
         ConfigError: the cluster is too small, or has no free resources within the deadline; or a
@@ -41,9 +41,11 @@ def placed_on_ray(
         name=directory.actor_name("place"),
     )
     try:
-        placement.reserve(deadline_s=config.cluster.start_deadline_of(None), say=say, poll=poll)
+        placement.reserve(
+            deadline_s=config.cluster.start_deadline_of(None), print_line=print_line, poll=poll
+        )
         _require_visible(config, placement, directory, resumes)
-        prefetch(_models_of_nodes(config, placement), say=say, poll=poll)
+        prefetch(_models_of_nodes(config, placement), print_line=print_line, poll=poll)
         yield placement
     finally:
         placement.release()

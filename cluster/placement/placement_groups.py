@@ -1,7 +1,7 @@
 """Placement groups of a run: a bundle of resources per actor, reserved before actors are created.
 
     placement = Placement(demands, name=...)
-    placement.reserve(deadline_s=..., say=..., poll=...)   all of them, or an error
+    placement.reserve(deadline_s=..., print_line=..., poll=...)  all of them, or an error
     actor_class.options(**placement.options("policy", 0))  in its bundle
     actor_class.options(**placement.options("policy", 0, 1))  on the second of its nodes
     index = placement.add("policy")                        another member, perhaps on a future node
@@ -51,7 +51,7 @@ from cluster.placement.resources import (
 from distill.errors import ConfigError
 
 _POLL_S, _FIRST_POLL_S = 0.5, 0.05
-# Interval between equal lines of `say`, seconds.
+# Interval between equal lines of `print_line`, seconds.
 _SAY_EVERY_S = 10.0
 # Delay before the first line, seconds. If there are free resources, Ray assigns them sooner.
 _SAY_FROM_S = 1.0
@@ -130,12 +130,12 @@ class Placement:
         self._free: defaultdict[str, list[int]] = defaultdict(list)  # reserved, but without member
 
     def reserve(
-        self, *, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
+        self, *, deadline_s: float, print_line: Callable[[str], None], poll: Callable[[], None]
     ) -> None:
         """Reserve the bundles of all initial members. If this fails, no bundle stays reserved.
 
         Args:
-            say: called with a line about the roles that wait for resources.
+            print_line: called with a line about the roles that wait for resources.
             poll: called twice a second; it may raise.
 
         Raises:
@@ -144,7 +144,7 @@ class Placement:
         try:
             self._require_possible()
             self._create_all()
-            self._wait(deadline_s, say, poll)
+            self._wait(deadline_s, print_line, poll)
         except BaseException:
             self.release()
             raise
@@ -284,7 +284,7 @@ class Placement:
                 )
 
     def _wait(
-        self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
+        self, deadline_s: float, print_line: Callable[[str], None], poll: Callable[[], None]
     ) -> None:
         started = time.monotonic()
         held_until = random.uniform(*_HELD_S)
@@ -306,7 +306,7 @@ class Placement:
                 )
             news = line != said or waited - said_at >= _SAY_EVERY_S
             if news and waited >= _SAY_FROM_S:
-                say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
+                print_line(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
                 said_at, said = waited, line
             if waited > held_until and len(unplaced) < len(self._groups):
                 if not self._lacking():  # otherwise nodes are missing, and no other run holds them

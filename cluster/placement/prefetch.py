@@ -29,14 +29,14 @@ _POLL_S = 0.5
 def prefetch(
     models: Mapping[str, Collection[str]],
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     poll: Callable[[], None],
 ) -> None:
     """Download to each node those files of its models that are not in its cache.
 
     Args:
         models: paths, and names on the hub, by the id of the Ray node that loads them.
-        say: called with a line for each download.
+        print_line: called with a line for each download.
         poll: called twice a second; it may raise.
 
     Raises:
@@ -45,7 +45,7 @@ def prefetch(
     """
     downloads = _planned(models)
     for each in downloads:
-        say(str(each))
+        print_line(str(each))
     began = time.monotonic()
     tasks = {on_node(_download, each.node).remote(each.names): each for each in downloads}
     try:

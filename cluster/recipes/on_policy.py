@@ -53,18 +53,18 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
     Raises:
         IsothermError: the run cannot work with these settings.
     """
-    say = partial(console.print, highlight=False)
+    print_line = partial(console.print, highlight=False)
     device, engine = config.cluster.device, config.engine.kind
-    config, inputs = checked(config, say)
+    config, inputs = checked(config, print_line)
     config, said = with_routing_replay(config)
     if said:
-        say(said)
+        print_line(said)
     if said := adapter_push(config):
-        say(said)
+        print_line(said)
     # As given: `auto` may resolve to another value in a resumed run.
     recorded = changed(config, device=device, engine=engine)
     directory = RunDirectory(recorded, inputs.digests, inputs.stops)
-    with opened(config, directory, say) as resume_from:
+    with opened(config, directory, print_line) as resume_from:
         yield _planned(config, inputs, directory, resume_from, console)
 
 
@@ -75,14 +75,14 @@ def _planned(
     resume_from: Checkpoint | None,
     console: Console,
 ) -> RunPlan:
-    say = partial(console.print, highlight=False)
+    print_line = partial(console.print, highlight=False)
     config.check_keep_best(judged=inputs.judged)
     fork = None
     if resume_from is None:
-        fork = find_fork(config, tokenizer=inputs.tokenizer, say=say)
-        try_own_objective(config, say)
+        fork = find_fork(config, tokenizer=inputs.tokenizer, print_line=print_line)
+        try_own_objective(config, print_line)
         if config.train_from is None:
-            try_user_code(config, inputs, say)
+            try_user_code(config, inputs, print_line)
     parts = partial(_parts, config, inputs)
     if config.train_from is not None:
         parts = partial(_parts_on_kept, config, inputs, kept_steps(config, resume_from))
@@ -102,7 +102,11 @@ def _planned(
 def _parts(
     config: RolloutConfig, inputs: RolloutInputs, context: RunContext, places: Places
 ) -> tuple[Fleet, Evaluations]:
-    directory, say, resume_from = context.directory, context.progress.note, context.resume_from
+    directory, print_line, resume_from = (
+        context.directory,
+        context.progress.note,
+        context.resume_from,
+    )
     if config.only_keeps:
         context.progress.hidden.add("staleness/max")  # groups are never stale
     if not inputs.judged:
@@ -113,8 +117,8 @@ def _parts(
     fleet = Fleet(
         cast=RolloutCast(config, inputs, directory, places),
         signals=context.signals,
-        handshake=RunHandshake(config, inputs, directory, context.console, say),
-        say=say,
+        handshake=RunHandshake(config, inputs, directory, context.console, print_line),
+        print_line=print_line,
         trained=trained_in(resume_from),
         start_model=config.model.path if start is None else start.model_dir,
         found=context.found,

@@ -30,7 +30,7 @@ from learner.checkpoint import Checkpoint
 
 @contextmanager
 def opened(
-    config: CommonConfig, directory: RunDirectory, say: Callable[[str], None]
+    config: CommonConfig, directory: RunDirectory, print_line: Callable[[str], None]
 ) -> Iterator[Checkpoint | None]:
     """Lock the run's directory for this process; yields the checkpoint to resume from, or None.
 
@@ -43,8 +43,8 @@ def opened(
     """
     check_trackers(config.tracking)
     receiver_of(config.tracking.notify)
-    with nullcontext() if config.only_plans else directory.locked(say, OTHER_JOB_S):
-        yield directory.check(say)
+    with nullcontext() if config.only_plans else directory.locked(print_line, OTHER_JOB_S):
+        yield directory.check(print_line)
 
 
 def connected(config: CommonConfig) -> AbstractContextManager[None]:
@@ -172,7 +172,7 @@ def placed(context: RunContext) -> Iterator[Places]:
         config,
         context.directory,
         resumes=context.resume_from is not None,
-        say=context.progress.note,
+        print_line=context.progress.note,
         poll=context.signals.check,
     ) as places:
         yield places

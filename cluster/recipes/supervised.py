@@ -39,10 +39,10 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     """
     kind = _checked(config)
     inputs, asked = kind.inputs, config.cluster.device
-    say = partial(console.print, highlight=False)
+    print_line = partial(console.print, highlight=False)
     config, said = with_device(config)
     if said:
-        say(said)
+        print_line(said)
     epochs = "" if config.epochs is None else f" ({config.epochs:g} epochs)"
     units = len(inputs.rows_D) // config.rows_per_unit
     config = config.trained_on(units)
@@ -52,10 +52,10 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     recorded = changed(config, device=asked)
     directory = RunDirectory(recorded, inputs.digests, inputs.stops)
     config.check_keep_best()
-    with opened(config, directory, say) as resume_from:
+    with opened(config, directory, print_line) as resume_from:
         fork = None
         if resume_from is None:
-            fork = find_fork(config, tokenizer=inputs.tokenizer, say=say)
+            fork = find_fork(config, tokenizer=inputs.tokenizer, print_line=print_line)
         console.print(
             f"{config.recipe}: {config.model.path} on {units} {kind.noun}{held_out}{kind.how}, "
             f"{config.steps} steps{epochs} of {config.data.batch_size}, into {directory.path} "

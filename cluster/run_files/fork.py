@@ -80,12 +80,12 @@ def find_fork(
     config: CommonConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> Fork | None:
     """Find and check the checkpoint that `fork_from` names; None if it is not set. Writes nothing.
 
     Args:
-        say: prints messages about damaged checkpoints that are skipped.
+        print_line: prints messages about damaged checkpoints that are skipped.
 
     Raises:
         ConfigError: `fork_from` is not a run, has no such checkpoint, or trained another model.
@@ -102,7 +102,7 @@ def find_fork(
             field="fork_from",
         )
     recipe, their = config.recipe, _record(run, config.fork_from)
-    checkpoint = _checkpoint(run, step, config.fork_from, say)
+    checkpoint = _checkpoint(run, step, config.fork_from, print_line)
     if "reward_model" in (recipe, their.recipe) and recipe != their.recipe:
         remedy = f"Give model={checkpoint.model_dir} in place of fork_from="
         raise ConfigError(
@@ -159,10 +159,10 @@ def _record(run: Path, fork_from: str) -> RunRecord:
 
 
 def _checkpoint(
-    run: Path, step: int | None, fork_from: str, say: Callable[[str], None]
+    run: Path, step: int | None, fork_from: str, print_line: Callable[[str], None]
 ) -> Checkpoint:
     store = CheckpointStore(run / "checkpoints", keep=1)
-    found = store.latest(say) if step is None else store.of_step(step)
+    found = store.latest(print_line) if step is None else store.of_step(step)
     if found is not None:
         return found
     kept = ", ".join(str(each.step) for each in store.complete())

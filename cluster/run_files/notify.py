@@ -67,7 +67,7 @@ class Notifier:
 
     Args:
         receiver: None disables notifications.
-        say: prints a warning when a notification fails or is late.
+        print_line: prints a warning when a notification fails or is late.
         end_s: longest wait for pending notifications at the run's end.
     """
 
@@ -75,10 +75,10 @@ class Notifier:
         self,
         receiver: Receiver | None,
         out: Path,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         end_s: float = _END_S,
     ) -> None:
-        self._receiver, self._out, self._say, self._end_s = receiver, out, say, end_s
+        self._receiver, self._out, self._print_line, self._end_s = receiver, out, print_line, end_s
         self._failed = False
         self._thread = None if receiver is None else WorkThread("notify", self._fail, _WAITING)
 
@@ -109,7 +109,7 @@ class Notifier:
     def _complain(self, what: str) -> None:
         if not self._failed:
             self._failed = True
-            self._say(
+            self._print_line(
                 f"WARNING: notify= {redacted(what)}; the run goes on, and out/events.jsonl has it "
                 "all"
             )

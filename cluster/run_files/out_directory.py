@@ -43,7 +43,7 @@ def check_out(path: Path) -> None:
 
 @contextmanager
 def claimed_directory(
-    out: str | Path, command: str, say: Callable[[str], None], *, keep: bool = False
+    out: str | Path, command: str, print_line: Callable[[str], None], *, keep: bool = False
 ) -> Iterator[Path]:
     """Context manager for the locked directory of a command that is not a run, such as the demo.
 
@@ -51,7 +51,7 @@ def claimed_directory(
     process holds the lock, wait for its end. Yields the absolute path.
 
     Args:
-        say: prints a line if another process holds the lock.
+        print_line: prints a line if another process holds the lock.
         keep: keep the files of an earlier call.
 
     Raises:
@@ -69,7 +69,7 @@ def claimed_directory(
             )
 
     require_own()
-    with locked(path, say, OTHER_JOB_S):
+    with locked(path, print_line, OTHER_JOB_S):
         require_own()  # the other process may have been a run
         marker.touch()  # first, so that a call that is killed while it deletes can be repeated
         for each in () if keep else path.iterdir():
@@ -94,18 +94,18 @@ def check_permissions(path: Path) -> None:
             raise ConfigError(f"{path / name} is no directory; remove it", field="out")
 
 
-def wait_for_other_job(path: Path, say: Callable[[str], None]) -> None:
+def wait_for_other_job(path: Path, print_line: Callable[[str], None]) -> None:
     """Wait while another job holds the lock of the directory. The run acquires the lock later.
 
     Raises:
         ConfigError: the other job holds the lock for too long, or the directory cannot be written.
     """
     if (path / LOCK).exists():
-        with locked(path, say, OTHER_JOB_S):
+        with locked(path, print_line, OTHER_JOB_S):
             pass
 
 
-def locked(path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
+def locked(path: Path, print_line: Callable[[str], None], wait_s: float) -> RunLock:
     """Acquire the lock of a directory (`RunLock.acquire`).
 
     Raises:
@@ -113,7 +113,7 @@ def locked(path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
     """
     check_permissions(path)
     try:
-        return RunLock.acquire(path / LOCK, say, wait_s)
+        return RunLock.acquire(path / LOCK, print_line, wait_s)
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -129,15 +129,15 @@ class RunDirectory:
         """File of a reference's log-probs of these rows, which a resumed run reads."""
         return self.path / f"{rows}_logprobs.npz"
 
-    def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
+    def check(self, print_line: Callable[[str], None] = logger.warning) -> Checkpoint | None:
         """Check the directory; return the checkpoint to resume from, or None for a fresh start.
 
         An earlier attempt with other settings is replaced by a fresh start if it trained nothing.
         The check leaves no files behind.
 
         Args:
-            say: prints a line about such an attempt, and about each damaged checkpoint that is
-                skipped.
+            print_line: prints a line about such an attempt, and about each damaged checkpoint that
+                is skipped.
 
         Raises:
             ConfigError: the directory holds another run, or cannot be written.
@@ -150,14 +150,14 @@ class RunDirectory:
         if (other := self._of_another_run()) is not None:
             if has_trained(self.path):
                 raise other
-            say(
+            print_line(
                 f"out={self.path} holds an attempt with another {other.field}=, which trained "
                 "nothing: this run takes its place"
             )
             self._check_lines()
             return None
         self._check_lines()
-        return self.store.latest(say)
+        return self.store.latest(print_line)
 
     def _check_lines(self) -> None:
         """Check the files that the run reads or appends to; a truncated last line is accepted."""
@@ -254,7 +254,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(
-        self, say: Callable[[str], None] = logger.warning, wait_s: float = 0.0
+        self, print_line: Callable[[str], None] = logger.warning, wait_s: float = 0.0
     ) -> Iterator[None]:
         """Context manager that locks the directory, so that two runs never write to one `out/`.
 
@@ -262,14 +262,14 @@ class RunDirectory:
         other files.
 
         Args:
-            say: prints a line if another job holds the lock.
+            print_line: prints a line if another job holds the lock.
             wait_s: seconds to wait for that job's end.
 
         Raises:
             ConfigError: the other job still holds the lock, or `out/` cannot be written.
         """
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        with locked(self.path, say, wait_s) as lock:
+        with locked(self.path, print_line, wait_s) as lock:
             try:
                 yield
             finally:

@@ -29,11 +29,11 @@ class RunLock:
         self._path, self._file = path, file
 
     @classmethod
-    def acquire(cls, path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
+    def acquire(cls, path: Path, print_line: Callable[[str], None], wait_s: float) -> RunLock:
         """Lock `path`; create the file and its directory if they do not exist.
 
         Args:
-            say: prints a line if another job holds the lock and `wait_s` is above 0.
+            print_line: prints a line if another job holds the lock and `wait_s` is above 0.
             wait_s: seconds to wait for another holder.
 
         Raises:
@@ -49,7 +49,7 @@ class RunLock:
                     f"{holder}{waited}; wait for its end, or choose another out=", field="out"
                 )
             if not told:
-                say(f"{holder}: waiting for its end, for {wait_s:.0f} s at most")
+                print_line(f"{holder}: waiting for its end, for {wait_s:.0f} s at most")
                 told = True
             time.sleep(_POLL_S)
         return held

@@ -77,7 +77,7 @@ class Trackers:
     Args:
         run: directory of a started run, whose config.json exists.
         first_step: number of completed steps.
-        say: prints a warning when a tracker fails or is late.
+        print_line: prints a warning when a tracker fails or is late.
         end_s: longest wait for the trackers at the run's end.
         on_ray: True if this process is connected to Ray.
     """
@@ -88,12 +88,12 @@ class Trackers:
         run: RunDirectory,
         settings: Mapping[str, Any],
         first_step: int,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         end_s: float = _END_S,
         *,
         on_ray: bool = False,
     ) -> None:
-        self._say, self._step, self._end_s = say, first_step, end_s
+        self._print_line, self._step, self._end_s = print_line, first_step, end_s
         self._counters: dict[str, float] = {"restarts": 0.0, "findings": 0.0}
         self._rollouts_at = 0
         self._rollouts = run.rollouts
@@ -101,7 +101,7 @@ class Trackers:
         started = _Started(run, run.run_id, told, first_step, chosen.wandb_mode)
         self._shows = bool(chosen.trackers)
         self._trackers = [
-            _Threaded(name, partial(KINDS[name], started), say)
+            _Threaded(name, partial(KINDS[name], started), print_line)
             for name in [*chosen.trackers, *([_EXPORTER] if on_ray else [])]
         ]
         run.on_event = self.event
@@ -133,7 +133,7 @@ class Trackers:
         try:
             groups, self._rollouts_at = read_rollouts_from(self._rollouts, self._rollouts_at)
         except DataError as error:
-            self._say(f"WARNING: kept rollouts are not shown to trackers: {error}")
+            self._print_line(f"WARNING: kept rollouts are not shown to trackers: {error}")
             return
         texts = [text for group in groups for text in _texts(group, tokenizer)][-_SHOWN:]
         if texts:
@@ -163,8 +163,10 @@ class Trackers:
 class _Threaded:
     """Tracker that is created and called in a separate thread."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], say: Callable[[str], None]) -> None:
-        self._name, self._make, self._say = name, make, say
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], print_line: Callable[[str], None]
+    ) -> None:
+        self._name, self._make, self._print_line = name, make, print_line
         self._tracker: Tracker | None = None
         self._left_out = threading.Event()
         self._thread = WorkThread(f"tracker {name}", self._fail, _WAITING)
@@ -198,7 +200,7 @@ class _Threaded:
     def _leave_out(self, why: str) -> None:
         if not self._left_out.is_set():
             self._left_out.set()
-            self._say(
+            self._print_line(
                 f"WARNING: {self._name} {redacted(why)} and gets nothing more of this run; "
                 "out/metrics.jsonl has all of it"
             )

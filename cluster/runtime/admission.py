@@ -118,7 +118,7 @@ class Admission:
             return "pushes fell into their handshake"
         if not self._agree(report):
             return report.complaint()
-        self._say_admitted([m for m in self.joining if m in self._supervisor.waiting()], report)
+        self._print_admitted([m for m in self.joining if m in self._supervisor.waiting()], report)
         return None
 
     async def _compared(
@@ -216,7 +216,7 @@ class Admission:
                 for member in members:
                     if member.name in refused:
                         self._refuse(member, refused[member.name])
-                self._say_admitted([m for m in members if m.name not in refused], report)
+                self._print_admitted([m for m in members if m.name not in refused], report)
                 return
             why = report.complaint()
         if len(members) == 1:
@@ -236,14 +236,14 @@ class Admission:
     def _agree(self, report: CalibrationReport) -> bool:
         return report.agrees or not self._require_handshake
 
-    def _say_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
+    def _print_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
         if not members:
             return
         for member in members:
             self._supervisor.admit(member)
         names = listed([member.name for member in members])
         verb, whose = ("joins", "its") if len(members) == 1 else ("join", "their")
-        self._supervisor.say(
+        self._supervisor.print_line(
             f"{names} {verb}: {whose} handshake agrees to {report.largest_gap:.1e} nats"
         )
 

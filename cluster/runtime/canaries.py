@@ -121,7 +121,7 @@ class Canaries:
         refused = self._engines.inconsistent(engines)
         if refused and not self._config.verify.handshake:
             for name, why in refused.items():
-                self._supervisor.say(f"WARNING: {name} serves although {why}")
+                self._supervisor.print_line(f"WARNING: {name} serves although {why}")
             refused = {}
         for engine in engines:
             if engine.who not in refused:

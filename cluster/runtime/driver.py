@@ -236,7 +236,7 @@ class Driver:
             if now - said >= pause:
                 said, pause = now, min(2 * pause, _SAY_AT_MOST_S)
                 everyone = len(self._members(roles))
-                self.supervisor.say(
+                self.supervisor.print_line(
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
                     f"{now - since:.0f} s; waiting for {listed(_starts(missing))}"
                 )

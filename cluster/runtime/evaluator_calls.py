@@ -58,7 +58,7 @@ class EvaluatorCalls:
                     raise RunFailed(self._explain(what, ends)) from lost
                 if not left:
                     raise RunFailed(str(lost)) from lost
-                self._supervisor.say(f"{lost}; trying again")
+                self._supervisor.print_line(f"{lost}; trying again")
             await asyncio.sleep(_PAUSE_S)
 
     async def _serving(self, what: str) -> Member:

@@ -76,7 +76,7 @@ class Fleet(LearnerAlone):
 
     Args:
         handshake: handshake of the first engines, and of those that join.
-        say: prints a line on the console.
+        print_line: prints a line on the console.
         found: called with findings on scorers that drifted and on groups that fail.
     """
 
@@ -86,7 +86,7 @@ class Fleet(LearnerAlone):
         cast: RolloutCast,
         signals: Signals,
         handshake: RunHandshake,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         trained: TrainedGroups,
         start_model: str,
         found: Callable[[Finding], None],
@@ -98,7 +98,7 @@ class Fleet(LearnerAlone):
             self._make_learners,
             cast.directory,
             signals,
-            say,
+            print_line,
             on_death=self._on_death,
         )
         self._config, self._cast = config, cast
@@ -137,9 +137,14 @@ class Fleet(LearnerAlone):
             self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
         self._working = False
         self._epoch = 0
-        self.scaling = Scaling(self, cast.directory, say, steps_in_flight=config.steps_in_flight)
+        self.scaling = Scaling(
+            self, cast.directory, print_line, steps_in_flight=config.steps_in_flight
+        )
         self._watchdog = Watchdog(
-            self.queue.actor.expire_now.remote, self._terminate, say, config.cluster.no_progress_s
+            self.queue.actor.expire_now.remote,
+            self._terminate,
+            print_line,
+            config.cluster.no_progress_s,
         )
 
     # members
@@ -224,7 +229,7 @@ class Fleet(LearnerAlone):
     def _push_first(self) -> None:
         pushed = self.learner.publish.remote()
         way = self.driver.ask_learner("publishing the first weights", pushed)
-        self._say(f"weights: {way}")
+        self._print_line(f"weights: {way}")
 
     def _create(self, roles: Sequence[str]) -> None:
         for name in roles:
@@ -248,7 +253,7 @@ class Fleet(LearnerAlone):
         try:
             self.driver.ask_learner("the last weight probe", self.learner.settle.remote())
         except LearnerLost as lost:  # it is not needed again
-            self._say(f"{lost}; its last checkpoint holds every step")
+            self._print_line(f"{lost}; its last checkpoint holds every step")
 
     def set_aside(self, checkpoint: Checkpoint) -> Counter[str]:
         set_aside = trained_in(checkpoint).set_aside
@@ -432,7 +437,7 @@ class Fleet(LearnerAlone):
         if self._working:
             self._announce()
         step = checkpoint.step if checkpoint else 0
-        self._say(f"the {self._learner_spec.title(0)} is back at step {step}")
+        self._print_line(f"the {self._learner_spec.title(0)} is back at step {step}")
 
     def turns(self) -> dict[str, float]:
         roles = turn_roles(self._config)
@@ -466,15 +471,15 @@ class Fleet(LearnerAlone):
                 self.canaries.after_last(step)
         except ScoredWrongly as moved:
             self._directory.store.set_aside_after(moved.first_bad - 1)
-            self._say(f"{moved}: later checkpoints are renamed to *.damaged")
+            self._print_line(f"{moved}: later checkpoints are renamed to *.damaged")
         except (RunFailed, EngineError, errors.RayError) as error:
-            self._say(f"the last canaries were not answered: {error}")
+            self._print_line(f"the last canaries were not answered: {error}")
 
     def _trust(self, step: int) -> None:
         try:
             self._directory.store.trust(step)
         except CheckpointError as error:  # full disk: the checkpoint is dropped as usual
-            self._say(f"WARNING: {error}")
+            self._print_line(f"WARNING: {error}")
 
     # pools that change their size
 

@@ -35,7 +35,7 @@ class LearnerAlone:
     Args:
         places: of the run's actors.
         make: creates the learner's workers.
-        say: prints a line on the console.
+        print_line: prints a line on the console.
         on_death: see `Supervisor`.
     """
 
@@ -46,17 +46,19 @@ class LearnerAlone:
         make: Callable[[LearnerStart], LearnerActors],
         directory: RunDirectory,
         signals: Signals,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         on_death: Callable[[Member, str], None] = lambda _member, _why: None,
     ) -> None:
         self._make, self._placement = make, places
-        self._directory, self._say = directory, say
+        self._directory, self._print_line = directory, print_line
         self._checkpoint_every = config.checkpoint.every
         self._learner_spec = learner_spec(config, places)
         self._attempt = 0
         self._learners: LearnerActors | None = None
-        self.supervisor = Supervisor(say=say, record=directory.append_event, on_death=on_death)
+        self.supervisor = Supervisor(
+            print_line=print_line, record=directory.append_event, on_death=on_death
+        )
         self.driver = Driver(
             supervisor=self.supervisor,
             signals=signals,
@@ -131,14 +133,14 @@ class LearnerAlone:
         delay = self.supervisor.allow(LEARNER, 0, str(lost))
         self.supervisor.dismiss_all(LEARNER)
         self._learners = None
-        checkpoint = self._directory.store.latest(self._say, before=lost.before)
+        checkpoint = self._directory.store.latest(self._print_line, before=lost.before)
         if checkpoint is None and lost.before is not None and lost.before > self._checkpoint_every:
             raise CheckpointError(
                 f"{lost}. No checkpoint of a step before {lost.before} is kept: keep more of them "
                 "(keep_last=), and begin another out="
             )
         step = checkpoint.step if checkpoint else 0
-        self._say(f"{lost}. The {title} is restarted, from step {step}")
+        self._print_line(f"{lost}. The {title} is restarted, from step {step}")
         self.driver.pause(delay)
         self._directory.rewind_metrics(step)
         self._directory.append_event("rewind", step=step)

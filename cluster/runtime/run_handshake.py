@@ -38,7 +38,7 @@ class RunHandshake:
     Args:
         directory: where calibration.json is written.
         console: shows the table of parties that disagree.
-        say: prints a line on the console.
+        print_line: prints a line on the console.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class RunHandshake:
         inputs: RolloutInputs,
         directory: RunDirectory,
         console: Console,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._config, self._stops, self._states = config, inputs.stops, inputs.states
-        self._directory, self._console, self._say = directory, console, say
+        self._directory, self._console, self._print_line = directory, console, print_line
         self._fingerprint = fingerprint(inputs.tokenizer)
         self._probe = probe_tokenizer(inputs.tokenizer)
 
@@ -73,7 +73,7 @@ class RunHandshake:
         )
         if report.agrees:
             without = ", without a learner" if self._config.only_keeps else ""
-            self._say(
+            self._print_line(
                 f"handshake: all parties agree to {report.largest_gap:.1e} nats "
                 f"at T={self._config.sampling.temperature:g}{without}"
             )

@@ -59,14 +59,19 @@ class Scaling:
         self,
         pools: Pools,
         directory: RunDirectory,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         steps_in_flight: int,
         up_after_s: float = 30.0,
         down_after_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pools, self._directory, self._say, self._clock = pools, directory, say, clock
+        self._pools, self._directory, self._print_line, self._clock = (
+            pools,
+            directory,
+            print_line,
+            clock,
+        )
         self._roles: dict[PoolName, list[str]] = {"policy": [POLICY], "rollout": [ROLLOUT]}
         others = (POLICY, ROLLOUT, EVALUATION)
         if teachers := [role for role in pools.bounds if role not in others]:
@@ -163,7 +168,7 @@ class Scaling:
             if target == now:
                 continue
             reason = decision.reasons.get(name, "")
-            self._say(f"{name} pool: {now} -> {target} ({reason})")
+            self._print_line(f"{name} pool: {now} -> {target} ({reason})")
             self._directory.append_event(
                 "scale", pool=name, **{"from": now, "to": target}, reason=reason
             )

@@ -38,14 +38,14 @@ class Watchdog:
         self,
         re_lease: Callable[[list[int], str], None],
         terminate: Callable[[str, str], None],
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         deadline_s: float,
         *,
         stall_after_s: float = STALL_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._re_lease, self._terminate = re_lease, terminate
-        self._say, self._clock = say, clock
+        self._print_line, self._clock = print_line, clock
         self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
         self._delivered = -1
         self._since = clock()
@@ -83,7 +83,7 @@ class Watchdog:
         if stalled_s < self._stall_after_s * (self._stalls + 1):
             return
         self._stalls += 1
-        self._say(wait_graph(status, workers, idle_s))
+        self._print_line(wait_graph(status, workers, idle_s))
         late = [
             i
             for i, (_, _, age_s) in status.leased.items()

@@ -153,7 +153,7 @@ class Supervisor:
     """Supervisor of the actors of a run.
 
     Args:
-        say: prints a line on the console.
+        print_line: prints a line on the console.
         record: writes an event: its kind and fields.
         on_death: called at every death, after the actor is removed from its role.
         hang_after_s: an actor that answers no heartbeat for this time is terminated.
@@ -167,13 +167,13 @@ class Supervisor:
     def __init__(
         self,
         *,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         record: Callable[..., None],
         on_death: Callable[[Member, str], None],
         hang_after_s: float = 60.0,
         max_restarts: int = 10,
     ) -> None:
-        self.say, self._record, self._on_death = say, record, on_death
+        self.print_line, self._record, self._on_death = print_line, record, on_death
         self.hang_after_s, self._max_restarts = hang_after_s, max_restarts
         self._members: dict[Member, None] = {}  # in order of their start
         self.background = Background()
@@ -257,7 +257,7 @@ class Supervisor:
         self.changes += 1
         if member.died is not None:
             seconds = time.monotonic() - member.died
-            self.say(f"{member.name} serves again, {seconds:.1f} s after its death")
+            self.print_line(f"{member.name} serves again, {seconds:.1f} s after its death")
             self._record("restart", who=member.name, seconds=seconds)
             member.died = None
 
@@ -328,7 +328,7 @@ class Supervisor:
         """Report an actor that cannot restart: its node is gone, and no other has room."""
         while member in self._members and member.state is State.STARTING:
             if lacking := member.spec.lacking(member.index):
-                self.say(f"{member.name} has lost its node, and waits for {lacking}")
+                self.print_line(f"{member.name} has lost its node, and waits for {lacking}")
                 return
             await asyncio.sleep(_BEAT_S)
 
@@ -405,7 +405,7 @@ class Supervisor:
         self._on_death(member, why)
         if member.state is State.DRAINING:
             self._budgets.pop((member.spec.name, member.index), None)
-            self.say(f"{member.name} died ({why}) while it drained")
+            self.print_line(f"{member.name} died ({why}) while it drained")
             return
         if not self.under_way and member.state is State.STARTING:
             if isinstance(error, errors.RayTaskError) and isinstance(error.cause, IsothermError):
@@ -414,7 +414,7 @@ class Supervisor:
         if member.spec.critical:
             raise LearnerLost(f"{member.name} died ({why})")
         delay = self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
-        self.say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
+        self.print_line(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
         member.died = now if member.died is None else member.died
         self._restarts.append(member)
         self.background.start(self._restart(member, delay))
@@ -435,14 +435,14 @@ class Supervisor:
             self._record("death", who=member.name, why="Ray restarted it")
             self.allow(member.spec.name, member.index, f"{member.name} died")
         seconds = now - (asked if member.died is None else member.died)
-        self.say(f"{member.name} is back after {seconds:.1f} s")
+        self.print_line(f"{member.name} is back after {seconds:.1f} s")
         self._record("restart", who=member.name, seconds=seconds)
         self.background.start(self._introduce(member))
         member.died = None
 
     def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
         self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
-        self.say(f"{member.name} died ({why}); Ray restarts it")
+        self.print_line(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
             calls.kill(member.handle, no_restart=False)
         member.died = time.monotonic() if member.died is None else member.died

@@ -193,12 +193,12 @@ class _Broadcasting(Sending):
             group = self._group.process_group or self._join()
             first = self._flat(self._buckets[0])  # while the engines pause
             self._agree(self._number)
-            self._say(GIVES_UP, JOINING)  # all have joined: one that leaves cannot join again
+            self._announce(GIVES_UP, JOINING)  # all have joined: one that leaves cannot join again
             self._broadcast(group, first)
         except Exception as error:  # torch raises several types
             self.problem = f"the learner's broadcast failed: {first_line(error)}"
             for about in (JOINING, self._number):  # engines may wait for either
-                self._say(GIVES_UP, about)
+                self._announce(GIVES_UP, about)
             self._group.leave()
 
     def _join(self) -> ProcessGroup:
@@ -206,7 +206,7 @@ class _Broadcasting(Sending):
         self._group.process_group = group = join_group(self._group.store, self._group.own)
         return group
 
-    def _say(self, word: str, about: int) -> None:
+    def _announce(self, word: str, about: int) -> None:
         self._group.store.set(self._group.own.word_key(about), word)
 
     def _agree(self, about: int) -> None:
@@ -223,7 +223,7 @@ class _Broadcasting(Sending):
                 raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
             time.sleep(_POLL_S)
         self._require_wanted()
-        self._say(SENDS, about)
+        self._announce(SENDS, about)
 
     def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):

@@ -134,18 +134,18 @@ class Monkey:
     """Strikes at a run.
 
     Args:
-        say: prints a line for people.
+        print_line: prints a line for people.
     """
 
     run: TorturedRun
     seed: int
-    say: Callable[[str], None] = print
+    print_line: Callable[[str], None] = print
     strikes: list[Strike] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.say(f"the monkey's seed is {self.seed}")
+        self.print_line(f"the monkey's seed is {self.seed}")
 
     def plan(self, kinds: Sequence[Kind], number: int) -> list[Kind]:
         """Random order of `count` strikes, with all kinds equally often."""
@@ -180,7 +180,7 @@ class Monkey:
         if not kind.deadly and self._dead(since):
             self.problems.append(f"{kind.name}: {sorted(self._dead(since))} died")
         self.strikes.append(strike)
-        self.say(_line(strike))
+        self.print_line(_line(strike))
         return strike
 
     def kill_the_job(self) -> None:
@@ -201,7 +201,7 @@ class Monkey:
                 steps_s=time.time() - since, others=(),
             )
         )  # fmt: skip
-        self.say(_line(self.strikes[-1]))
+        self.print_line(_line(self.strikes[-1]))
 
     def _started(self, since: float) -> bool:
         return any(e["event"] == "start" and e["who"] == LEARNER for e in self._events(since))

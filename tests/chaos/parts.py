@@ -98,7 +98,7 @@ def overdue(out: Path, seed: int, strikes: int = 8) -> Monkey:
                 monkey.run.wait_for_one_to_begin_again()
                 monkey.kill_the_job()
         monkey.finish(PROMPTS_PER_STEP)
-        monkey.say(f"{monkey.run.begun_again} times groups began again")
+        monkey.print_line(f"{monkey.run.begun_again} times groups began again")
     return monkey
 
 
@@ -126,7 +126,7 @@ def corrupted(out: Path, seed: int) -> Monkey | str:
             proxy.share = _CORRUPTED_SHARE
             monkey.run.wait_for_steps(_CORRUPTED_STEPS)
             proxy.share = 0.0
-            monkey.say(f"answers spoilt: {dict(proxy.spoilt)}, passed on: {proxy.passed}")
+            monkey.print_line(f"answers spoilt: {dict(proxy.spoilt)}, passed on: {proxy.passed}")
             if len(proxy.spoilt) < 3:
                 monkey.problems.append(f"too few answers were spoilt: {dict(proxy.spoilt)}")
             monkey.finish(PROMPTS_PER_STEP)

@@ -98,7 +98,7 @@ class House:
         self.references: list[EnginePool] = []  # engines in the learner's place
         self._disagrees, self._pushes = disagrees, pushes
         self.supervisor = Supervisor(
-            say=self.said.append, record=lambda _event, **_fields: None,
+            print_line=self.said.append, record=lambda _event, **_fields: None,
             on_death=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
         )  # fmt: skip
         self.supervisor.under_way = True

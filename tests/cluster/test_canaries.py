@@ -143,8 +143,8 @@ class House:
         self.found: list[Finding] = []
         self.trusted = 0
         self.supervisor = Supervisor(
-            say=print, record=lambda _event, **_fields: None, on_death=lambda _member, _why: None,
-            hang_after_s=60, max_restarts=9,
+            print_line=print, record=lambda _event, **_fields: None,
+            on_death=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
         )  # fmt: skip
         self.supervisor.under_way = True
         self.supervisor.background = self.background = Noted()

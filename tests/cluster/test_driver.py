@@ -40,7 +40,7 @@ class Starting:
         for _ in range(answered):
             self._answer()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.said.append(line)
         self._answer()
 

@@ -303,12 +303,12 @@ def test_the_directory_of_an_unfinished_run_is_no_model(tmp_path: Path) -> None:
 def test_a_busy_directory_is_waited_for_before_anything_else(tmp_path: Path) -> None:
     said: list[str] = []
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         said.append(line)
         held.__exit__()
 
-    held = RunLock.acquire(tmp_path / ".lock", say, 0.0)
-    wait_for_other_job(tmp_path, say)
+    held = RunLock.acquire(tmp_path / ".lock", print_line, 0.0)
+    wait_for_other_job(tmp_path, print_line)
     assert len(said) == 1 and str(tmp_path) in said[0]
 
 

@@ -28,7 +28,7 @@ class House:
         self.said: list[str] = []
         self.made = 0
         self.supervisor = Supervisor(
-            say=self.said.append, record=lambda _event, **_fields: None,
+            print_line=self.said.append, record=lambda _event, **_fields: None,
             on_death=lambda member, _why: self.calls.record_death(member),
             hang_after_s=deadline_s / 2, max_restarts=9,
         )  # fmt: skip

@@ -43,10 +43,10 @@ def placement(*roles: ResourceDemand, colocate: tuple[str, ...] = ()) -> Placeme
 def reserve(
     placement: Placement,
     deadline_s: float = DEADLINE_S,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> None:
-    placement.reserve(deadline_s=deadline_s, say=say, poll=poll)
+    placement.reserve(deadline_s=deadline_s, print_line=print_line, poll=poll)
 
 
 def start(placement: Placement, role: str, index: int, **options: Any) -> Any:
@@ -322,7 +322,7 @@ mine = Placement(
     [ResourceDemand(name="policy", count=2, resources={"CPU": 1, "work": 0.5})],
     name="x"
 )
-mine.reserve(deadline_s=60, say=print, poll=lambda: None)
+mine.reserve(deadline_s=60, print_line=print, poll=lambda: None)
 kind = ray.remote(Member)
 forever = {"max_restarts": -1, "max_task_retries": -1}
 members = [kind.options(**mine.options("policy", i), **forever).remote() for i in range(2)]
@@ -362,7 +362,7 @@ mine = Placement(
     ],
     colocate=[("learner", "policy"), ("a", "b")], name="x",
 )
-mine.reserve(deadline_s=60, say=print, poll=lambda: None)
+mine.reserve(deadline_s=60, print_line=print, poll=lambda: None)
 kind = ray.remote(deferred(Seer))
 workers = [kind.options(**mine.options("learner", i)).remote() for i in range(4)]
 def engine(index, role="policy"):

@@ -16,12 +16,12 @@ def fail() -> None:
 
 
 def test_paths_are_left_alone(ray_cluster: None, tmp_path: Path) -> None:
-    prefetch({"no such node": [str(tmp_path)]}, say=print, poll=fail)
+    prefetch({"no such node": [str(tmp_path)]}, print_line=print, poll=fail)
 
 
 def test_a_node_that_cannot_download_is_named_with_the_remedy(ray_cluster: None) -> None:
     """The tests' nodes are offline."""
     [node] = ray.nodes()
     with pytest.raises(CheckpointError) as raised:
-        prefetch({node["NodeID"]: ["someone/large"]}, say=print, poll=fail)
+        prefetch({node["NodeID"]: ["someone/large"]}, print_line=print, poll=fail)
     assert node["NodeManagerAddress"] in str(raised.value)

@@ -436,20 +436,20 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
 
     def second() -> None:
         directory = RunDirectory(opd())
-        with opened(opd(), directory, say) as checkpoint:
+        with opened(opd(), directory, print_line) as checkpoint:
             directory.start(checkpoint)
             resumed.append(checkpoint)
 
     waiting = threading.Event()
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         said.append(text)
         waiting.set()
 
     for last in (2, 4):  # before the first checkpoint, and after
         first = RunDirectory(config)
         waiting.clear()
-        with opened(config, first, say) as found:
+        with opened(config, first, print_line) as found:
             if found is None:
                 first.start(None)
             job = threading.Thread(target=second)

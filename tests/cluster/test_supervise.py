@@ -59,7 +59,7 @@ class House:
         self.made: list[tuple[int, int]] = []
         self.wrong = ""
         self.supervisor = Supervisor(
-            say=self.said.append,
+            print_line=self.said.append,
             record=lambda event, **fields: self.events.append((event, fields)),
             on_death=lambda member, _why: self.terminated.append(member.name),
             hang_after_s=hang_after_s,
