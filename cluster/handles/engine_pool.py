@@ -63,7 +63,7 @@ class _PooledEngine:
     engine.
 
     Attributes:
-        life: number of the engine's process lifetime, for `Score.scored_by` and
+        replica: number of the engine's process lifetime, for `Score.scored_by` and
             `Sample.sampled_by`; None: not recorded.
         mailbox: sends `generate` requests; None: each request is a call.
         load: number of samples in progress that this pool has sent.
@@ -76,7 +76,7 @@ class _PooledEngine:
     """
 
     handle: Any
-    life: int | None = None
+    replica: int | None = None
     mailbox: MailboxEnd | None = None
     load: int = 0
     sent: int = 0
@@ -119,9 +119,9 @@ class _PooledEngine:
             samples = await self.handle.generate.remote(request)
         else:
             samples = await self.mailbox.generate(request)
-        if self.life is None:
+        if self.replica is None:
             return samples
-        return [replace(sample, sampled_by=self.life) for sample in samples]
+        return [replace(sample, sampled_by=self.replica) for sample in samples]
 
     async def _score(self, requests: list[ScoreRequest]) -> list[Score]:
         loop = asyncio.get_running_loop()
@@ -129,9 +129,9 @@ class _PooledEngine:
         self.asked.append(asked)
         loop.call_soon(self._call)  # after other callers in this iteration of the event loop
         scores = await asked.answer
-        if self.life is None:
+        if self.replica is None:
             return scores
-        return [replace(score, scored_by=self.life) for score in scores]
+        return [replace(score, scored_by=self.replica) for score in scores]
 
     def _call(self) -> None:
         """Start a scoring call for the waiting requests, up to the limit of tokens."""
@@ -206,18 +206,20 @@ class EnginePool:
         self.update(members)
 
     def update(
-        self, members: Mapping[str, Any], lives: Mapping[str, int] = MappingProxyType({})
+        self, members: Mapping[str, Any], replicas: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         """Replace the engines of the pool. Requests in progress stay at their engines.
 
         Args:
-            lives: numbers of the engines' process lifetimes, for `Score.scored_by`, by name.
+            replicas: numbers of the engines' process lifetimes, for `Score.scored_by`, by name.
         """
         old = self._members
         self._members = {
             name: old[name]
-            if name in old and old[name].handle == handle and old[name].life == lives.get(name)
-            else _PooledEngine(handle, lives.get(name), mailbox_of(handle))
+            if name in old
+            and old[name].handle == handle
+            and old[name].replica == replicas.get(name)
+            else _PooledEngine(handle, replicas.get(name), mailbox_of(handle))
             for name, handle in members.items()
         }
         kept = self._members.values()

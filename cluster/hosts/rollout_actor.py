@@ -25,23 +25,23 @@ class RosterChange:
     """Engines that joined and left, by pool. A restarted engine counts as joined.
 
     Attributes:
-        came: handles of engines that joined.
-        went: names of engines that left.
-        whole: True if `came` is the complete roster.
-        lives: numbers for `Score.scored_by` of the engines that joined, if they have one.
+        joined: handles of engines that joined.
+        left: names of engines that left.
+        complete: True if `joined` is the complete roster.
+        replicas: numbers for `Score.scored_by` of the engines that joined, if they have one.
     """
 
-    came: Roster
-    went: Mapping[str, Sequence[str]]
-    whole: bool
-    lives: Mapping[str, int] = field(default_factory=dict)
+    joined: Roster
+    left: Mapping[str, Sequence[str]]
+    complete: bool
+    replicas: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def between(
-        cls, old: Roster, new: Roster, lives: Mapping[str, int] = MappingProxyType({})
+        cls, old: Roster, new: Roster, replicas: Mapping[str, int] = MappingProxyType({})
     ) -> RosterChange:
-        """Change from roster `old` to `new`; complete (`whole`) if `old` is empty."""
-        came = {
+        """Change from roster `old` to `new`; `complete` if `old` is empty."""
+        joined = {
             role: {
                 name: handle
                 for name, handle in members.items()
@@ -50,25 +50,28 @@ class RosterChange:
             for role, members in new.items()
         }
         return cls(
-            came=came,
-            lives={
-                name: lives[name] for members in came.values() for name in members if name in lives
+            joined=joined,
+            replicas={
+                name: replicas[name]
+                for members in joined.values()
+                for name in members
+                if name in replicas
             },
-            went={
+            left={
                 role: [name for name in members if name not in new.get(role, {})]
                 for role, members in old.items()
             },
-            whole=not old,
+            complete=not old,
         )
 
     def applied(self, old: Roster) -> dict[str, dict[str, Any]]:
         """Roster after the change. It has the roles of both."""
-        roles = dict.fromkeys([*old, *self.came])
-        kept = {role: {} if self.whole else dict(old.get(role, {})) for role in roles}
-        for role, names in self.went.items():
+        roles = dict.fromkeys([*old, *self.joined])
+        kept = {role: {} if self.complete else dict(old.get(role, {})) for role in roles}
+        for role, names in self.left.items():
             for name in names:
                 kept[role].pop(name, None)
-        return {role: kept[role] | dict(self.came.get(role, {})) for role in roles}
+        return {role: kept[role] | dict(self.joined.get(role, {})) for role in roles}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class RolloutActor:
         """
         self._pools = _EnginePools(patience_s)
         self._roster: dict[str, dict[str, Any]] = {}
-        self._lives: dict[str, int] = {}
+        self._replicas: dict[str, int] = {}
         self._worker = build(self._pools, dataset=dataset)
 
     async def run(self) -> None:
@@ -112,9 +115,9 @@ class RolloutActor:
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
         """Set the engines that serve, the limit of groups in progress and the queue's epoch."""
         self._roster = change.applied(self._roster)
-        self._lives |= change.lives
+        self._replicas |= change.replicas
         for name, members in self._roster.items():
-            self._pools[name].update(members, self._lives)
+            self._pools[name].update(members, self._replicas)
         self._worker.max_groups = max_groups
         self._worker.forget(epoch)
 

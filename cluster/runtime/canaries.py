@@ -95,7 +95,7 @@ class Canaries:
         self._learner_asked_at: int | None = None  # a step
 
     @property
-    def lives(self) -> dict[str, int]:
+    def replicas(self) -> dict[str, int]:
         """Numbers of the engines that serve, by name."""
         return {
             watched.who: number

@@ -284,7 +284,7 @@ class Fleet(LearnerAlone):
 
     def _announce(self) -> None:
         self.workers.announce(
-            self.roster, self._groups_a_worker(), self._epoch, self.canaries.lives
+            self.roster, self._groups_a_worker(), self._epoch, self.canaries.replicas
         )
         self.canaries.ask_new_reward_models()
 
@@ -402,7 +402,7 @@ class Fleet(LearnerAlone):
 
     def dismiss_drained(self) -> None:
         """Terminate draining engines that have no requests in progress."""
-        if not self.workers.all_heard:
+        if not self.workers.all_current:
             return
         for role in self._engine_roles:
             for member in self.supervisor.members(role, State.DRAINING):

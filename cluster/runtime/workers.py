@@ -39,16 +39,16 @@ class Workers:
         self._supervisor, self._driver, self._drained = supervisor, driver, drained
         self.statuses: dict[str, WorkerStatus] = {}
         self.announced = -1
-        self._heard: dict[str, int] = {}  # `announced` when the last status was asked for
+        self._status_version: dict[str, int] = {}  # `announced` when the last status was asked for
         self._roster: Roster = {}
         self._members: set[Member] = set()
-        self._missed: set[Member] = set()
+        self._outdated: set[Member] = set()
 
     @property
-    def all_heard(self) -> bool:
+    def all_current(self) -> bool:
         """True if every worker's status is newer than the last change of the serving engines."""
         return self.announced == self._supervisor.changes and all(
-            self._heard.get(member.name) == self.announced for member in self._members
+            self._status_version.get(member.name) == self.announced for member in self._members
         )
 
     def announce(
@@ -56,28 +56,28 @@ class Workers:
         roster: Roster,
         max_groups: int,
         epoch: int,
-        lives: Mapping[str, int] = MappingProxyType({}),
+        replicas: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Send `RolloutActor.update` to every worker, without waiting; new workers begin to work.
 
         If a worker's call or work fails, the driver raises RunFailed.
 
         Args:
-            lives: numbers of scorers (cluster/runtime/canaries.py).
+            replicas: numbers of scorers (cluster/runtime/canaries.py).
         """
         members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
-        known = self._members - self._missed
-        change = RosterChange.between(self._roster, roster, lives)
-        everything = RosterChange.between({}, roster, lives)
-        for said, told in ((change, True), (everything, False)):
-            hearers = [member for member in members if (member in known) is told]
-            shared = calls.shared(said, [member.handle for member in hearers])
-            for member in hearers:
+        known = self._members - self._outdated
+        change = RosterChange.between(self._roster, roster, replicas)
+        everything = RosterChange.between({}, roster, replicas)
+        for message, up_to_date in ((change, True), (everything, False)):
+            receivers = [member for member in members if (member in known) is up_to_date]
+            shared = calls.shared(message, [member.handle for member in receivers])
+            for member in receivers:
                 update = member.handle.update.remote(shared, max_groups, epoch)
-                self._driver.background.start(self._tell(member, update))
+                self._driver.background.start(self._send_update(member, update))
         new = [member for member in members if member not in self._members]
         self._roster = {role: dict(engines) for role, engines in roster.items()}
-        self._members, self._missed = set(members), set()
+        self._members, self._outdated = set(members), set()
         self.announced = self._supervisor.changes
         names = {member.name for member in members}
         self.statuses = {name: s for name, s in self.statuses.items() if name in names}
@@ -85,9 +85,9 @@ class Workers:
             self._driver.background.start(self._work(member, member.handle.run.remote()))
             self._driver.background.start(self._follow(member))
 
-    async def _tell(self, member: Member, update: Any) -> None:
+    async def _send_update(self, member: Member, update: Any) -> None:
         if not await _answers(member, update):
-            self._missed.add(member)  # if it is alive, it gets the complete list again
+            self._outdated.add(member)  # if it is alive, it gets the complete list again
 
     async def _work(self, member: Member, run: Any) -> None:
         ended = await _answers(member, run)  # otherwise it died; its heartbeat will detect that
@@ -100,7 +100,7 @@ class Workers:
             announced = self.announced
             try:
                 self.statuses[member.name] = await member.handle.status.remote()
-                self._heard[member.name] = announced
+                self._status_version[member.name] = announced
             except errors.RayError:
                 self.statuses.pop(member.name, None)
             await asyncio.sleep(_EVERY_S)

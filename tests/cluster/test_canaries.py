@@ -80,8 +80,8 @@ class Worker:
     def __init__(self) -> None:
         self._pool = EnginePool(REFERENCE, {}, DEADLINE_S)
 
-    async def update(self, members: dict[str, Any], lives: dict[str, int]) -> None:
-        self._pool.update(members, lives)
+    async def update(self, members: dict[str, Any], replicas: dict[str, int]) -> None:
+        self._pool.update(members, replicas)
 
     async def canary(self, _role: str, engine: str, requests: Any, patience_s: float) -> Any:
         return await self._pool.ride(engine, requests, 0.05 if patience_s else 0.0)
@@ -319,7 +319,7 @@ def test_an_engine_of_another_model_does_not_join(house: Any) -> None:
 
 def test_verify_every_0_records_no_scorer_and_sends_no_canary(house: Any) -> None:
     here = house(every=0)
-    assert here.join([1], [2]) == {} and here.canaries.lives == {}
+    assert here.join([1], [2]) == {} and here.canaries.replicas == {}
     here.canaries.after_step(10)
     here.canaries.after_last(here.version)
     calls.get(here.queue.actor.status.remote(), DEADLINE_S)  # the journal has begun
@@ -331,7 +331,7 @@ def test_canaries_are_sent_by_a_worker_and_without_one_by_the_driver(house: Any)
     here.join([1])
     worker = LocalActor(Worker)
     serving = here.supervisor.serving(REFERENCE)
-    calls.get(worker.update.remote(serving, here.canaries.lives), DEADLINE_S)
+    calls.get(worker.update.remote(serving, here.canaries.replicas), DEADLINE_S)
     here.supervisor.admit(here.add(ROLLOUT, 0, worker))
     here.train(0)
     here.round()

@@ -245,7 +245,7 @@ class Worker:
         return WorkerStatus(groups=(), requests={}, max_groups=len(self.heard))
 
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
-        self.heard.append(sum(map(len, change.came.values())))
+        self.heard.append(sum(map(len, change.joined.values())))
         self.roster = change.applied(self.roster)
 
 
@@ -269,11 +269,11 @@ class Office:
 
     def announce(self, **roster: Mapping[str, Any]) -> None:
         self.supervisor.changes += 1
-        assert not self.workers.all_heard
+        assert not self.workers.all_current
         self.workers.announce(roster, 4, 0)
         self._loop.let_pass(3)
         self.driver.poll()
-        assert self.workers.all_heard
+        assert self.workers.all_current
 
 
 def test_workers_get_all_engines_once_and_then_changes(loop: SimulatedLoop) -> None:
@@ -328,7 +328,7 @@ def test_a_worker_that_hangs_delays_no_other(loop: SimulatedLoop) -> None:
     office.supervisor.changes += 1
     office.workers.announce({}, 4, 0)
     loop.let_pass(3)
-    assert not office.workers.all_heard
+    assert not office.workers.all_current
     assert office.workers.statuses[members[1].name].max_groups == 2
     members[0].handle.end()
     loop.let_pass(3)
