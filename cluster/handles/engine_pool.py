@@ -33,7 +33,7 @@ _REST_S = 5.0
 _POLL_S = 0.1
 # Deadline in seconds for an engine's queue length. If the engine is late, the pool's own count is
 # used.
-TELL_S = 0.2
+QUEUE_QUERY_S = 0.2
 # The system's generator, so that workers do not choose alike, whatever seeds an environment sets.
 _RANDOM = random.SystemRandom()
 # A session leaves its engine if the load there is more than _SPILL_FACTOR times that of another
@@ -69,10 +69,10 @@ class _PooledEngine:
         load: number of samples in progress that this pool has sent.
         sent: number of samples that this pool has sent so far.
         requests: number of requests in progress that this pool has sent.
-        rests_until: time (`time.monotonic`) until which the engine gets no requests.
+        excluded_until: time (`time.monotonic`) until which the engine gets no requests.
         asked: requests for the next scoring calls.
-        riders: requests that are added to the next scoring call, but do not cause one.
-        telling: pending call for the length of the engine's queue.
+        extra_calls: requests that are added to the next scoring call, but do not cause one.
+        pending_query: pending call for the length of the engine's queue.
     """
 
     handle: Any
@@ -81,26 +81,26 @@ class _PooledEngine:
     load: int = 0
     sent: int = 0
     requests: int = 0
-    rests_until: float = 0.0
+    excluded_until: float = 0.0
     asked: list[_ScoreCall] = field(default_factory=list)
-    riders: list[_ScoreCall] = field(default_factory=list)
+    extra_calls: list[_ScoreCall] = field(default_factory=list)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
-    telling: asyncio.Task[tuple[int | None, int]] | None = None
+    pending_query: asyncio.Task[tuple[int | None, int]] | None = None
 
-    async def tell(self) -> tuple[int | None, int]:
+    async def queue_state(self) -> tuple[int | None, int]:
         """Length of the engine's queue, and the value of `sent` when it was requested.
 
         Concurrent callers share one call. The length is None if the engine is late or dead; a later
         request to the engine then raises the error.
         """
-        if self.telling is None or self.telling.done():
-            self.telling = asyncio.create_task(self._tell())
-        return await asyncio.shield(self.telling)
+        if self.pending_query is None or self.pending_query.done():
+            self.pending_query = asyncio.create_task(self._query_queue())
+        return await asyncio.shield(self.pending_query)
 
-    async def _tell(self) -> tuple[int | None, int]:
+    async def _query_queue(self) -> tuple[int | None, int]:
         sent = self.sent
         try:
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(QUEUE_QUERY_S):
                 return await self.handle.queue_length.remote(), sent
         except (TimeoutError, errors.RayError):
             return None, sent
@@ -140,19 +140,21 @@ class _PooledEngine:
             together.append(self.asked.pop(0))
             tokens += sum(len(request.tokens_T) for request in together[-1].requests)
         if together:  # not already sent by an earlier call
-            riders, self.riders = self.riders, []
-            call = asyncio.get_running_loop().create_task(self._answer(together, riders))
+            extra_calls, self.extra_calls = self.extra_calls, []
+            call = asyncio.get_running_loop().create_task(self._answer(together, extra_calls))
             self.calls.add(call)
             call.add_done_callback(self.calls.discard)
 
-    async def _answer(self, together: Sequence[_ScoreCall], riders: Sequence[_ScoreCall]) -> None:
+    async def _answer(
+        self, together: Sequence[_ScoreCall], extra_calls: Sequence[_ScoreCall]
+    ) -> None:
         """Score the requests in one call, and set the scores or the error of each."""
-        everyone = [*together, *riders]
+        all_calls = [*together, *extra_calls]
         try:
-            requests = RecordList(r for each in everyone for r in each.requests)
+            requests = RecordList(r for each in all_calls for r in each.requests)
             scores = await self.handle.score.remote(requests)
         except Exception as error:
-            _fail(riders, EngineError(f"what it went along with failed: {error}"))
+            _fail(extra_calls, EngineError(f"the batch that it was sent with failed: {error}"))
             if len(together) == 1 or _is_loss(error):
                 _fail(together, error)
             else:  # the requests of one caller may have caused the error
@@ -160,7 +162,7 @@ class _PooledEngine:
                 await asyncio.gather(*apart)
             return
         end = 0
-        for each in everyone:
+        for each in all_calls:
             first, end = end, end + len(each.requests)
             if not each.answer.done():  # cancelled
                 each.answer.set_result(scores[first:end])
@@ -200,7 +202,7 @@ class EnginePool:
         """
         self._name, self._patience_s = name, patience_s
         self._members: dict[str, _PooledEngine] = {}
-        self._left: list[tuple[str, _PooledEngine]] = []  # removed engines with pending requests
+        self._removed: list[tuple[str, _PooledEngine]] = []  # removed engines with pending requests
         self.answers = 0  # number of answers so far
         self._homes: dict[str, _PooledEngine] = {}  # session -> its engine, the latest last
         self.update(members)
@@ -223,7 +225,9 @@ class EnginePool:
             for name, handle in members.items()
         }
         kept = self._members.values()
-        self._left = [m for m in (*self._left, *old.items()) if m[1].requests and m[1] not in kept]
+        self._removed = [
+            m for m in (*self._removed, *old.items()) if m[1].requests and m[1] not in kept
+        ]
 
     def each(self) -> dict[str, EnginePool]:
         """A pool for each engine, for calls that every engine must answer (the handshake)."""
@@ -239,7 +243,7 @@ class EnginePool:
         every worker reports this mapping to the driver.
         """
         counts: dict[str, int] = {}
-        for name, member in (*self._members.items(), *self._left):
+        for name, member in (*self._members.items(), *self._removed):
             if member.requests:
                 counts[name] = counts.get(name, 0) + member.requests
         return counts
@@ -250,7 +254,7 @@ class EnginePool:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("score", len(requests), list(requests))
 
-    async def ride(
+    async def score_with_next_batch(
         self, name: str, requests: Sequence[ScoreRequest], patience_s: float
     ) -> tuple[list[Score], bool]:
         """Score requests by one engine, together with the next batch that this pool sends to it.
@@ -265,13 +269,13 @@ class EnginePool:
         """
         if (member := self._members.get(name)) is None:
             raise EngineLost(f"{name} is not among the {self._name} engines here")
-        rider = _ScoreCall(list(requests), asyncio.get_running_loop().create_future())
-        member.riders.append(rider)
-        await asyncio.wait([rider.answer], timeout=patience_s)
-        if rider not in member.riders:
-            return await rider.answer, True
-        member.riders.remove(rider)
-        return await member.handle.score.remote(rider.requests), False
+        extra = _ScoreCall(list(requests), asyncio.get_running_loop().create_future())
+        member.extra_calls.append(extra)
+        await asyncio.wait([extra.answer], timeout=patience_s)
+        if extra not in member.extra_calls:
+            return await extra.answer, True
+        member.extra_calls.remove(extra)
+        return await member.handle.score.remote(extra.requests), False
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("decode_score", len(requests), list(requests))
@@ -330,7 +334,7 @@ class EnginePool:
                 if not self._patience_s and len(tried) == len(self._members):
                     raise
                 if _is_loss(raised) or len(self._members) > 1:
-                    member.rests_until = time.monotonic() + _REST_S
+                    member.excluded_until = time.monotonic() + _REST_S
 
     async def _pick(
         self, tried: set[int], deadline: float, error: Exception | None, session: str
@@ -346,7 +350,7 @@ class EnginePool:
             able = [
                 member
                 for member in self._members.values()
-                if (member.rests_until <= now if self._patience_s else id(member) not in tried)
+                if (member.excluded_until <= now if self._patience_s else id(member) not in tried)
             ]
             if able:
                 return await self._choose(able, session)
@@ -359,8 +363,8 @@ class EnginePool:
             await asyncio.sleep(_POLL_S)
 
 
-def _fail(everyone: Sequence[_ScoreCall], error: Exception) -> None:
-    for each in everyone:
+def _fail(all_calls: Sequence[_ScoreCall], error: Exception) -> None:
+    for each in all_calls:
         if not each.answer.done():  # cancelled
             each.answer.set_exception(error)
 
@@ -372,12 +376,12 @@ async def _loads(members: Sequence[_PooledEngine]) -> list[int]:
     queue length was requested are added: when slots are freed, many requests are made at the same
     time, and none has arrived when the first one requests the queue length.
     """
-    told = await asyncio.gather(*(member.tell() for member in members))
-    if any(length is None for length, _ in told):
+    states = await asyncio.gather(*(member.queue_state() for member in members))
+    if any(length is None for length, _ in states):
         return [member.load for member in members]
     return [
         (length or 0) + member.sent - sent
-        for (length, sent), member in zip(told, members, strict=True)
+        for (length, sent), member in zip(states, members, strict=True)
     ]
 
 

@@ -126,9 +126,9 @@ class RolloutActor:
     ) -> tuple[list[Score], bool]:
         """Send an engine's canaries with the next rows that it scores for this worker.
 
-        See `EnginePool.ride`.
+        See `EnginePool.score_with_next_batch`.
         """
-        return await self._pools[role].ride(engine, requests, patience_s)
+        return await self._pools[role].score_with_next_batch(engine, requests, patience_s)
 
     async def give_up(self, over: Mapping[int, int], epoch: int) -> None:
         """Cancel restarted groups of the queue's `epoch`; see `RolloutWorker.give_up`."""

@@ -26,7 +26,7 @@ class Replica:
         who: name of the engine.
         said: the event of its start, with its first answers.
         canaries: number of good canaries after the first.
-        rode: number of these that were sent together with a batch.
+        batched: number of these that were sent together with a batch.
         largest: largest gap among them, nats.
         moved: the event of its bad canary; None without one.
         trained: number of groups in the final weights that it has scored.
@@ -36,7 +36,7 @@ class Replica:
     who: str
     said: Mapping[str, Any]
     canaries: int = 0
-    rode: int = 0
+    batched: int = 0
     largest: float = 0.0
     moved: Mapping[str, Any] | None = None
     trained: int = 0
@@ -146,7 +146,7 @@ class ScoringRecord:
             self._problems.append(f"a canary of {replica.who} after it had moved")
         elif event["good"]:
             replica.canaries += 1
-            replica.rode += event["rode"]
+            replica.batched += event["rode"]
             replica.largest = max(replica.largest, event["gap"])
         else:
             replica.moved = event

@@ -68,7 +68,7 @@ def _replica(replica: Replica) -> dict[str, Any]:
         "may_move_by": _rounded(said["allowed"]),
         "moved_by_at_most": _rounded(replica.largest),
         "canaries": replica.canaries,
-        "beside_real_rows": replica.rode,
+        "beside_real_rows": replica.batched,
         "groups": replica.trained,
         "groups_in_gaps": replica.gaps,
         "quarantine": moved and {"step": moved["step"], "why": moved["why"]},

@@ -321,7 +321,7 @@ class Canaries:
 
     async def _canary(self, watched: Watched, number: int, *, alone: bool) -> None:
         """Send a canary, with the next batch of a worker if it may, and judge the answer."""
-        what, began, rode = f"a canary of {watched.who}", time.monotonic(), False
+        what, began, batched = f"a canary of {watched.who}", time.monotonic(), False
         workers = self._supervisor.members(ROLLOUT, State.SERVING)
         try:
             if alone or not workers or not isinstance(watched, ScoringEngine):
@@ -329,8 +329,8 @@ class Canaries:
             else:
                 self._turn += 1
                 worker = workers[self._turn % len(workers)].handle
-                ride = watched.ride(worker, _PATIENCE_S)
-                answer, rode = await self._driver.answer(what, ride)
+                reference = watched.ask_with_next_batch(worker, _PATIENCE_S)
+                answer, batched = await self._driver.answer(what, reference)
             if isinstance(watched, ScoringEngine):
                 answer = await with_states(answer)
         except (ActorLost, CallFailed, EngineError) as error:
@@ -340,13 +340,13 @@ class Canaries:
             else:
                 logger.warning("%s: no canary (%s)", watched.who, error)
         else:
-            await self._judge(watched, number, answer, began, rode=rode)
+            await self._judge(watched, number, answer, began, batched=batched)
         finally:
             if not alone:
                 self._pending.pop(watched, None)
 
     async def _judge(
-        self, watched: Watched, number: int, answer: Any, began: float, *, rode: bool = False
+        self, watched: Watched, number: int, answer: Any, began: float, *, batched: bool = False
     ) -> None:
         """Compare an answer with the first one, and make the queue record the verdict."""
         drift = watched.drift(answer)
@@ -354,7 +354,7 @@ class Canaries:
             "step": self.step,
             "gap": drift.gap,
             "mean": drift.mean,
-            "rode": rode,
+            "rode": batched,
             "seconds": time.monotonic() - began,
         } | ({"why": drift.why} if drift.why else {})
         told = self._queue.actor.canary.remote(number, not drift.why, said)

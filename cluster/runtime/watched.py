@@ -57,8 +57,8 @@ class ScoringEngine:
     def ask(self) -> Any:
         return self.member.handle.score.remote(list(self.first.rows.requests))
 
-    def ride(self, worker: Any, patience_s: float) -> Any:
-        """As `ask`, with the next batch of a rollout worker; a reference to (answer, it rode)."""
+    def ask_with_next_batch(self, worker: Any, patience_s: float) -> Any:
+        """As `ask`, with the next batch of a rollout worker; a reference to (answer, batched)."""
         requests = list(self.first.rows.requests)
         return worker.canary.remote(self.member.spec.name, self.who, requests, patience_s)
 

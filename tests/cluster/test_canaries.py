@@ -84,7 +84,7 @@ class Worker:
         self._pool.update(members, replicas)
 
     async def canary(self, _role: str, engine: str, requests: Any, patience_s: float) -> Any:
-        return await self._pool.ride(engine, requests, 0.05 if patience_s else 0.0)
+        return await self._pool.score_with_next_batch(engine, requests, 0.05 if patience_s else 0.0)
 
 
 class Holder:

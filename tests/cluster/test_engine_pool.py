@@ -178,20 +178,22 @@ async def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_sc
     engine = LocalActor(Echo)
     pool = EnginePool("teacher", {}, PATIENCE_S)
     pool.update({"e0": engine}, {"e0": 7})
-    riding = asyncio.ensure_future(pool.ride("e0", [to_score(8), to_score(9)], PATIENCE_S))
+    riding = asyncio.ensure_future(
+        pool.score_with_next_batch("e0", [to_score(8), to_score(9)], PATIENCE_S)
+    )
     await asyncio.sleep(0)
     scores = await pool.score([to_score(1), to_score(2), to_score(3)])
     assert first_tokens(scores) == [1, 2, 3] and {s.scored_by for s in scores} == {7}
-    canaries, rode = await riding
-    assert rode and first_tokens(canaries) == [8, 9]
+    canaries, batched = await riding
+    assert batched and first_tokens(canaries) == [8, 9]
     # No batch comes: they go alone. An engine that is not there is named.
-    alone, rode = await pool.ride("e0", [to_score(5)], 0.01)
-    assert not rode and first_tokens(alone) == [5]
+    alone, batched = await pool.score_with_next_batch("e0", [to_score(5)], 0.01)
+    assert not batched and first_tokens(alone) == [5]
     with pytest.raises(EngineLost):
-        await pool.ride("e9", [to_score(5)], PATIENCE_S)
+        await pool.score_with_next_batch("e9", [to_score(5)], PATIENCE_S)
     assert await engine.told.remote() == [5, 1]
     await engine.fail.remote()
-    riding = asyncio.ensure_future(pool.ride("e0", [to_score(8)], PATIENCE_S))
+    riding = asyncio.ensure_future(pool.score_with_next_batch("e0", [to_score(8)], PATIENCE_S))
     await asyncio.sleep(0)
     with pytest.raises(DataError):
         await pool.score([to_score(1)])
