@@ -121,7 +121,7 @@ class Watched:
         """Poll the queue as the fleet does."""
         while True:
             status = await queue.queue_status.remote(workers)
-            quiet_s(status, self._workers.statuses, self.supervisor.still_s())
+            quiet_s(status, self._workers.statuses, self.supervisor.since_progress_s())
             await asyncio.sleep(1)
 
     def wait(self, seconds: float) -> float:

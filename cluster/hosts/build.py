@@ -57,9 +57,9 @@ from cluster.supervision.supervise import (
     HEALTH_GROUP,
     ActorSpec,
     health_call,
+    location_call,
     progress_call,
     ready_call,
-    whereabouts_call,
 )
 from cluster.weights.transport import PushSettings
 from distill.envs.base import EnvStream
@@ -115,7 +115,7 @@ class RolloutCast:
     @property
     def queue_spec(self) -> ActorSpec:
         by_ray = not self.config.cluster.local
-        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
+        return self._role(QUEUE, lambda _: QUEUE, None, location_call, restarted_by_ray=by_ray)
 
     @property
     def evaluates(self) -> bool:

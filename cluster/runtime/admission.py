@@ -160,7 +160,7 @@ class Admission:
     def _together(self, members: Sequence[Member]) -> Sequence[Member]:
         """Return the members, or none while others of their roles are about to be ready."""
         roles = {member.spec.name for member in members}
-        if any(self._supervisor.coming_back(role) for role in roles):
+        if any(self._supervisor.is_restarting(role) for role in roles):
             first = min(member.ready for member in members)
             if time.monotonic() - first < _TOGETHER_S:
                 return []

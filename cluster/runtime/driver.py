@@ -215,7 +215,7 @@ class Driver:
             return None
         if worker is None:
             return f"did not end within {self.deadline_s:.0f} s"
-        if time.monotonic() - self.supervisor.got_on(worker) <= self.deadline_s:
+        if time.monotonic() - self.supervisor.last_progress(worker) <= self.deadline_s:
             return None
         return f"has not got on for {self.deadline_s:.0f} s"
 

@@ -342,7 +342,9 @@ class Fleet(LearnerAlone):
                     return time.monotonic() - started
                 self._pushed(wait=False)  # if it failed, no slot will ever be freed
                 if self._status is not None:
-                    self._watchdog.check(self._status, self.statuses, self.supervisor.still_s())
+                    self._watchdog.check(
+                        self._status, self.statuses, self.supervisor.since_progress_s()
+                    )
         finally:
             self.scaling.waited()
 
@@ -366,7 +368,7 @@ class Fleet(LearnerAlone):
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
         if not old:
             return
-        quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
+        quiet = quiet_s(status, self.statuses, self.supervisor.since_progress_s())
         moving = [i for i in old if quiet.get(i, half_s) < half_s]
         if moving:
             self.queue.actor.renew.remote(moving)
@@ -494,7 +496,7 @@ class Fleet(LearnerAlone):
 
     def shrink(self, role: str) -> None:
         """Cancel a pending restart, or else drain the newest member."""
-        if (index := self.supervisor.give_up_restart(role)) is not None:
+        if (index := self.supervisor.cancel_restart(role)) is not None:
             self._give_back_place(role, index)
             return
         member = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)[-1]

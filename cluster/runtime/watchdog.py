@@ -56,12 +56,12 @@ class Watchdog:
         self,
         status: QueueStatus,
         workers: Mapping[str, WorkerStatus],
-        still_s: Mapping[str, float],
+        since_progress_s: Mapping[str, float],
     ) -> None:
         """Check for stalls; call it periodically while the learner waits for groups.
 
         Args:
-            still_s: seconds since the last progress of each engine, by name.
+            since_progress_s: seconds since the last progress of each engine, by name.
 
         Raises:
             RunFailed: there was no progress within the deadline.
@@ -72,7 +72,7 @@ class Watchdog:
             self._delivered, self._since, self._stalls = status.delivered, now, 0
         self._checked = now
         idle_s = now - self._since
-        quiet = quiet_s(status, workers, still_s)
+        quiet = quiet_s(status, workers, since_progress_s)
         missing = [quiet[i] for i in status.missing if i in quiet]
         # The run fails when no group makes progress; an actor is suspect when one group makes none.
         if min([idle_s, *missing]) > self._deadline_s:
@@ -90,14 +90,14 @@ class Watchdog:
             if quiet.get(i, age_s) >= self._stall_after_s
         ]
         if self._stalls > 1:
-            for name in sorted(suspects(status, workers, still_s, self._stall_after_s)):
+            for name in sorted(suspects(status, workers, since_progress_s, self._stall_after_s)):
                 self._terminate(name, f"nothing came of its work for {stalled_s:.0f} s")
         if late:
             self._re_lease(late, f"no progress for {stalled_s:.0f} s")
 
 
 def quiet_s(
-    status: QueueStatus, workers: Mapping[str, WorkerStatus], still_s: Mapping[str, float]
+    status: QueueStatus, workers: Mapping[str, WorkerStatus], since_progress_s: Mapping[str, float]
 ) -> dict[int, float]:
     """Seconds without progress of every group that a worker holds, by group id.
 
@@ -107,7 +107,10 @@ def quiet_s(
     """
     return {
         group.group_id: min(
-            [group.seconds, *(still_s.get(engine, math.inf) for engine in _engines(worker, group))]
+            [
+                group.seconds,
+                *(since_progress_s.get(engine, math.inf) for engine in _engines(worker, group)),
+            ]
         )
         for _, worker, group in _leased(status, workers)
     }
@@ -116,7 +119,7 @@ def quiet_s(
 def suspects(
     status: QueueStatus,
     workers: Mapping[str, WorkerStatus],
-    still_s: Mapping[str, float],
+    since_progress_s: Mapping[str, float],
     longer_than_s: float,
 ) -> set[str]:
     """Actors without progress that have held awaited groups for too long."""
@@ -125,7 +128,7 @@ def suspects(
         if group.group_id in status.missing and group.seconds >= longer_than_s:
             engines = _engines(worker, group)
             at = engines if group.stage in ("sampling", "scoring") else engines or {name}
-            found |= {each for each in at if still_s.get(each, math.inf) >= longer_than_s}
+            found |= {each for each in at if since_progress_s.get(each, math.inf) >= longer_than_s}
     return found
 
 

@@ -101,7 +101,7 @@ class ActorSpec:
 class Member:
     """One actor of a role.
 
-    `said` is the answer to the last heartbeat. `moved`, `ready` and `died` are times: of the last
+    `last_answer` is that to the last heartbeat. `moved`, `ready` and `died` are times: of the last
     change of the answer, of the first answer, and of the last death of the actor or its
     predecessor. `followers` are handles, by the call of each that lasts as long as the follower.
     """
@@ -112,7 +112,7 @@ class Member:
     attempt: int
     followers: Mapping[Any, Any] = field(default_factory=dict)
     state: State = State.STARTING
-    said: Any = None
+    last_answer: Any = None
     moved: float = field(default_factory=time.monotonic)
     died: float | None = None
     ready: float = 0.0
@@ -211,24 +211,24 @@ class Supervisor:
         """Handles of the members that serve, by member name."""
         return {m.name: m.handle for m in self.members(role, State.SERVING)}
 
-    def still_s(self) -> dict[str, float]:
+    def since_progress_s(self) -> dict[str, float]:
         """Seconds since each member's heartbeat last reported progress, by name."""
         now = time.monotonic()
         return {member.name: now - member.moved for member in self._members}
 
-    def got_on(self, role: str) -> float:
+    def last_progress(self, role: str) -> float:
         """Time of the last progress of an actor of the role, or of an engine that one waits for."""
         names = {member.name for member in self.members(role)}
         for member in self.members(role):
-            if isinstance(member.said, WorkDone):
-                names |= member.said.waits_for
+            if isinstance(member.last_answer, WorkDone):
+                names |= member.last_answer.waits_for
         return max((m.moved for m in self._members if m.name in names), default=-math.inf)
 
     def waiting(self) -> list[Member]:
         """Members that are ready and not admitted yet."""
         return [m for m in self._members if m.state is State.READY]
 
-    def coming_back(self, role: str) -> bool:
+    def is_restarting(self, role: str) -> bool:
         """True while members that died are restarted and have not answered."""
         starting = self.members(role, State.STARTING)
         return any(m.died is not None for m in (*self._restarting(role), *starting))
@@ -273,7 +273,7 @@ class Supervisor:
         self.changes += 1
         member.kill()
 
-    def give_up_restart(self, role: str) -> int | None:
+    def cancel_restart(self, role: str) -> int | None:
         """Cancel a pending restart of the role; returns its index, or None if there is none."""
         if not (coming := self._restarting(role)):
             return None
@@ -314,14 +314,14 @@ class Supervisor:
                 self.terminate(member, f"it {what} within {limit:.0f} s")
                 continue
             try:
-                said = calls.get(beat)
+                answer = calls.get(beat)
             except errors.RayError as error:
                 lives = isinstance(error, errors.RayTaskError)
                 if spec.critical and lives and member.state is not State.STARTING:
                     raise WorkFailed(member.name) from error
                 self.terminate(member, reason_of(error), error)
             else:
-                self._hear(member, said, asked)
+                self._on_heartbeat(member, answer, asked)
             await asyncio.sleep(asked + _BEAT_S - time.monotonic())
 
     async def _report_lost_place(self, member: Member) -> None:
@@ -347,12 +347,12 @@ class Supervisor:
         finally:
             ended.cancel()
 
-    def _hear(self, member: Member, said: Any, asked: float) -> None:
-        if member.spec.restarted_by_ray and said != member.said is not None:
-            self._healed(member, asked)
-        if said != member.said:
+    def _on_heartbeat(self, member: Member, answer: Any, asked: float) -> None:
+        if member.spec.restarted_by_ray and answer != member.last_answer is not None:
+            self._on_ray_restart(member, asked)
+        if answer != member.last_answer:
             member.moved = time.monotonic()
-        member.said = said
+        member.last_answer = answer
         if member.state is State.STARTING:
             member.state, member.ready = State.READY, time.monotonic()
             self.background.start(self._introduce(member))
@@ -363,7 +363,7 @@ class Supervisor:
         """Record the process and node of an actor that has answered."""
         try:
             aside = member.spec.heartbeat in (ready_call, progress_call)
-            pid, node = await whereabouts_call(member.handle, aside=aside)
+            pid, node = await location_call(member.handle, aside=aside)
         except errors.RayError:
             return  # it died meanwhile; its heartbeat will detect that
         self._record("start", who=member.name, pid=pid, node=node)
@@ -397,7 +397,7 @@ class Supervisor:
         why += member.spec.death_details()
         self._record("death", who=member.name, why=why)
         if member.spec.restarted_by_ray:
-            self._heal(member, why, hangs=error is None)
+            self._await_ray_restart(member, why, hangs=error is None)
             return
         del self._members[member]
         self.changes += 1
@@ -428,7 +428,7 @@ class Supervisor:
             raise RunFailed(f"{what}, {limit}")
         return delay
 
-    def _healed(self, member: Member, asked: float) -> None:
+    def _on_ray_restart(self, member: Member, asked: float) -> None:
         """Handle a restart by Ray, detected by a changed process id between two heartbeats."""
         now = time.monotonic()
         if member.died is None:
@@ -440,7 +440,7 @@ class Supervisor:
         self.background.start(self._introduce(member))
         member.died = None
 
-    def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
+    def _await_ray_restart(self, member: Member, why: str, *, hangs: bool) -> None:
         self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
         self.print_line(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
@@ -465,13 +465,13 @@ def progress_call(actor: Any) -> Any:
     return actor.progress.options(concurrency_group=HEALTH_GROUP).remote()
 
 
-def whereabouts_call(actor: Any, *, aside: bool = False) -> Any:
+def location_call(actor: Any, *, aside: bool = False) -> Any:
     """(process id, node address). `aside`: for an actor with the group `HEALTH_GROUP`."""
     call = actor.__ray_call__
-    return (call.options(concurrency_group=HEALTH_GROUP) if aside else call).remote(_whereabouts)
+    return (call.options(concurrency_group=HEALTH_GROUP) if aside else call).remote(_location)
 
 
-def _whereabouts(_actor: object) -> tuple[int, str]:
+def _location(_actor: object) -> tuple[int, str]:
     return os.getpid(), node_address()
 
 

@@ -377,4 +377,6 @@ def test_an_evaluation_without_progress_is_found_while_engines_work_for_others(
         asked = run.fleet.driver.answer("evaluation", evaluation(run, evaluator), worker=EVALUATOR)
         run.fleet.driver.wait_for(asked)
     assert 300 <= loop.now - began < 320
-    assert all(run.fleet.supervisor.still_s()[member.name] < 10 for member in run.members())
+    assert all(
+        run.fleet.supervisor.since_progress_s()[member.name] < 10 for member in run.members()
+    )

@@ -19,7 +19,7 @@ from cluster.supervision.supervise import (
     Member,
     State,
     Supervisor,
-    whereabouts_call,
+    location_call,
 )
 from distill.errors import CheckpointError
 
@@ -67,7 +67,7 @@ class House:
         )
         settings: dict[str, Any] = {
             "name": "helper", "title": lambda index: f"helper {index}", "create": self.create,
-            "heartbeat": whereabouts_call,
+            "heartbeat": location_call,
             "start_deadline_s": DEADLINE_S,
         } | role  # fmt: skip
         self.spec = ActorSpec(**settings)
@@ -168,7 +168,7 @@ def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., Hous
 
     house = new_house(follow=follow)
     house.started(0)
-    pids = ray.get([whereabouts_call(follower) for follower in followers[0]])
+    pids = ray.get([location_call(follower) for follower in followers[0]])
     os.kill(pids[1][0], signal.SIGKILL)
     house.until(lambda: house.terminated == ["helper 0"])
     [death] = house.told("death", "helper 0")
@@ -178,7 +178,7 @@ def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., Hous
     assert house.pid() != old and house.made == [(0, 0), (0, 1)] and len(followers) == 2
     for pid in (old, pids[0][0]):
         house.until(lambda pid=pid: not psutil.pid_exists(pid))
-    [pid, _] = [pid for pid, _ in ray.get([whereabouts_call(f) for f in followers[1]])]
+    [pid, _] = [pid for pid, _ in ray.get([location_call(f) for f in followers[1]])]
     [member] = house.supervisor.members("helper")
     house.supervisor.dismiss(member)
     house.until(lambda: not psutil.pid_exists(pid))
@@ -187,10 +187,10 @@ def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., Hous
 def test_one_that_is_not_needed_any_more_is_not_made_again(new_house: Callable[..., House]) -> None:
     house = new_house()
     house.started(0, 1)
-    assert house.supervisor.give_up_restart("helper") is None
+    assert house.supervisor.cancel_restart("helper") is None
     os.kill(house.pid(1), signal.SIGKILL)
     house.until(lambda: house.terminated == ["helper 1"])
-    assert house.supervisor.give_up_restart("helper") == 1
+    assert house.supervisor.cancel_restart("helper") == 1
     assert house.supervisor.expected("helper") == 1 and house.supervisor.indices("helper") == {0}
     end_of_delay = time.monotonic() + 1
     house.until(lambda: time.monotonic() > end_of_delay)
@@ -263,7 +263,7 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
 
     def heartbeat(actor: Any) -> Any:
         asked.append(actor)
-        return whereabouts_call(actor)
+        return location_call(actor)
 
     house = new_house(
         lacking=lambda _index: "" if there else "1 GPU", start_deadline_s=1, heartbeat=heartbeat

@@ -150,15 +150,15 @@ class SlowRun:
         """Check and renew leases every ten seconds, as the driver does."""
         for now in range(0, until, 10):
             self.clock.now = now
-            still_s = {name: now - moved(now) for name, moved in self._engines.items()}
+            since_progress_s = {name: now - moved(now) for name, moved in self._engines.items()}
             under_way = self.ledger.status().leased
             groups = tuple(GroupUnderWay(i, "sampling", now) for i in under_way)
             asked = dict.fromkeys(self._engines, len(groups))
             worker = {WORKER: WorkerStatus(groups=groups, requests=asked, max_groups=8)}
-            quiet = quiet_s(self.ledger.status(), worker, still_s)
+            quiet = quiet_s(self.ledger.status(), worker, since_progress_s)
             self.ledger.renew(i for i, seconds in quiet.items() if seconds < 450)
             self.ledger.expire(now)
-            self._dog.check(self.ledger.status(), worker, still_s)
+            self._dog.check(self.ledger.status(), worker, since_progress_s)
             self._lease()
 
 
@@ -177,5 +177,7 @@ def test_an_engine_without_progress_is_found_although_it_answers_heartbeats() ->
         groups=(GroupUnderWay(0, "sampling", 800),),
         requests={"policy engine 0": 1, "policy engine 1": 1}, max_groups=8,
     )  # fmt: skip
-    still_s = {"policy engine 0": 700.0, "policy engine 1": 0.0}
-    assert suspects(both.ledger.status(), {WORKER: worker}, still_s, 300) == {"policy engine 0"}
+    since_progress_s = {"policy engine 0": 700.0, "policy engine 1": 0.0}
+    assert suspects(both.ledger.status(), {WORKER: worker}, since_progress_s, 300) == {
+        "policy engine 0"
+    }
