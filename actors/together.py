@@ -25,5 +25,5 @@ async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
     if len(coroutines) == 1:
         return [await coroutines[0]]
     async with task_group() as tasks:
-        under_way = [tasks.create_task(each) for each in coroutines]
-    return [task.result() for task in under_way]
+        in_progress = [tasks.create_task(each) for each in coroutines]
+    return [task.result() for task in in_progress]

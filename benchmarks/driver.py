@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.command import run_command
-from cluster.hosts.rollout_actor import GroupUnderWay, RosterChange, WorkerStatus
+from cluster.hosts.rollout_actor import GroupProgress, RosterChange, WorkerStatus
 from cluster.placement.connect import connect
 from cluster.placement.roles import POLICY, ROLLOUT
 from cluster.queue.ledger_answers import QueueStatus
@@ -61,7 +61,7 @@ class StandIn:
         return self._progress
 
     async def status(self) -> WorkerStatus:
-        groups = tuple(GroupUnderWay(i, "sampling", 60.0) for i in range(GROUPS))
+        groups = tuple(GroupProgress(i, "sampling", 60.0) for i in range(GROUPS))
         requests = {f"{POLICY} {i}": 4 for i in range(GROUPS)}
         return WorkerStatus(groups=groups, requests=requests, max_groups=GROUPS)
 
@@ -102,7 +102,7 @@ class Watched:
             hang_after_s=300,
             max_restarts=0,
         )
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
         for index in range(number):
             role = POLICY if index % 2 else ROLLOUT
             spec = ActorSpec(

@@ -449,13 +449,13 @@ class Simulation:
         await asyncio.gather(*workers, return_exceptions=True)
 
     async def _work(self, name: str, pool: EnginePool) -> None:
-        under_way: set[asyncio.Task[None]] = set()
+        in_progress: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:  # until it is cancelled
                 leases: list[Lease] = []
                 async with self._changed:
                     while not leases:
-                        room = min(self._each - len(under_way), self._sample_room())
+                        room = min(self._each - len(in_progress), self._sample_room())
                         leases = self.ledger.lease(name, room) if room > 0 else []
                         if not leases:
                             await self._changed.wait()
@@ -463,9 +463,9 @@ class Simulation:
                 for lease in leases:
                     self._leased_at[lease.group_id] = self._version
                     task = tasks.create_task(self._make(pool, lease, name))
-                    under_way.add(task)
+                    in_progress.add(task)
                     self._tasks[lease.group_id] = task
-                    task.add_done_callback(under_way.discard)
+                    task.add_done_callback(in_progress.discard)
 
     def _sample_room(self) -> int:
         """Number of groups that may start, given the samples at the engines."""

@@ -110,7 +110,7 @@ class Run:
                 checkpoint = self.train()
                 self.evaluations.finish()
             except Interrupted:
-                if self.context.under_way:
+                if self.context.run_started:
                     self.actors.ask_last_canaries(self.context.last_step)
                 raise
             finally:

@@ -37,14 +37,14 @@ def run(recipe: str, *, quiet: bool = False, **settings: Any) -> Generator[dict[
         IsothermError, RunFailed, EngineError, NonFiniteError: with the message of the command line.
     """
     given = Arguments.of_values({"recipe": recipe, **_given(settings)})
-    under_way = _RunThread(given, Console(quiet=True) if quiet else make_console())
-    atexit.register(under_way.end)
+    running = _RunThread(given, Console(quiet=True) if quiet else make_console())
+    atexit.register(running.end)
     try:
-        yield from under_way.lines()
+        yield from running.lines()
     finally:
-        under_way.end()
-        atexit.unregister(under_way.end)
-        under_way.raise_error()
+        running.end()
+        atexit.unregister(running.end)
+        running.raise_error()
 
 
 class _RunThread:

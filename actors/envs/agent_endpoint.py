@@ -112,7 +112,7 @@ class AgentEndpoint:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._samples = 0
         self._answers: dict[str, asyncio.Task[AgentAnswer]] = {}
-        self._under_way: set[asyncio.Task[AgentAnswer]] = set()
+        self._active: set[asyncio.Task[AgentAnswer]] = set()
         self._runner: web.AppRunner | None = None
         self._port = 0
 
@@ -151,9 +151,9 @@ class AgentEndpoint:
             await asyncio.wait({running})
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._under_way:
+        for task in self._active:
             task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
+        await asyncio.gather(*self._active, return_exceptions=True)
         assert self._runner is not None
         await self._runner.cleanup()
         if self.broken.done():
@@ -223,12 +223,12 @@ class AgentEndpoint:
             return known
         task = asyncio.create_task(self._answered(asked))
         self._answers[name] = task
-        self._under_way.add(task)
+        self._active.add(task)
         task.add_done_callback(self._has_ended)
         return task
 
     def _has_ended(self, task: asyncio.Task[AgentAnswer]) -> None:
-        self._under_way.discard(task)
+        self._active.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as retrieved: after a disconnect nothing awaits the task
 

@@ -82,7 +82,7 @@ class GroupSink(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class UnderWay:
+class ActiveGroup:
     """State of a group in progress.
 
     Attributes:
@@ -162,7 +162,7 @@ class RolloutWorker:
     text_teachers: Mapping[str, TextTeacher] = field(default_factory=dict)
     runs_user_code: bool = True
     _open_teachers: dict[str, OpenTextTeacher] = field(init=False, default_factory=dict)
-    _under_way: dict[Lease, UnderWay] = field(init=False, default_factory=dict)
+    _active: dict[Lease, ActiveGroup] = field(init=False, default_factory=dict)
     _logged: set[str] = field(init=False, default_factory=set)  # kinds of failures
     _has_room: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _reporting: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -170,8 +170,8 @@ class RolloutWorker:
     _asking: asyncio.Task[Sequence[Lease]] | None = field(init=False, default=None)
 
     @property
-    def under_way(self) -> list[UnderWay]:
-        return list(self._under_way.values())
+    def active(self) -> list[ActiveGroup]:
+        return list(self._active.values())
 
     def drain(self) -> None:
         """Stop leasing; `run` returns when the last group in progress has ended."""
@@ -182,7 +182,7 @@ class RolloutWorker:
 
     def forget(self, epoch: int) -> None:
         """Cancel groups of earlier epochs, which will not be trained on."""
-        for group in self.under_way:
+        for group in self.active:
             if group.lease.epoch < epoch:
                 group.give_up()
 
@@ -192,7 +192,7 @@ class RolloutWorker:
         Args:
             over: last obsolete attempt of this epoch, by group id.
         """
-        for group in self.under_way:
+        for group in self.active:
             lease = group.lease
             if lease.epoch == epoch and lease.attempt <= over.get(lease.group_id, 0):
                 group.give_up()
@@ -211,18 +211,18 @@ class RolloutWorker:
         async with task_group() as tasks:
             while leases := await self._lease():
                 for lease in leases:
-                    group = self._under_way[lease] = UnderWay(lease)
+                    group = self._active[lease] = ActiveGroup(lease)
                     group.task = tasks.create_task(self._deliver(group))
                     # Not in the task itself, which may be cancelled before it starts.
                     group.task.add_done_callback(partial(self._has_left, lease))
 
     async def _lease(self) -> Sequence[Lease]:
-        while not self._draining and len(self._under_way) >= self.max_groups:
+        while not self._draining and len(self._active) >= self.max_groups:
             self._has_room.clear()
             await self._has_room.wait()
         if self._draining:
             return []
-        room = self.max_groups - len(self._under_way)
+        room = self.max_groups - len(self._active)
         self._asking = asyncio.ensure_future(self.sink.lease(room))
         try:
             return await self._asking
@@ -233,7 +233,7 @@ class RolloutWorker:
         finally:
             self._asking = None
 
-    async def _deliver(self, group: UnderWay) -> None:
+    async def _deliver(self, group: ActiveGroup) -> None:
         """Produce a group and deliver it, or report its failure."""
         try:
             made = await self._produce(group)
@@ -261,33 +261,33 @@ class RolloutWorker:
         logger.warning("group %d failed: %s%s", group_id, reason, trace)
 
     def _has_left(self, lease: Lease, _task: asyncio.Task[None]) -> None:
-        self._under_way.pop(lease, None)
+        self._active.pop(lease, None)
         self._has_room.set()
 
-    async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
-        sampled = await self.sink.sampled(under_way.lease)
+    async def _produce(self, active: ActiveGroup) -> TrajectoryGroup:
+        sampled = await self.sink.sampled(active.lease)
         if sampled is not None and not sampled.by_teacher:
             # Its scorer was quarantined, or holds different weights.
-            under_way.enter("scoring")
+            active.enter("scoring")
             scorers = self._scorers(sampled.group_id, sampled.teacher)
             return await scorers.score_again(sampled, self.policy_top_k)
-        group_id = under_way.lease.group_id
-        under_way.problem = self.dataset.describe(group_id)
-        async with self._user_code(under_way):
+        group_id = active.lease.group_id
+        active.problem = self.dataset.describe(group_id)
+        async with self._user_code(active):
             builder = self.dataset.builder(group_id)
         made = self._by_teacher if group_id in self.teacher_samples else self._by_policy
-        return replace(await made(under_way, builder), source=self.dataset.source(group_id))
+        return replace(await made(active, builder), source=self.dataset.source(group_id))
 
-    async def _by_policy(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
+    async def _by_policy(self, active: ActiveGroup, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from the policy, and score it."""
         started = time.perf_counter()
-        scorers = self._scorers(under_way.lease.group_id, builder.teacher)
+        scorers = self._scorers(active.lease.group_id, builder.teacher)
         async with task_group() as tasks:
             scorer = Scorer(tasks, scorers)
             policy = _PolicyWithExtras(self.policy, self.policy_top_k, self.routed_experts)
-            group = await self._rollout(policy, under_way, builder, scorer.ended)
+            group = await self._rollout(policy, active, builder, scorer.ended)
             sampled = time.perf_counter()
-            under_way.enter("scoring")
+            active.enter("scoring")
             scorer.no_more()
         timings = {"time/rollout": sampled - started}
         if scorers:
@@ -309,21 +309,21 @@ class RolloutWorker:
             states=self.states.get(name, "none"),
         )
 
-    async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
+    async def _by_teacher(self, active: ActiveGroup, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """Sample the group from its teacher."""
         started = time.perf_counter()
-        teacher = self._teacher_sampler(under_way, builder)
+        teacher = self._teacher_sampler(active, builder)
         stage: Stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
-        group = teacher.signed(await self._rollout(teacher, under_way, builder, stage=stage))
+        group = teacher.signed(await self._rollout(teacher, active, builder, stage=stage))
         return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 
     def _teacher_sampler(
-        self, under_way: UnderWay, builder: EnvGroupBuilder
+        self, active: ActiveGroup, builder: EnvGroupBuilder
     ) -> TeacherSampler | TextSampler:
         opened = self._open_teachers.get(builder.teacher)
         if opened is not None:
             assert builder.asked is not None, "settings were checked for it"
-            return opened.sampler(builder.asked, partial(under_way.enter, "environment"))
+            return opened.sampler(builder.asked, partial(active.enter, "environment"))
         return TeacherSampler(
             teacher_of(self.teachers, builder.teacher),
             builder.teacher_tokens_T,
@@ -333,24 +333,24 @@ class RolloutWorker:
     async def _rollout(
         self,
         sampler: SamplingModel,
-        under_way: UnderWay,
+        active: ActiveGroup,
         builder: EnvGroupBuilder,
         ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
         stage: Stage = "sampling",
     ) -> TrajectoryGroup:
         return await rollout_group(
-            _Sampled(sampler, under_way, stage),
+            _Sampled(sampler, active, stage),
             builder,
             self.sampling,
-            group_id=under_way.lease.group_id,
+            group_id=active.lease.group_id,
             seed=self.seed,
             models=self.models,
-            user_code=partial(self._user_code, under_way),
+            user_code=partial(self._user_code, active),
             ended=ended,
             lengths=self.lengths,
         )
 
-    def _user_code(self, group: UnderWay) -> AbstractAsyncContextManager[None]:
+    def _user_code(self, group: ActiveGroup) -> AbstractAsyncContextManager[None]:
         """Context manager for calls of an environment's or a reward's code.
 
         User code is reported before it starts, because it may crash or hang this process.
@@ -358,7 +358,7 @@ class RolloutWorker:
         return self._reported(group) if self.runs_user_code else nullcontext()
 
     @asynccontextmanager
-    async def _reported(self, group: UnderWay) -> AsyncIterator[None]:
+    async def _reported(self, group: ActiveGroup) -> AsyncIterator[None]:
         group.inside += 1
         try:
             async with self._reporting:  # groups that wait here are part of the next report
@@ -370,7 +370,7 @@ class RolloutWorker:
             group.reported = group.reported and group.inside > 0
 
     async def _report(self) -> None:
-        inside = [group for group in self.under_way if group.inside]
+        inside = [group for group in self.active if group.inside]
         await self.sink.inside({group.lease.group_id: group.problem for group in inside})
         for group in inside:
             group.reported = group.inside > 0
@@ -390,7 +390,7 @@ class _PolicyWithExtras:
 class _Sampled:
     """Wraps a sampler: sets the group's stage to `stage` while samples are pending."""
 
-    def __init__(self, sampler: SamplingModel, group: UnderWay, stage: Stage) -> None:
+    def __init__(self, sampler: SamplingModel, group: ActiveGroup, stage: Stage) -> None:
         self._sampler, self._group = sampler, group
         self._stage: Stage = stage
 

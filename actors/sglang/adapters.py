@@ -43,7 +43,7 @@ class Traffic:
         return 0.0 if self._calls else time.monotonic() - self._last
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         return self._calls > 0
 
     @contextmanager
@@ -134,7 +134,7 @@ class Adapters:
             raise
         self.newest, self.version = name, version
         for other, requests in list(self._held.items()):
-            if other != name and not requests.under_way:
+            if other != name and not requests.in_progress:
                 await self._unload(other)
 
     async def _unload(self, name: str) -> None:

@@ -564,11 +564,11 @@ class SglangEngine:
         asked = asyncio.ensure_future(self._client.get("/health"))
         try:
             while not (await asyncio.wait([asked], timeout=_SILENCE_S))[0]:
-                if self._first.under_way:
+                if self._first.in_progress:
                     return
             asked.result()
         except EngineError as error:
-            if not self._first.under_way:
+            if not self._first.in_progress:
                 raise EngineLost(str(error)) from error
         finally:
             asked.cancel()

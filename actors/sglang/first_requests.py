@@ -34,7 +34,7 @@ class FirstRequests:
         self._since.pop(kind, None)
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """True while a first request is in progress and `patience_s` has not passed."""
         now = time.monotonic()
         return any(now - since < self._patience_s for since in self._since.values())

@@ -48,7 +48,7 @@ class LentBuckets:
     def __init__(self, push: str) -> None:
         self.push = push
         self._queue: asyncio.Queue[_Given] = asyncio.Queue()
-        self._under_way: _Given | None = None
+        self._current: _Given | None = None
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def give(self, number: int, handles: Sequence[LentBucket]) -> None:
@@ -78,17 +78,17 @@ class LentBuckets:
             coming.cancel()
             why = self._closed.result() if self._closed.done() else f"none in {timeout_s:.0f} s"
             raise EngineError(f"bucket {number} did not arrive: {why}")
-        self._under_way = coming.result()
-        if self._under_way.number != number:
-            raise EngineError(f"bucket {self._under_way.number} arrived in place of {number}")
-        if len(handles := self._under_way.handles) != ranks:
+        self._current = coming.result()
+        if self._current.number != number:
+            raise EngineError(f"bucket {self._current.number} arrived in place of {number}")
+        if len(handles := self._current.handles) != ranks:
             raise EngineError(f"{len(handles)} handles arrived for {ranks} ranks")
         return handles
 
     def loaded(self) -> None:
         """Mark the last bucket that `next` returned as loaded."""
-        assert self._under_way is not None
-        self._under_way.loaded.set_result(None)
+        assert self._current is not None
+        self._current.loaded.set_result(None)
 
     def close(self, why: str) -> None:
         """End the push for the learner and the load, unless it has already ended."""

@@ -70,7 +70,7 @@ class WeightLoads:
         self.torn: str | None = None
 
     @contextmanager
-    def under_way(self, weights: ModelSource) -> Iterator[None]:
+    def in_progress(self, weights: ModelSource) -> Iterator[None]:
         """Context manager for a load, entered when the load is requested; ends other lent pushes.
 
         On leaving, the push of `weights` itself is ended, if it lends buckets.

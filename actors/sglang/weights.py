@@ -158,7 +158,7 @@ class WeightSession:
     @property
     def sampling(self) -> bool:
         """True while samples are in progress."""
-        return self._generations.under_way
+        return self._generations.in_progress
 
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:
         """Run a generation; with `restart`, repeat it if a load aborted it."""
@@ -223,7 +223,7 @@ class WeightSession:
             await self._adapters.load(weights, version)
             self.version = version
             return 0.0
-        with self._loads.under_way(weights):
+        with self._loads.in_progress(weights):
             async with self._loading:
                 await self._loads.prepare(weights)
                 self._open.clear()

@@ -236,7 +236,7 @@ class EnginePool:
         }
 
     @property
-    def under_way(self) -> dict[str, int]:
+    def in_progress(self) -> dict[str, int]:
         """Number of requests in progress, by engine; engines that were removed are included.
 
         Engines without requests are left out: a worker uses only a few of a thousand engines, and

@@ -51,14 +51,14 @@ class _Box:
     samples: list[Sample] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     gathered_s: float = 0.0
-    under_way: set[asyncio.Task[None]] = field(default_factory=set)
+    in_progress: set[asyncio.Task[None]] = field(default_factory=set)
     collecting: int = 0
     collected_at: float = field(default_factory=time.monotonic)
 
     def is_left(self, for_s: float) -> bool:
         """True if no request is in progress, and nothing was collected for `for_s` seconds."""
         idle_s = time.monotonic() - self.collected_at
-        return not self.under_way and not self.collecting and idle_s >= for_s
+        return not self.in_progress and not self.collecting and idle_s >= for_s
 
 
 class Mailbox:
@@ -82,8 +82,8 @@ class Mailbox:
         box = self._boxes.setdefault(client, _Box())
         for number, request in zip(numbers, requests, strict=True):
             task = asyncio.create_task(self._answer(box, number, request))
-            box.under_way.add(task)
-            task.add_done_callback(box.under_way.discard)
+            box.in_progress.add(task)
+            task.add_done_callback(box.in_progress.discard)
 
     async def _answer(self, box: _Box, number: int, request: GenerateRequest) -> None:
         began = time.monotonic()

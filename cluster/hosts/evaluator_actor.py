@@ -31,7 +31,7 @@ class EvaluatorActor:
 
     async def progress(self) -> WorkDone:
         """Heartbeat; call it in `HEALTH_GROUP`. Its count changes with every engine's answer."""
-        engines = frozenset(name for pool in self._asked for name in pool.under_way)
+        engines = frozenset(name for pool in self._asked for name in pool.in_progress)
         return WorkDone(self._answers + sum(pool.answers for pool in self._asked), engines)
 
     async def evaluate(

@@ -75,7 +75,7 @@ class RosterChange:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupUnderWay:
+class GroupProgress:
     """A group in progress at a worker: its stage, and the seconds in that stage."""
 
     group_id: int
@@ -87,7 +87,7 @@ class GroupUnderWay:
 class WorkerStatus:
     """A worker's work in progress. `requests`: number of requests in progress, by engine."""
 
-    groups: tuple[GroupUnderWay, ...]
+    groups: tuple[GroupProgress, ...]
     requests: Mapping[str, int]
     max_groups: int
 
@@ -141,11 +141,11 @@ class RolloutActor:
         now = time.monotonic()
         requests: dict[str, int] = {}
         for pool in self._pools.values():
-            requests |= pool.under_way
+            requests |= pool.in_progress
         return WorkerStatus(
             groups=tuple(
-                GroupUnderWay(group.lease.group_id, group.stage, now - group.since)
-                for group in self._worker.under_way
+                GroupProgress(group.lease.group_id, group.stage, now - group.since)
+                for group in self._worker.active
             ),
             requests=requests,
             max_groups=self._worker.max_groups,

@@ -637,7 +637,7 @@ class Ledger:
             return [i for i in taken.group_ids if i not in self._delivered]
         left = self._settings.total_groups - len(self.trained)
         view, group_id = self._view(), self._next
-        lacking = min(self._settings.groups_per_step, left) - view.under_way
+        lacking = min(self._settings.groups_per_step, left) - view.in_progress
         missing = self._rule.waited_for(view) if left else []
         while lacking > 0:
             if self._is_new(group_id):
@@ -812,7 +812,7 @@ class Ledger:
 
     @property
     def _to_start(self) -> int:
-        return self._settings.total_groups - len(self.trained) - self._view().under_way
+        return self._settings.total_groups - len(self.trained) - self._view().in_progress
 
     def is_under_way(self, group_id: int) -> bool:
         """True if the group was started and is not in the learner's weights."""

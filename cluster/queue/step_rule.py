@@ -42,7 +42,7 @@ class View:
     most_replaced: int = 0
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         """Number of started groups, except constant ones that the next step may skip.
 
         A constant group beyond `most_replaced` is trained, in a place that a skipped group leaves.
@@ -88,7 +88,7 @@ class StepRule:
 
     Attributes:
         horizon: H, in weight versions.
-        window: maximum number of groups in progress (`View.under_way`) until published weights
+        window: maximum number of groups in progress (`View.in_progress`) until published weights
             contain them; at most (H + 1) P.
         late: True: steps do not wait for overdue groups, which are trained when they finish.
     """
@@ -99,7 +99,7 @@ class StepRule:
 
     def room(self, view: View) -> int:
         """Number of groups that may start now."""
-        return self.window - view.under_way
+        return self.window - view.in_progress
 
     def choose(self, view: View) -> Choice | None:
         """Choose the groups of the next step, all finished; None if the step has to wait."""

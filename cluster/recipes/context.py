@@ -45,7 +45,7 @@ class RunContext:
     notifier: Notifier
     best: BestCheckpoint
     summary: dict[str, Any] = field(default_factory=dict)
-    under_way: bool = False
+    run_started: bool = False
     last_step: int = 0
     output_lost: bool = False
     watch: Watch | None = None
@@ -76,7 +76,7 @@ class RunContext:
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Record an optimizer step's metrics: on disk first, then for observers and trackers."""
-        self.under_way, self.last_step = True, int(metrics["step"])
+        self.run_started, self.last_step = True, int(metrics["step"])
         self.directory.append_metrics(metrics)
         self.best.see(metrics)
         self.observer.line(metrics)

@@ -120,11 +120,11 @@ def _explained(raised: BaseException, context: RunContext) -> BaseException:
     if isinstance(raised, Diverged):
         if newest := context.directory.store.latest():
             raised.offer(context.directory.path, newest.step)
-    elif isinstance(raised, RunFailed) and not context.under_way and context.first_step:
+    elif isinstance(raised, RunFailed) and not context.run_started and context.first_step:
         assert checkpoint is not None, "its step is the first one"
         error = failed_to_resume(raised, checkpoint)
     if isinstance(error, Interrupted):
-        error.trained = context.under_way or context.first_step > 0
+        error.trained = context.run_started or context.first_step > 0
         error.only_kept = context.config.only_keeps
     if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
         error.exit_code = 1  # 2 means that nothing was started

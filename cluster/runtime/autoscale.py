@@ -92,7 +92,7 @@ class Observation:
     exhausted: bool = False  # every group of the run has been leased
 
     @property
-    def under_way(self) -> dict[PoolName, float]:
+    def in_progress(self) -> dict[PoolName, float]:
         """Groups in progress, by the pool whose work they wait for."""
         return {"policy": self.sampling, "teacher": self.scoring, "rollout": self.environment}
 
@@ -135,7 +135,7 @@ class _RecentWindows:
         return max(1 - self.wait, _LEAST_SUPPLY)
 
     def groups(self, pool: PoolName) -> float:
-        return self._mean(lambda window: window.under_way[pool])
+        return self._mean(lambda window: window.in_progress[pool])
 
     @property
     def _seconds(self) -> float:
@@ -283,7 +283,7 @@ class Autoscaler:
         A group may return to the policy from its environment; its worker holds it until its end;
         scoring comes last.
         """
-        groups = observation.under_way
+        groups = observation.in_progress
         total = math.ceil(sum(groups.values()))
         sampled = math.ceil(observation.sampling + observation.environment)
         needed = {"policy": sampled, "teacher": total, "rollout": total}

@@ -199,7 +199,7 @@ class Fleet(LearnerAlone):
         self._create_learner(resume_from)
         self._create([name for name in self._specs if name not in self._asked_roles])
         self.driver.until_started([QUEUE, LEARNER, *self._specs])
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
         if resume_from is not None and self._config.verify.canary_every and self.frozen:
             self._trust(resume_from.step)
         # The first handshake checks their weights.

@@ -83,7 +83,7 @@ class LearnerAlone:
         """
         self._create_learner(resume_from)
         self.driver.until_started([LEARNER])
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
 
     def recover(self, lost: LearnerLost) -> int:
         """Restart all workers from the newest checkpoint; returns the checkpoint's step, or 0.

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from cluster.base.outcomes import RunFailed
-from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.hosts.rollout_actor import GroupProgress, WorkerStatus
 from cluster.placement.roles import REWARD
 from cluster.queue.ledger_answers import QueueStatus
 
@@ -134,7 +134,7 @@ def suspects(
 
 def _leased(
     status: QueueStatus, workers: Mapping[str, WorkerStatus]
-) -> Iterator[tuple[str, WorkerStatus, GroupUnderWay]]:
+) -> Iterator[tuple[str, WorkerStatus, GroupProgress]]:
     """Groups that a worker holds with a valid lease, with the worker and its name."""
     for name, worker in workers.items():
         for group in worker.groups:
@@ -142,7 +142,7 @@ def _leased(
                 yield name, worker, group
 
 
-def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
+def _engines(worker: WorkerStatus, group: GroupProgress) -> set[str]:
     """Engines at which the group may wait."""
     asked = {engine for engine, requests in worker.requests.items() if requests}
     match group.stage:

@@ -182,7 +182,7 @@ class Supervisor:
         self._budgets: dict[tuple[str, int], Budget] = {}
         self.changes = 0  # number of changes of the serving members
         # Until all actors have started once, a failed start is an error of the run.
-        self.under_way = False
+        self.run_started = False
 
     def add(self, spec: ActorSpec, index: int, attempt: int = 0) -> Member:
         """Create an actor and its followers."""
@@ -407,7 +407,7 @@ class Supervisor:
             self._budgets.pop((member.spec.name, member.index), None)
             self.print_line(f"{member.name} died ({why}) while it drained")
             return
-        if not self.under_way and member.state is State.STARTING:
+        if not self.run_started and member.state is State.STARTING:
             if isinstance(error, errors.RayTaskError) and isinstance(error.cause, IsothermError):
                 raise error.cause
             raise RunFailed(f"{member.name} died at its start ({why})")

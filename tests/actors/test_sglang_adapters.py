@@ -147,7 +147,7 @@ async def test_samples_are_of_the_adapter_that_they_name_while_another_is_unload
 
 
 @asynccontextmanager
-async def under_way(server: AdapterServer, engine: SglangEngine, name: str | None):
+async def in_progress(server: AdapterServer, engine: SglangEngine, name: str | None):
     """Generation that the server delays; ends with the context."""
     server.released.clear()
     task = asyncio.create_task(engine.generate(ASK))
@@ -180,7 +180,7 @@ async def test_an_adapter_is_unloaded_after_its_last_request() -> None:
     async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
-        async with under_way(server, engine, first) as old:
+        async with in_progress(server, engine, first) as old:
             await engine.load_weights(adapter(), 2)
             assert first in server.held and len(server.held) == 2
             new = asyncio.create_task(engine.generate(ASK))
@@ -197,7 +197,7 @@ async def test_a_full_server_takes_another_adapter_when_the_oldest_s_requests_en
     async with engine_of(server) as engine:
         await engine.load_weights(adapter(), 1)
         [first] = server.held
-        async with under_way(server, engine, first):
+        async with in_progress(server, engine, first):
             await engine.load_weights(adapter(), 2)
             load = asyncio.create_task(engine.load_weights(adapter(), 3))
             await asyncio.sleep(0.2)

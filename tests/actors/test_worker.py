@@ -82,8 +82,8 @@ class Sink:
             await asyncio.Event().wait()
         first = self.leased
         self.leased = min(self.groups, first + max_groups)
-        under_way = self.leased - len(self.done) - len(self.failed)
-        self.most_under_way = max(self.most_under_way, under_way)
+        in_progress = self.leased - len(self.done) - len(self.failed)
+        self.most_under_way = max(self.most_under_way, in_progress)
         return [Lease(group_id=i, attempt=1, epoch=1) for i in range(first, self.leased)]
 
     async def put(self, lease: Lease, meta: TrajectoryGroupMeta, columns: GroupColumns) -> None:
@@ -394,7 +394,7 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
     )  # fmt: skip
     async with asyncio.timeout(DEADLINE_S):
         running = asyncio.create_task(worker.run())
-        while [group.stage for group in worker.under_way] != ["scoring", "scoring"]:
+        while [group.stage for group in worker.active] != ["scoring", "scoring"]:
             assert not running.done()
             await asyncio.sleep(0)
         running.cancel()
@@ -408,7 +408,7 @@ async def test_groups_in_flight_are_listed_and_cancelled() -> None:
         running = asyncio.create_task(worker.run())
 
         def stages() -> dict[int, str]:
-            return {group.lease.group_id: group.stage for group in worker.under_way}
+            return {group.lease.group_id: group.stage for group in worker.active}
 
         while stages() != {1: "sampling", 2: "sampling"}:
             await asyncio.sleep(0)
@@ -418,13 +418,13 @@ async def test_groups_in_flight_are_listed_and_cancelled() -> None:
         worker.give_up({1: 1}, epoch=2)  # of an epoch to come
         worker.give_up({1: 0}, epoch=1)  # of an attempt before
         await asyncio.sleep(0.01)
-        assert len(worker.under_way) == 2
+        assert len(worker.active) == 2
         worker.give_up({1: 1}, epoch=1)
-        while len(worker.under_way) == 2:
+        while len(worker.active) == 2:
             await asyncio.sleep(0)
         assert stages() == {2: "sampling"}
         worker.forget(epoch=2)
-        while worker.under_way:
+        while worker.active:
             await asyncio.sleep(0)
         assert not running.done()
         worker.drain()
@@ -465,19 +465,19 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
                 dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
             )  # fmt: skip
             running = asyncio.create_task(worker.run())
-            while told != ["closing"] or [g.stage for g in worker.under_way][-1] != "sampling":
+            while told != ["closing"] or [g.stage for g in worker.active][-1] != "sampling":
                 await asyncio.sleep(0)  # group 0 has ended
             for _ in range(3):
                 worker.give_up({group_id: 1}, epoch=1)
                 worker.forget(epoch=1)
                 await asyncio.sleep(0.01)
-            assert len(worker.under_way) == 2
+            assert len(worker.active) == 2
             worker.forget(epoch=2)
             while told != ["closing", "closing"]:
                 await asyncio.sleep(0)
-            assert len(worker.under_way) == 2
+            assert len(worker.active) == 2
             may.set()
-            while worker.under_way:
+            while worker.active:
                 await asyncio.sleep(0)
             worker.drain()
             await running

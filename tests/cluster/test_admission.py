@@ -101,7 +101,7 @@ class House:
             print_line=self.said.append, record=lambda _event, **_fields: None,
             on_death=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
         )  # fmt: skip
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
         # The reference of scorers, and of policy engines that join during a step.
         self.present = [self._adopt(POLICY, 99, State.SERVING)]
         self.members = [self._adopt(role, index, State.READY) for index in range(number)]

@@ -146,7 +146,7 @@ class House:
             print_line=print, record=lambda _event, **_fields: None,
             on_death=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
         )  # fmt: skip
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
         self.supervisor.background = self.background = Noted()
         self._canaries: list[asyncio.Task[None]] = []
         self.signals = Signals()

@@ -80,7 +80,7 @@ async def answer(pool: EnginePool) -> Any:
 def test_another_engine_answers_for_one_that_is_lost(how: str) -> None:
     pool = EnginePool("policy", made(how, "answers"), PATIENCE_S)
     assert asked(pool, times=3) == ["e1"] * 3
-    assert pool.under_way == {}
+    assert pool.in_progress == {}
 
 
 def test_a_wrong_answer_is_asked_for_again_and_then_believed() -> None:
@@ -133,12 +133,12 @@ async def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -
     while not await members["e0"].waits.remote():
         await asyncio.sleep(0.01)
     pool.update({"e1": members["e1"]})
-    assert pool.under_way == {"e0": 1}
+    assert pool.in_progress == {"e0": 1}
     assert await answer(pool) == "e1"
     members["e0"].open.remote()
     assert await waiting == "e0"
     pool.update({"e1": members["e1"]})
-    assert pool.under_way == {}
+    assert pool.in_progress == {}
 
 
 class Echo:
@@ -210,7 +210,7 @@ async def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own()
         pool.update({"e0": engine}, {"e0": 7})
         scores = (pool.score([to_score(token) for token in group]) for group in groups)
         found = await asyncio.gather(*scores, return_exceptions=True)
-        assert pool.under_way == {}
+        assert pool.in_progress == {}
         return [first_tokens(each) if isinstance(each, list) else each for each in found]
 
     assert await ask([1, 2], [3], [4, 5]) == [[1, 2], [3], [4, 5]]
@@ -224,4 +224,4 @@ async def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own()
 async def test_all_that_were_asked_together_go_to_another_engine_when_theirs_is_lost() -> None:
     pool = EnginePool("teacher", made("is lost", "answers"), PATIENCE_S)
     assert await asyncio.gather(*(answer(pool) for _ in range(20))) == ["e1"] * 20
-    assert pool.under_way == {}
+    assert pool.in_progress == {}

@@ -39,7 +39,7 @@ class House:
             heartbeat=ready_call, death_details=self.death_details, start_deadline_s=DEADLINE_S,
         )  # fmt: skip
         self.supervisor.add(role, 0)
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
 
     def create(self, _index: int, _attempt: int) -> Any:
         self.made += 1

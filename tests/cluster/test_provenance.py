@@ -233,17 +233,17 @@ def test_groups_of_a_reward_model_that_changed_are_sampled_again(path: Path) -> 
     assert run.canary(0, True).proven == 0, "the reward model has not answered"
     assert run.canary(7, True).proven == 1
     waiting = run.deliver(0)
-    under_way = run.ledger.lease("a", 2)
+    in_progress = run.ledger.lease("a", 2)
     answer = run.canary(7, False)
     assert list(answer.again) == waiting and answer.first_bad is None
     assert run.ledger.resampled == set(waiting)
     run.ledger.resampled.clear()
     run.reward_model(8)
     # Groups under way may have asked the one that changed.
-    for one in under_way:
+    for one in in_progress:
         assert run.ledger.deliver(one, "a", scored_by=[0])
         assert not run.ledger.holds(one.group_id)
-    assert run.ledger.resampled == {one.group_id for one in under_way}
+    assert run.ledger.resampled == {one.group_id for one in in_progress}
     run.deliver(0, leases=run.ledger.lease("a", 4))
     run.train()
     run.train()

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from actors.rollout.worker import Stage
-from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.hosts.rollout_actor import GroupProgress, WorkerStatus
 from cluster.queue.group_queue import WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger_answers import QueueStatus
@@ -81,7 +81,7 @@ def queue(depth: int, starved_s: float, age_s: float) -> QueueStatus:
 
 def worker(*stages: Stage, **requests: int) -> WorkerStatus:
     return WorkerStatus(
-        groups=tuple(GroupUnderWay(i, stage, 0.0) for i, stage in enumerate(stages)),
+        groups=tuple(GroupProgress(i, stage, 0.0) for i, stage in enumerate(stages)),
         requests={name.replace("_", " "): count for name, count in requests.items()},
         max_groups=8,
     )

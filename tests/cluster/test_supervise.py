@@ -99,7 +99,7 @@ class House:
             self.supervisor.add(self.spec, index)
         self.until(lambda: self.serving(*indices))
         self.until(lambda: all(self.told("start", f"helper {i}") for i in indices))
-        self.supervisor.under_way = True
+        self.supervisor.run_started = True
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.base.outcomes import RunFailed
-from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.hosts.rollout_actor import GroupProgress, WorkerStatus
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
@@ -29,7 +29,7 @@ def status(**changes: Any) -> QueueStatus:
 
 def workers(stage: Any, seconds: float = 125) -> dict[str, WorkerStatus]:
     requests = {"policy engine 0": 1, "policy engine 1": 0, "teacher engine 0": 2}
-    groups = (GroupUnderWay(3, stage, seconds), GroupUnderWay(4, "scoring", 1))
+    groups = (GroupProgress(3, stage, seconds), GroupProgress(4, "scoring", 1))
     return {"rollout worker 0": WorkerStatus(groups=groups, requests=requests, max_groups=4)}
 
 
@@ -151,8 +151,8 @@ class SlowRun:
         for now in range(0, until, 10):
             self.clock.now = now
             since_progress_s = {name: now - moved(now) for name, moved in self._engines.items()}
-            under_way = self.ledger.status().leased
-            groups = tuple(GroupUnderWay(i, "sampling", now) for i in under_way)
+            in_progress = self.ledger.status().leased
+            groups = tuple(GroupProgress(i, "sampling", now) for i in in_progress)
             asked = dict.fromkeys(self._engines, len(groups))
             worker = {WORKER: WorkerStatus(groups=groups, requests=asked, max_groups=8)}
             quiet = quiet_s(self.ledger.status(), worker, since_progress_s)
@@ -174,7 +174,7 @@ def test_an_engine_without_progress_is_found_although_it_answers_heartbeats() ->
 
     both = SlowRun(2, {"policy engine 0": lambda now: min(now, 100), "policy engine 1": float})
     worker = WorkerStatus(
-        groups=(GroupUnderWay(0, "sampling", 800),),
+        groups=(GroupProgress(0, "sampling", 800),),
         requests={"policy engine 0": 1, "policy engine 1": 1}, max_groups=8,
     )  # fmt: skip
     since_progress_s = {"policy engine 0": 700.0, "policy engine 1": 0.0}
