@@ -229,17 +229,17 @@ class Engine:
         try:
             return list(await asyncio.gather(*waited))
         except asyncio.CancelledError:
-            self._give_up(set(waited))
+            self._cancel(set(waited))
             raise
 
-    def _give_up(self, given_up: set[asyncio.Future[Sampled]]) -> None:
+    def _cancel(self, cancelled: set[asyncio.Future[Sampled]]) -> None:
         work, before = self._work(), len(self._waiting) + len(self._running)
-        self._waiting = deque(each for each in self._waiting if each[2] not in given_up)
+        self._waiting = deque(each for each in self._waiting if each[2] not in cancelled)
         for _, _, each in self._running:
-            if each.done in given_up:
+            if each.done in cancelled:
                 each.see(work, self.version)
                 self.busy_s += sum(each.sampled.values()) / SPEED
-        self._running = [entry for entry in self._running if entry[2].done not in given_up]
+        self._running = [entry for entry in self._running if entry[2].done not in cancelled]
         heapq.heapify(self._running)
         self._ended(before - len(self._waiting) - len(self._running))
         self._fill()

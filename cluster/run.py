@@ -114,7 +114,7 @@ class Run:
                     self.actors.ask_last_canaries(self.context.last_step)
                 raise
             finally:
-                self.evaluations.give_up("the run ends")
+                self.evaluations.abandon("the run ends")
             self.finish(checkpoint)
         finally:
             self.actors.close()

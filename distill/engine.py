@@ -200,7 +200,7 @@ class CheckpointDirectory:
 
 
 # Words of rank 0 in a weight group, and the number of the agreement to form it. Pushes begin at 1.
-SENDS, GIVES_UP = "sends", "gives up"
+SENDS, ABORTS = "sends", "aborts"
 JOINING = 0
 
 
@@ -232,7 +232,7 @@ class GroupMember:
         return f"isotherm/{self.name}/{number}/{self.rank}"
 
     def word_key(self, number: int) -> str:
-        """Key that rank 0 sets when all are ready: `SENDS`, or `GIVES_UP` if an engine refuses."""
+        """Key that rank 0 sets when all are ready: `SENDS`, or `ABORTS` if an engine refuses."""
         return f"isotherm/{self.name}/{number}/word"
 
 

@@ -91,7 +91,7 @@ class ActiveGroup:
         problem: description of the group's problem.
         inside: number of the group's members that run an environment's or a reward's code.
         reported: True if the group has been reported to the sink as running such code.
-        given_up: time of the last cancellation (`time.monotonic`); None: not cancelled.
+        cancelled_at: time of the last cancellation (`time.monotonic`); None: not cancelled.
     """
 
     lease: Lease
@@ -102,19 +102,21 @@ class ActiveGroup:
     problem: str = ""
     inside: int = 0
     reported: bool = False
-    given_up: float | None = None
+    cancelled_at: float | None = None
 
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the group's task.
 
         Later calls cancel it again only if its environments have not closed within `_CLOSE_S`.
         """
         now = time.monotonic()
-        if self.task is not None and (self.given_up is None or now - self.given_up > _CLOSE_S):
-            self.given_up = now
+        if self.task is not None and (
+            self.cancelled_at is None or now - self.cancelled_at > _CLOSE_S
+        ):
+            self.cancelled_at = now
             self.task.cancel()
 
 
@@ -184,9 +186,9 @@ class RolloutWorker:
         """Cancel groups of earlier epochs, which will not be trained on."""
         for group in self.active:
             if group.lease.epoch < epoch:
-                group.give_up()
+                group.cancel()
 
-    def give_up(self, over: Mapping[int, int], epoch: int) -> None:
+    def cancel_restarted(self, over: Mapping[int, int], epoch: int) -> None:
         """Cancel groups that were restarted on another worker.
 
         Args:
@@ -195,7 +197,7 @@ class RolloutWorker:
         for group in self.active:
             lease = group.lease
             if lease.epoch == epoch and lease.attempt <= over.get(lease.group_id, 0):
-                group.give_up()
+                group.cancel()
 
     async def run(self) -> None:
         """Run up to `max_groups` groups concurrently until the sink closes or `drain` is called."""

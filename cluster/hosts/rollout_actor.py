@@ -130,9 +130,9 @@ class RolloutActor:
         """
         return await self._pools[role].score_with_next_batch(engine, requests, patience_s)
 
-    async def give_up(self, over: Mapping[int, int], epoch: int) -> None:
-        """Cancel restarted groups of the queue's `epoch`; see `RolloutWorker.give_up`."""
-        self._worker.give_up(over, epoch)
+    async def cancel_restarted(self, over: Mapping[int, int], epoch: int) -> None:
+        """Cancel restarted groups of the queue's `epoch`; see `RolloutWorker.cancel_restarted`."""
+        self._worker.cancel_restarted(over, epoch)
 
     async def drain(self) -> None:
         self._worker.drain()

@@ -73,14 +73,14 @@ class EvaluationSchedule:
 
     def rewound(self, step: int) -> int | None:
         """Go back to `step`. Returns the step of the running evaluation if its weights are lost."""
-        given_up = None
+        abandoned = None
         due, taken = self._newest
         if taken > step:
-            given_up, self.running = self.running, None
+            abandoned, self.running = self.running, None
             self._owed, self._newest = due, (0, 0)
         if self._owed is not None and self._owed > step:
             self._owed = None  # the step will be reached again
-        return given_up
+        return abandoned
 
 
 class Evaluations(NoEvaluations):
@@ -265,23 +265,23 @@ class Evaluations(NoEvaluations):
                 self._learner_lost = True
                 self._context.progress.note(f"{lost}; its last checkpoint holds every step")
 
-    def give_up(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """Abandon the running evaluation, if any, and report why."""
         if (step := self._schedule.running) is not None:
             self._schedule.done()
-            self._given_up(step, why)
+            self._report_abandoned(step, why)
 
     def rewound(self, step: int) -> None:
         """Abandon evaluations of steps after `step`, to which the learner has returned."""
-        if (given_up := self._schedule.rewound(step)) is not None:
-            self._given_up(given_up, f"the learner is back at step {step}")
+        if (abandoned := self._schedule.rewound(step)) is not None:
+            self._report_abandoned(abandoned, f"the learner is back at step {step}")
 
     def _discard(self) -> None:
         if self._running is not None:
             forget(self._running)
         self._running = None
 
-    def _given_up(self, step: int, why: str) -> None:
+    def _report_abandoned(self, step: int, why: str) -> None:
         self._discard()
         self._context.directory.store.release()
         self._context.directory.append_event("evaluation given up", step=step, why=why)

@@ -27,7 +27,7 @@ class NoEvaluations:
     def finish(self) -> None:
         """Wait for the evaluation that runs during training, after the last step."""
 
-    def give_up(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """Abandon the evaluation that runs during training."""
 
     def rewound(self, step: int) -> None:

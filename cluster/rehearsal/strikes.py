@@ -47,7 +47,7 @@ class Strikes:
         self.recoveries: list[Recovery] = []
         self.ended = False
         self._waiting, self._events, self._signals = list(kinds), events, signals
-        self._give_up_at = time.monotonic() + deadline_s
+        self._deadline = time.monotonic() + deadline_s
         self._victim: str | None = None
         self._known = 0  # restarts of the victim's kind before its death
         self._steps_after = 0
@@ -59,8 +59,8 @@ class Strikes:
         if self._victim is not None and (seconds := self._returned()) is not None:
             self.recoveries.append(Recovery(who=self._victim, seconds=seconds))
             self._victim = None
-        if time.monotonic() > self._give_up_at:
-            self._give_up()
+        if time.monotonic() > self._deadline:
+            self._abandon()
         elif self._victim is None and self._waiting:
             self._strike(self._waiting.pop(0))
         elif self._victim is None:
@@ -89,7 +89,7 @@ class Strikes:
         restarts = (e for e in read_lines(self._events, {"event"}) if e["event"] == "restart")
         return [event for event in restarts if str(event["who"]).startswith(kind)]
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         left = ([] if self._victim is None else [self._victim]) + self._waiting
         self.recoveries += [Recovery(who=kind, seconds=None) for kind in left]
         self._end()

@@ -306,7 +306,7 @@ class Fleet(LearnerAlone):
             self._groups_are_kept = False
             self._found(groups_not_kept(status.unkept, self.canaries.step))
         self._renew_leases(status)
-        self._give_up_overdue(status)
+        self._cancel_restarted(status)
         self.scaling.update(status)
 
     def _dismiss(self, member: Member) -> None:
@@ -373,12 +373,12 @@ class Fleet(LearnerAlone):
         if moving:
             self.queue.actor.renew.remote(moving)
 
-    def _give_up_overdue(self, status: QueueStatus) -> None:
+    def _cancel_restarted(self, status: QueueStatus) -> None:
         """Make workers cancel overdue groups that were restarted elsewhere."""
         if not status.restarted:
             return
         for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
-            member.handle.give_up.remote(status.restarted, status.epoch)
+            member.handle.cancel_restarted.remote(status.restarted, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raise RunFailed if so many groups fail that the groups cannot be the cause."""

@@ -46,7 +46,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from cluster.handles import calls
 from cluster.handles.node import node_address
 from cluster.weights.transport import Sending, Transport
-from distill.engine import GIVES_UP, JOINING, SENDS, CollectiveBroadcast, GroupMember
+from distill.engine import ABORTS, JOINING, SENDS, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
 from distill.weight_group import join_group, leave_group
@@ -182,9 +182,9 @@ class _Broadcasting(Sending):
         self._group, self._weights, self._buckets = group, weights, buckets
         self._number = group.pushes
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Release engines that wait for `word_key`, and abort a broadcast in progress."""
-        super().give_up()
+        super().stop()
         if self._group.own.backend == "nccl":  # gloo's broadcast ends when a peer ends
             self._group.leave()
 
@@ -193,12 +193,12 @@ class _Broadcasting(Sending):
             group = self._group.process_group or self._join()
             first = self._flat(self._buckets[0])  # while the engines pause
             self._agree(self._number)
-            self._announce(GIVES_UP, JOINING)  # all have joined: one that leaves cannot join again
+            self._announce(ABORTS, JOINING)  # all have joined: one that leaves cannot join again
             self._broadcast(group, first)
         except Exception as error:  # torch raises several types
             self.problem = f"the learner's broadcast failed: {first_line(error)}"
             for about in (JOINING, self._number):  # engines may wait for either
-                self._announce(GIVES_UP, about)
+                self._announce(ABORTS, about)
             self._group.leave()
 
     def _join(self) -> ProcessGroup:

@@ -97,13 +97,13 @@ class Sending(ABC):
         self.problem: str | None = None
         self.error: Exception | None = None
         self._timeout_s = timeout_s
-        self._given_up = threading.Event()
+        self._stopped = threading.Event()
         # A daemon, so that the learner can exit while an engine keeps this thread waiting.
         self._thread = threading.Thread(target=self._run, name="weight-sending", daemon=True)
 
     @abstractmethod
     def _run(self) -> None:
-        """Send all buckets, unless `_given_up` is set meanwhile; set `problem` if that fails."""
+        """Send all buckets, unless `_stopped` is set meanwhile; set `problem` if that fails."""
 
     def start(self) -> None:
         self._thread.start()
@@ -113,17 +113,17 @@ class Sending(ABC):
         try:
             yield
         except Exception as error:
-            if not self._given_up.is_set():  # an engine that has failed may be the cause
+            if not self._stopped.is_set():  # an engine that has failed may be the cause
                 self.error = error
             raise
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Stop sending, and release engines that wait."""
-        self._given_up.set()
+        self._stopped.set()
 
     def _require_wanted(self) -> None:
         """Raise EngineError if the push was given up."""
-        if self._given_up.is_set():
+        if self._stopped.is_set():
             raise EngineError("the push was given up")
 
     def join(self) -> None:
@@ -159,7 +159,7 @@ class Transport(ABC):
     def abort(self) -> None:
         """End a push that failed."""
         if self.sending is not None:
-            self.sending.give_up()
+            self.sending.stop()
         self.sending = None
 
     def share(self, source: Any, version: int) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def collect(
     Args:
         timeout_s: longest time without an answer and without progress of `sending`, seconds.
         sending: the learner's part of the calls, whose own problem counts as a failure. If it is
-            linked, a failed engine keeps the others from answering. So `sending` then gives up, and
+            linked, a failed engine keeps the others from answering. So `sending` then stops, and
             engines that do not answer within `GRACE_S` are lost.
         waiting: called at every poll before the deadline.
     """
@@ -277,7 +277,7 @@ def collect(
             deadline = time.monotonic() + timeout_s
         if left_by is None and sending and sending.linked and answers.any_failed:
             left_by = next(iter(answers.failures), "the learner")
-            sending.give_up()
+            sending.stop()
             deadline = time.monotonic() + min(GRACE_S, left)
     # In the order of `pending`, not of arrival.
     answers.values = {n: answers.values[n] for n in pending if n in answers.values}

@@ -234,7 +234,7 @@ def tagged_call(
     begins, ends = re.compile(head), re.compile(end)
     argument = re.compile(rf"\s*{re.escape(opens)}{key}", re.DOTALL)
     closing = re.compile(rf"{re.escape(closes)}(?=\s*(?:{re.escape(opens)}|{end}))")
-    gives_up = re.compile(rf"{end}|{re.escape(section_end)}|\Z")
+    end_pattern = re.compile(rf"{end}|{re.escape(section_end)}|\Z")
 
     def read(text: str, start: int, tools: Schemas) -> Piece:
         named, over = begins.match(text, start), ends.search(text, start)
@@ -251,8 +251,8 @@ def tagged_call(
                 arguments |= _argument(opened, value, schema)
             if _skip_space(text, position) >= over.start():
                 return Piece(stop=over.end(), calls=(ToolCall(name=name, arguments=arguments),))
-        given_up = gives_up.search(text, named.end() if named else start)
-        body_stop, stop = given_up.span() if given_up else (len(text), len(text))
+        ending = end_pattern.search(text, named.end() if named else start)
+        body_stop, stop = ending.span() if ending else (len(text), len(text))
         if named is None:
             return _unread(None, "", stop)
         return _unread(named["name"].strip(), text[named.end() : body_stop], stop)

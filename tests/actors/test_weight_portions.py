@@ -10,7 +10,7 @@ import torch
 from actors.sglang.client import SglangClient
 from actors.sglang.weights import WeightSession
 from distill.engine import (
-    GIVES_UP,
+    ABORTS,
     JOINING,
     SENDS,
     CheckpointDirectory,
@@ -116,7 +116,7 @@ def test_files_are_not_loaded_into_another_draft(
     assert [path for path, _ in server.orders] == ["/server_info"]
 
 
-@pytest.mark.parametrize("word", [GIVES_UP, None])
+@pytest.mark.parametrize("word", [ABORTS, None])
 @pytest.mark.parametrize("number", [JOINING, 1])
 def test_no_server_waits_in_a_group_that_is_not_to_come(number: int, word: str | None) -> None:
     """The learner gives up or dies before the group is formed or a push begins.

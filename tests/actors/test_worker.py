@@ -415,11 +415,11 @@ async def test_groups_in_flight_are_listed_and_cancelled() -> None:
         assert sink.known == {2: "problem 3"}  # group 1 had left when it entered
         worker.forget(epoch=1)  # they are of this epoch
         await asyncio.sleep(0.01)
-        worker.give_up({1: 1}, epoch=2)  # of an epoch to come
-        worker.give_up({1: 0}, epoch=1)  # of an attempt before
+        worker.cancel_restarted({1: 1}, epoch=2)  # of an epoch to come
+        worker.cancel_restarted({1: 0}, epoch=1)  # of an attempt before
         await asyncio.sleep(0.01)
         assert len(worker.active) == 2
-        worker.give_up({1: 1}, epoch=1)
+        worker.cancel_restarted({1: 1}, epoch=1)
         while len(worker.active) == 2:
             await asyncio.sleep(0)
         assert stages() == {2: "sampling"}
@@ -468,7 +468,7 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
             while told != ["closing"] or [g.stage for g in worker.active][-1] != "sampling":
                 await asyncio.sleep(0)  # group 0 has ended
             for _ in range(3):
-                worker.give_up({group_id: 1}, epoch=1)
+                worker.cancel_restarted({group_id: 1}, epoch=1)
                 worker.forget(epoch=1)
                 await asyncio.sleep(0.01)
             assert len(worker.active) == 2

@@ -47,19 +47,19 @@ def test_one_that_was_lost_begins_again_with_later_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("back_at", "given_up", "again"),
+    ("back_at", "abandoned", "again"),
     [(8, None, []), (5, None, []), (4, 5, [5, 8]), (3, 5, [4, 8])],
     ids=["after it", "at it", "its weights are lost", "its due step too"],
 )
 def test_a_learner_that_goes_back_takes_later_evaluations_with_it(
-    back_at: int, given_up: int | None, again: list[int]
+    back_at: int, abandoned: int | None, again: list[int]
 ) -> None:
     schedule = EvaluationSchedule(4, 20)
     assert schedule.wanted(4)  # no engine is up; then there is
     assert schedule.wanted(5)
     schedule.began(5)
-    assert schedule.rewound(back_at) == given_up
-    if given_up is None:
+    assert schedule.rewound(back_at) == abandoned
+    if abandoned is None:
         assert schedule.running == 5
     else:
         assert begun(schedule, range(back_at + 1, 9)) == again
@@ -184,7 +184,7 @@ def test_an_error_is_raised_unless_its_engines_are_gone(
 
 def test_one_that_is_given_up_leaves_nothing_behind(house: House) -> None:
     house.start()
-    house.evaluations.give_up("the run ends")
+    house.evaluations.abandon("the run ends")
     house.answer()
     house.evaluations.collect()
     assert len(house.asked) == 1 and house.events[-1] == ("evaluation given up", 5)

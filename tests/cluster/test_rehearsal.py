@@ -208,7 +208,7 @@ def test_who_does_not_return_in_time_and_who_never_was_are_told(
     made.line(STEP)
     assert made.recoveries == [Recovery(who="evaluator", seconds=None)]
     made.line(STEP)
-    made._give_up_at = 0.0
+    made._deadline = 0.0
     made.line(STEP)
     assert [each.who for each in made.recoveries] == ["evaluator", "queue", "rollout"]
     assert made.ended and not any(each.seconds for each in made.recoveries)

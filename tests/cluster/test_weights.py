@@ -590,13 +590,13 @@ class Linked(Sending):
     """A push that engines receive together; its own end tells an engine that waits."""
 
     linked = True
-    given_up = 0
+    stopped = 0
 
     def _run(self) -> None: ...
 
-    def give_up(self) -> None:
-        super().give_up()
-        self.given_up += 1
+    def stop(self) -> None:
+        super().stop()
+        self.stopped += 1
         Waits.told.set()
 
 
@@ -641,7 +641,7 @@ def test_who_comes_out_of_a_collective_is_not_lost() -> None:
     pending = {name: engine.load_weights.remote(None, 1) for name, engine in pair.items()}
     sending = Linked(TIMEOUT_S)
     answers = collect(pending, TIMEOUT_S, sending)
-    assert sending.given_up == 1 and not answers.lost
+    assert sending.stopped == 1 and not answers.lost
     assert "no room" in answers.failures["refuses"] and "waits" in answers.failures
 
 
