@@ -11,7 +11,7 @@ holder ends. A server's launcher also holds them (actors/sglang/server.py): if a
 turn lasts until its server's processes, and therefore their memory on the GPUs, are gone.
 
 Engines take the turn to start, and to wake for calls or for new weights (actors/sglang/turns.py).
-A learner on the same GPUs takes it for the computation of a step (`ShardedModel.take_turn`):
+A learner on the same GPUs takes it for the computation of a step (`ShardedModel.acquire_turn`):
 
     engine    waits for: the turn          unblocked by: an engine when its calls have ended, the
                                            learner when it has computed its step
@@ -69,7 +69,7 @@ class GpuTurn:
         answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _range(fcntl.F_WRLCK, 1))
         return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
 
-    def take(self, within_s: float = math.inf) -> bool:
+    def acquire(self, within_s: float = math.inf) -> bool:
         """Wait for the turn. Return False after `within_s`, and keep the place in the line."""
         end = time.monotonic() + within_s
         while not self._moved_up():
@@ -78,16 +78,16 @@ class GpuTurn:
             time.sleep(_POLL_S)
         return True
 
-    async def taken(self) -> None:
-        """`take` for coroutines. Cancellation leaves the line."""
+    async def acquire_async(self) -> None:
+        """`acquire` for coroutines. Cancellation leaves the line."""
         try:
             while not self._moved_up():
                 await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
-            self.give()
+            self.release()
             raise
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the turn to the next process, or leave the line."""
         if self._place is not None:
             self._unlock(self._place)

@@ -172,14 +172,14 @@ class ModelShard:
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def take_turn(self, within_s: float) -> bool:
+    def acquire_turn(self, within_s: float) -> bool:
         """Wait for the turn on this worker's GPU; False after `within_s` seconds without it."""
-        return self.turn is None or self.turn.take(within_s)
+        return self.turn is None or self.turn.acquire(within_s)
 
-    def give_turn(self, _: None) -> None:
+    def release_turn(self, _: None) -> None:
         """Give up the turn, or the place in the queue for it."""
         if self.turn is not None:
-            self.turn.give()
+            self.turn.release()
 
     def _update(self) -> None:
         """Take the optimizer's step. The gradients must be finite on every worker."""

@@ -38,7 +38,7 @@ from learner.state import (
 )
 from learner.worker import LearnerWorker
 
-# Longest wait of one `take_turn` call of a worker, seconds. Each call counts as progress.
+# Longest wait of one `acquire_turn` call of a worker, seconds. Each call counts as progress.
 _TURN_CALL_S = 1.0
 
 
@@ -83,18 +83,18 @@ class ShardedModel:
         """Release the memory of gradients and cached blocks, and then the turn on the GPUs."""
         self.on_all("rest")
         if self.worker.turn is not None:  # all workers first: a server may use several of the GPUs
-            self.on_all("give_turn")
+            self.on_all("release_turn")
 
-    def take_turn(self, within_s: float) -> None:
+    def acquire_turn(self, within_s: float) -> None:
         """Wait for the turn on the GPUs of all workers, until `rest` (distill/gpu_turn.py).
 
         Raises:
             EngineError: the learner did not get the turn within `within_s` seconds.
         """
         end = time.monotonic() + within_s
-        while not all(self.on_all("take_turn", _TURN_CALL_S)):
+        while not all(self.on_all("acquire_turn", _TURN_CALL_S)):
             if time.monotonic() >= end:
-                self.on_all("give_turn")
+                self.on_all("release_turn")
                 raise EngineError(
                     f"the learner waited {within_s:.0f} s for its turn on the GPUs that it shares "
                     "with engines"

@@ -78,7 +78,7 @@ def start_server(
         variables = meeting_point.environment | variables
     gpu_turn = None if config.turn is None else GpuTurn(Path(config.turn))
     if gpu_turn is not None:
-        gpu_turn.take()
+        gpu_turn.acquire()
     server = SglangServer(
         flags,
         environment=variables,

@@ -101,7 +101,7 @@ class TurnTakingEngine(HostedSglangEngine):
         await super()._start(server)
         await self._info()  # caches properties of the server while it is awake
         assert server.turn is not None
-        self._turns = asyncio.create_task(self._take_turns(server.turn))
+        self._turns = asyncio.create_task(self._share_gpus(server.turn))
 
     def _require_turns(self) -> None:
         """Raise the exception that ended the task that takes turns, if it has ended."""
@@ -120,7 +120,7 @@ class TurnTakingEngine(HostedSglangEngine):
         finally:
             self._sleeping.release()
 
-    async def _take_turns(self, turn: GpuTurn) -> None:
+    async def _share_gpus(self, turn: GpuTurn) -> None:
         session = self._session()
         while True:
             await self._until_wanted(turn)
@@ -131,10 +131,10 @@ class TurnTakingEngine(HostedSglangEngine):
                 began = time.monotonic()
                 with self._spending("turns/seconds"):
                     await session.sleep(whole=True)
-                turn.give()
+                turn.release()
                 slept_s = time.monotonic() - began
                 await session.waiters.begun()
-                await turn.taken()
+                await turn.acquire_async()
                 began = time.monotonic()
                 with self._spending("turns/seconds"):
                     await session.wake(self._prove)

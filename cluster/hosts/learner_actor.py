@@ -260,7 +260,7 @@ def _gpus_taken(
     if not config.learner_takes_turns:
         return publisher.sleep
     within_s = _TURN_WAITS * config.cluster.no_progress_s
-    return lambda _version: learner.take_turn(within_s)
+    return lambda _version: learner.acquire_turn(within_s)
 
 
 def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:

@@ -134,7 +134,7 @@ async def engines_on(gpus: Gpus, number: int, pair: TinyPair, path: Path) -> lis
     made = []
     for i in range(number):
         turn = GpuTurn(path / "gpus.turn")
-        await turn.taken()
+        await turn.acquire_async()
         gpus.awake.add(f"server {i}")
         server: Any = Server(f"server {i}", turn)
         engine = TurnTakingEngine(SglangConfig(model=pair.student, device="cpu"), server=server)
@@ -183,12 +183,12 @@ def test_teachers_without_a_pause_have_equal_turns_that_cost_little(
 async def learn(turn: GpuTurn, gpus: Gpus, loop: SimulatedLoop) -> float:
     """A learner's computation in its turn; returns the seconds that it waited for the turn."""
     asked = loop.now
-    await turn.taken()
+    await turn.acquire_async()
     waited = loop.now - asked
     for _ in range(int(LEARN_S)):
         assert not gpus.awake, "a server is on the learner's GPUs"
         await asyncio.sleep(1)
-    turn.give()
+    turn.release()
     return waited
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from distill.gpu_turn import GpuTurn
 
 turn = GpuTurn(Path(sys.argv[1]))
-turn.take()
+turn.acquire()
 waits = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(waits, pass_fds=[turn.file], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
@@ -48,14 +48,14 @@ async def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) 
 
     async def server(number: int) -> None:
         for _ in range(5):
-            await turns[number].taken()
+            await turns[number].acquire_async()
             order.append(number)
             taken = len(order)
             while len(order) < 12 and not turns[number].wanted:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)  # time for others to take it by mistake
             assert len(order) == taken
-            turns[number].give()
+            turns[number].release()
 
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*map(server, range(3)))
@@ -65,16 +65,16 @@ async def test_a_turn_is_one_server_s_and_the_next_is_another_s(tmp_path: Path) 
 
 async def test_a_cancelled_wait_leaves_the_queue_of_the_turn(tmp_path: Path) -> None:
     holder, waits = GpuTurn(tmp_path / "a"), GpuTurn(tmp_path / "a")
-    holder.take()
-    waiting = asyncio.create_task(waits.taken())
+    holder.acquire()
+    waiting = asyncio.create_task(waits.acquire_async())
     while not holder.wanted:
         await asyncio.sleep(0.01)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not holder.wanted
-    holder.give()
-    waits.take()
+    holder.release()
+    waits.acquire()
 
 
 async def test_the_turn_of_a_dead_process_ends_when_its_server_has_ended(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_the_turn_of_a_dead_process_ends_when_its_server_has_ended(tmp_pat
     owner.wait()
     waits = GpuTurn(path)
     async with asyncio.timeout(DEADLINE_S):
-        waiting = asyncio.create_task(waits.taken())
+        waiting = asyncio.create_task(waits.acquire_async())
         await asyncio.sleep(0.3)
         assert not waiting.done(), "its server still has the GPUs"
         child.kill()

@@ -421,19 +421,19 @@ def test_gradients_are_summed_once_a_step_where_whole_ones_fit(
 def turns_story(learner: Learner, given: dict[str, Any]) -> None:
     """An engine has the turn on the last worker's GPU, and gives it up after the first wait."""
     first, last = (GpuTurn(Path(path)) for path in given["turns"])
-    assert last.take(0)
+    assert last.acquire(0)
     with pytest.raises(EngineError):
-        learner.take_turn(0.1)
-    assert first.take(0), "the learner kept a turn that it does not use"
-    first.give()
-    last.give()
-    learner.take_turn(60)
-    assert not first.take(0) and not last.take(0)
-    first.give()
-    last.give()
+        learner.acquire_turn(0.1)
+    assert first.acquire(0), "the learner kept a turn that it does not use"
+    first.release()
+    last.release()
+    learner.acquire_turn(60)
+    assert not first.acquire(0) and not last.acquire(0)
+    first.release()
+    last.release()
     train(learner, STEPS[:1])
     learner.rest()
-    assert first.take(0) and last.take(0)
+    assert first.acquire(0) and last.acquire(0)
 
 
 def test_a_learner_takes_the_turns_of_all_its_workers_and_workers_on_one_server_have_one(
