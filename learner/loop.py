@@ -195,7 +195,7 @@ class PolicyLoop:
                 False: they hold those of the last push, so push only if the teacher has changed.
         """
         if self._sleep is not None:
-            self.learner.rest()
+            self.learner.release_memory()
         taught = self._publish_teacher(push_teacher)
         pushed = self.publisher(*self.weights(), self._trained)
         lost = None if self._pushes_adapter else self.learner.lost_share

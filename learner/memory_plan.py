@@ -112,17 +112,17 @@ class LearnerMemory:
         return self.weights + self.own_frozen + self.gradients + self.moments
 
     @property
-    def resting(self) -> int:
+    def between_steps(self) -> int:
         """Bytes between two steps: weights, and moments that are not in main memory."""
-        return self.beside_passes - self.gradients
+        return self.outside_passes - self.gradients
 
     @property
-    def beside_passes(self) -> int:
+    def outside_passes(self) -> int:
         """Bytes while a pass runs, without the pass itself."""
-        return self.updating - (self.moments if self.offloads else 0)
+        return self.during_update - (self.moments if self.offloads else 0)
 
     @property
-    def updating(self) -> int:
+    def during_update(self) -> int:
         """Bytes during the optimizer's step."""
         return CONTEXT_BYTES + self.held
 
@@ -133,11 +133,11 @@ class LearnerMemory:
 
     def require_room(self, room: int, what: str) -> None:
         """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
-        if self.updating > room:
+        if self.during_update > room:
             raise ConfigError(
                 f"{what} in the learner does not fit: weights, gradients and "
                 f"moments{' with copies of teachers' * bool(self.frozen)} take "
-                f"{gib(self.updating)} GiB of a GPU in an update, and {gib(room)} GiB are "
+                f"{gib(self.during_update)} GiB of a GPU in an update, and {gib(room)} GiB are "
                 "available. Use more learner.workers, fewer learner.replicas, an adapter "
                 "(lora.rank), or a smaller model",
                 field="learner.workers",
@@ -170,7 +170,7 @@ class LearnerMemory:
         passes = self.passes
         if passes is None:
             return None
-        left = room - self.beside_passes
+        left = room - self.outside_passes
         plan = fit_pass(passes, left, asked, device=self.device)
         if plan is None:
             remedies = list(self._remedies(room, asked))
@@ -181,9 +181,10 @@ class LearnerMemory:
     def _fits(self, room: int, asked: PassRequest) -> bool:
         passes = self.passes
         assert passes is not None
-        left = room - self.beside_passes
+        left = room - self.outside_passes
         return (
-            self.updating <= room and fit_pass(passes, left, asked, device=self.device) is not None
+            self.during_update <= room
+            and fit_pass(passes, left, asked, device=self.device) is not None
         )
 
     def _remedies(self, room: int, asked: PassRequest) -> Iterator[str]:

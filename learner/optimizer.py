@@ -80,15 +80,15 @@ def offload_moments(optimizer: torch.optim.AdamW) -> None:
     to the GPU and back.
     """
 
-    def bring(*_: Any) -> None:
+    def move_to_device(*_: Any) -> None:
         for parameter, state in optimizer.state.items():
             _move(state, local(parameter).device)
 
-    optimizer.register_step_pre_hook(bring)
-    optimizer.register_step_post_hook(lambda *_: put_away(optimizer))
+    optimizer.register_step_pre_hook(move_to_device)
+    optimizer.register_step_post_hook(lambda *_: move_moments_to_memory(optimizer))
 
 
-def put_away(optimizer: torch.optim.AdamW) -> None:
+def move_moments_to_memory(optimizer: torch.optim.AdamW) -> None:
     """Move this worker's share of AdamW's moments into main memory."""
     memory = torch.device("cpu")
     for state in optimizer.state.values():

@@ -47,8 +47,8 @@ from learner.optimizer import (
     load_moments,
     load_shadow,
     moments,
+    move_moments_to_memory,
     offload_moments,
-    put_away,
 )
 from learner.own_teacher import OwnTeacher, Shadow
 from learner.plan import Portion
@@ -166,7 +166,7 @@ class ModelShard:
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulates = False
 
-    def rest(self, _: None) -> None:
+    def release_memory(self, _: None) -> None:
         """Release the device's memory, except for weights and moments that stay on the device."""
         self.zero_grad(None)
         if self.device.startswith("cuda"):
@@ -309,7 +309,7 @@ class ModelShard:
         """
         load_moments(path, self.model, self.optimizer, self._group.collectives)
         if self._config.learner.offload_optimizer:
-            put_away(self.optimizer)
+            move_moments_to_memory(self.optimizer)
 
     def rng_state(self, _: None) -> dict[str, Tensor]:
         """States of this worker's random generators, by device type."""

@@ -79,14 +79,14 @@ class ShardedModel:
         """Advance the learning-rate schedule without an update."""
         self.on_all("skip_update")
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Release the memory of gradients and cached blocks, and then the turn on the GPUs."""
-        self.on_all("rest")
+        self.on_all("release_memory")
         if self.worker.turn is not None:  # all workers first: a server may use several of the GPUs
             self.on_all("release_turn")
 
     def acquire_turn(self, within_s: float) -> None:
-        """Wait for the turn on the GPUs of all workers, until `rest` (distill/gpu_turn.py).
+        """Acquire the turn on all workers' GPUs, until `release_memory` (distill/gpu_turn.py).
 
         Raises:
             EngineError: the learner did not get the turn within `within_s` seconds.

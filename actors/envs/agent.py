@@ -233,8 +233,8 @@ class AgentGroupBuilder(EnvGroupBuilder):
     group_size: int
 
     @property
-    def gives_words(self) -> bool:
-        return self.setting.program.gives_words
+    def may_give_feedback(self) -> bool:
+        return self.setting.program.may_give_feedback
 
     def teacher_context_T(self, episode: Episode) -> TokenArray | None:
         """See `EnvGroupBuilder`. None also if the first request has no user message."""

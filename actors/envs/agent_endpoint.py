@@ -2,9 +2,9 @@
 
     agent                                  endpoint                               policy
     POST /v1/chat/completions ----------->  Api.read: AgentRequest
-         /v1/responses                      Histories.asked: observation_T
+         /v1/responses                      Histories.match_request: observation_T
          /v1/completions                    Ask ---------------------------------> sample
-                                            a Turn; PendingAnswer.answered: message
+                                            a Turn; PendingAnswer.to_message: message
              <----------------------------  Api.body or Api.events of an AgentAnswer
 
 Each episode has its own endpoint on the loopback address, with its own port and key, which is
@@ -263,8 +263,8 @@ class AgentEndpoint:
 
     def _question(self, prompt: ChatPrompt | str | list[int]) -> PendingAnswer | PendingText:
         if isinstance(prompt, ChatPrompt):
-            return self.histories.asked(prompt.messages, prompt.tools)
-        return self._raw_prompts.asked(prompt)
+            return self.histories.match_request(prompt.messages, prompt.tools)
+        return self._raw_prompts.encode_prompt(prompt)
 
     async def _sampled(
         self, asked: AgentRequest, questions: Sequence[PendingAnswer | PendingText]
@@ -297,7 +297,7 @@ class AgentEndpoint:
         self.turns.append(
             Turn(observation_T=observation_T, sample=sample, bonuses_T=None, trained=True)
         )
-        message = question.answered(sample, asked.stops)
+        message = question.to_message(sample, asked.stops)
         pieces_T = self._pieces_T(sample) if asked.logprobs else ()
         return AgentChoice(message=message, sample=sample, pieces_T=pieces_T)
 

@@ -61,10 +61,10 @@ class AgentProgram:
         directory: working directory, on nodes that have it.
         time_s: time limit of an episode in seconds.
         memory_mb: data memory in MB that each process may use.
-        gives_words: True if the result, or the judge of the answer, may return feedback.
+        may_give_feedback: True if the result, or the judge of the answer, may return feedback.
     """
 
-    gives_words: ClassVar[bool] = True
+    may_give_feedback: ClassVar[bool] = True
 
     command: str
     directory: str

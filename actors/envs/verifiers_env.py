@@ -86,7 +86,7 @@ class VerifiersProgram(AgentProgram):
         settings: SETTINGS of `verifiers_child`.
     """
 
-    gives_words: ClassVar[bool] = False
+    may_give_feedback: ClassVar[bool] = False
 
     python: str
     settings: str

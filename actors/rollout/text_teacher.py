@@ -89,7 +89,7 @@ class TextSampler:
 
     async def _sample(self, request: GenerateRequest) -> Sample:
         sampling = request.sampling
-        answer = await self.endpoint.answer(self.prompt.in_words, sampling)
+        answer = await self.endpoint.answer(self.prompt.for_text_teacher, sampling)
         return written_sample(
             self.encoder,
             self.prompt,

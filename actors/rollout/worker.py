@@ -324,8 +324,8 @@ class RolloutWorker:
     ) -> TeacherSampler | TextSampler:
         opened = self._open_teachers.get(builder.teacher)
         if opened is not None:
-            assert builder.asked is not None, "settings were checked for it"
-            return opened.sampler(builder.asked, partial(active.enter, "environment"))
+            assert builder.single_prompt is not None, "settings were checked for it"
+            return opened.sampler(builder.single_prompt, partial(active.enter, "environment"))
         return TeacherSampler(
             teacher_of(self.teachers, builder.teacher),
             builder.teacher_tokens_T,

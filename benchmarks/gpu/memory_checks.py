@@ -41,7 +41,7 @@ def _planned(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tup
     of_passes = memory.passes
     assert of_passes is not None
     passes = of_passes.bytes(tokens, checkpointing=recomputes)
-    return passes, memory.beside_passes + passes
+    return passes, memory.outside_passes + passes
 
 
 def _measured(setting: Setting, shape: str, tokens: int, recomputes: bool) -> tuple[int, int]:

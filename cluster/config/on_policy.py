@@ -166,7 +166,7 @@ class RolloutConfig(
                 "(lora.rank), whose base is a reference",
                 field="objective.reference_kl_coef",
             )
-        asked = "reference" in self.env.asks
+        asked = "reference" in self.env.queried_models
         if self.model.reference is not None and coefficient == 0 and not asked:
             raise ConfigError(
                 f"reference={self.model.reference} changes nothing with reference_kl_coef=0; give "

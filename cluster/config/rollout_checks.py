@@ -491,7 +491,7 @@ def _check_feedback(
             "is)",
             field="teacher.feedback",
         )
-    mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
+    mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.may_give_feedback]
     if "feedback" in template.placeholders and mute:
         raise ConfigError(
             f"teacher.feedback names {{feedback}}, and responses to {mute[0]} get no feedback "

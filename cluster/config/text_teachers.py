@@ -55,7 +55,7 @@ def _prompts_of(
         builder = train.builder(problem, config.sampling.group_size)
         if builder.teacher != teacher:
             continue
-        prompt, where = builder.asked, f"{config.data.source}:{train.label(problem)}"
+        prompt, where = builder.single_prompt, f"{config.data.source}:{train.label(problem)}"
         if prompt is None:
             raise ConfigError(
                 f"{setting} answers one prompt with one text, and an episode of "
@@ -69,7 +69,7 @@ def _prompts_of(
                 "`tools`; leave the field out of the row, or let the teacher's engines sample",
                 field=address.url_setting,
             )
-        if address.completes and not isinstance(prompt.in_words, str):
+        if address.completes and not isinstance(prompt.for_text_teacher, str):
             raise ConfigError(
                 f"{setting} continues plain text, and {where} is a chat; give the address "
                 "without /completions, or rows with `prompt`",
@@ -99,7 +99,7 @@ async def _ask_once(address: EndpointAddress, prompt: Prompt, sampling: TrainSam
     )
     try:
         async with text_endpoint(address, patience=_PATIENCE, max_concurrent=1) as endpoint:
-            await endpoint.answer(prompt.in_words, short)
+            await endpoint.answer(prompt.for_text_teacher, short)
     except UselessAnswer:
         pass  # a reasoning model has written no answer within so few tokens
     except EngineError as error:

@@ -190,7 +190,7 @@ def _trial(
         max_new_tokens=config.sampling.max_new_tokens,
         models=[
             *(name or TEACHER for name in config.teacher_models()),
-            *config.env.asks,
+            *config.env.queried_models,
             REWARD_MODEL,
         ],
     )

@@ -150,10 +150,12 @@ def lent_bytes(config: RolloutConfig) -> int:
 
 def _learner_gpu_bytes(config: RolloutConfig) -> int:
     """Most bytes that a learner worker uses of its GPU while engines are awake there."""
-    return learner_resting(config) + (lent_bytes(config) if lends_weights(config) else 0)
+    return learner_bytes_between_steps(config) + (
+        lent_bytes(config) if lends_weights(config) else 0
+    )
 
 
-def learner_resting(config: RolloutConfig) -> int:
+def learner_bytes_between_steps(config: RolloutConfig) -> int:
     """Bytes that a learner worker holds on its GPU while engines generate.
 
     Raises:
@@ -168,4 +170,4 @@ def learner_resting(config: RolloutConfig) -> int:
             "directory",
             field="teacher.model" if unknown else "model.path",
         )
-    return replace(memory, offloads=True).resting
+    return replace(memory, offloads=True).between_steps

@@ -13,7 +13,7 @@ from actors.config import EngineConfig
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.placement.engines import learner_part, learner_resting
+from cluster.placement.engines import learner_bytes_between_steps, learner_part
 from cluster.placement.roles import turn_roles
 from distill.errors import CheckpointError
 from distill.gpu import GIB, gib, gpu_bytes, headroom, part_bytes
@@ -123,7 +123,7 @@ class GpuPlan:
             if plan.reduces_once:
                 line += f" + whole gradients {gib(memory.whole_gradients)} (summed once a step)"
         if isinstance(config, RolloutConfig) and config.learner_takes_turns:
-            return f"{line} of {gib(room)}; {gib(learner_resting(config))} at rest"
+            return f"{line} of {gib(room)}; {gib(learner_bytes_between_steps(config))} at rest"
         return f"{line} of {gib(room)}"
 
     def _described(self, passes: PassMemory, plan: PassPlan) -> str:

@@ -46,7 +46,7 @@ def served_teachers(config: RolloutConfig) -> dict[str, str]:
 def queried_roles(config: RolloutConfig) -> dict[str, str]:
     """Roles of the models, besides the policy, that environments may query, by model name."""
     roles = {name or TEACHER: role for name, role in teacher_roles(config).items()}
-    roles |= dict.fromkeys(config.env.asks, REFERENCE)
+    roles |= dict.fromkeys(config.env.queried_models, REFERENCE)
     return roles if config.reward_model is None else roles | {REWARD_MODEL: REWARD}
 
 

@@ -190,7 +190,9 @@ def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
     return None, *_OFFERED[name]
 
 
-def asked(deliveries: Mapping[int, Delivery], places: Sequence[TrajectoryId]) -> dict[int, Payload]:
+def select_payloads(
+    deliveries: Mapping[int, Delivery], places: Sequence[TrajectoryId]
+) -> dict[int, Payload]:
     """Payloads with the trajectories at `places`, by group id; without groups not delivered."""
     members: dict[int, list[int]] = {}
     for group_id, member in places:

@@ -25,8 +25,8 @@ from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.payload import (
     Delivery,
     Payload,
-    asked,
     restored,
+    select_payloads,
     taken_over,
     whole_columns,
 )
@@ -329,7 +329,7 @@ class GroupQueueActor:
 
     async def payloads(self, places: Sequence[TrajectoryId]) -> dict[int, Payload]:
         """Payloads with these trajectories, by group id; without groups that are not stored."""
-        return asked(self._delivered, places)
+        return select_payloads(self._delivered, places)
 
     async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
         self._ledger.push(version, trained, epoch)

@@ -59,7 +59,8 @@ class Prompt:
         messages: the prompt as a chat; empty for a plain string.
         text: the prompt as a plain string; empty for a chat.
         tools: schemas of the tools that were passed to the chat template.
-        told: the row's own prompt for the teacher, a text or a chat; empty: `messages` or `text`.
+        teacher_prompt: the row's own prompt for the teacher, a text or a chat; empty: `messages` or
+            `text`.
     """
 
     tokens_T: TokenArray
@@ -73,12 +74,12 @@ class Prompt:
     messages: Sequence[Message] = ()
     text: str = ""
     tools: Sequence[Mapping[str, Any]] | None = None
-    told: str | Sequence[Message] = ""
+    teacher_prompt: str | Sequence[Message] = ""
 
     @property
-    def in_words(self) -> str | Sequence[Message]:
+    def for_text_teacher(self) -> str | Sequence[Message]:
         """Prompt for a teacher that is queried with text: a text or a chat."""
-        return self.told or self.messages or self.text
+        return self.teacher_prompt or self.messages or self.text
 
 
 def prompt_key(prompt: bytes) -> bytes:
@@ -223,11 +224,11 @@ def check_form(row: Mapping[str, Any]) -> None:
 def _prompt(
     row: Mapping[str, Any], number: int, context: PromptContext, chat: ChatStyle | None
 ) -> Prompt:
-    teacher, teacher_tokens_T, told = teacher_named(row, context.teachers), None, ""
+    teacher, teacher_tokens_T, teacher_prompt = teacher_named(row, context.teachers), None, ""
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
         its_own = context.tokenizer_of(teacher)
         teacher_tokens_T, chat_told, _ = _render(row, its_own, "teacher_", chat)
-        told = chat_told or check_text(row, "teacher_prompt")
+        teacher_prompt = chat_told or check_text(row, "teacher_prompt")
     tokens_T, messages, tools = _render(row, context.tokenizer, "", chat)
     return Prompt(
         tokens_T=tokens_T,
@@ -239,7 +240,7 @@ def _prompt(
         teacher=teacher,
         tag=None if row.get("tag") is None else check_text(row, "tag"),
         teacher_tokens_T=teacher_tokens_T,
-        told=told,
+        teacher_prompt=teacher_prompt,
         bonuses=_bonuses(row.get("bonuses")),
     )
 

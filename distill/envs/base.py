@@ -163,7 +163,7 @@ class EnvGroupBuilder(ProblemFacts, ABC):
     """Builder of the single-use environments of one group. Must pickle."""
 
     @property
-    def gives_words(self) -> bool:
+    def may_give_feedback(self) -> bool:
         """True if `StepResult.feedback` may be set in this group."""
         return True
 
@@ -173,7 +173,7 @@ class EnvGroupBuilder(ProblemFacts, ABC):
         return self.teacher_tokens_T is not None or self.feedback is not None
 
     @property
-    def asked(self) -> Prompt | None:
+    def single_prompt(self) -> Prompt | None:
         """The prompt, if an episode is one response to it and models can be queried with its text.
 
         None if an episode is more than that, or the prompt has no text.
@@ -208,7 +208,7 @@ class EnvGroupBuilder(ProblemFacts, ABC):
 
         Args:
             models: models that environments may query, by name: `policy`, the run's `teacher` (or
-                its teachers by their names), its `reference` if `EnvConfig.asks` names it, and its
+                its teachers by their names), its `reference` if `EnvConfig.queried_models` names it, and its
                 `reward_model` (`distill.rewards.model_reward.scores_of`).
         """
 
@@ -307,7 +307,7 @@ class EnvConfig(ABC):
     row_fields: ClassVar[Collection[str] | None] = None
 
     @property
-    def asks(self) -> Sequence[str]:
+    def queried_models(self) -> Sequence[str]:
         """Models that a run has to have because the environments query them: `reference`."""
         return ()
 

@@ -48,7 +48,7 @@ class Histories:
         self._sent: set[bytes] = set()
         self.rewritten = self.unmatched = self.prefix_breaks = 0
 
-    def asked(
+    def match_request(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> PendingAnswer:
         """Match a request with the conversations; its `observation_T` is what the model sees.
@@ -102,7 +102,7 @@ class Histories:
 
 
 class PendingAnswer:
-    """A request that awaits samples; `answered` converts a sample to a message.
+    """A request that awaits samples; `to_message` converts a sample to a message.
 
     Attributes:
         observation_T: int32 ids that the model sees.
@@ -120,7 +120,7 @@ class PendingAnswer:
         self.observation_T = conversation.observation_T
         self.messages, self.tools = conversation.messages, tools
 
-    def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, Any]:
+    def to_message(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, Any]:
         """Convert a sample to the message for the program, in OpenAI's format.
 
         The thinking is in `reasoning_content`; calls that cannot be parsed stay in the content,

@@ -36,8 +36,8 @@ class RawPrompts:
         self._added = added_tokens(tokenizer)
         self._tokens_by_text: dict[str, TokenArray] = {}
 
-    def asked(self, prompt: str | Sequence[int]) -> PendingText:
-        """Encode a prompt; samples of the result are converted to text by `answered`.
+    def encode_prompt(self, prompt: str | Sequence[int]) -> PendingText:
+        """Encode a prompt; samples of the result are converted to text by `to_message`.
 
         Raises:
             DataError: the prompt is empty, cannot be encoded, or has an id that is not a token.
@@ -85,7 +85,7 @@ class PendingText:
     text: str
     observation_T: TokenArray
 
-    def answered(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, str]:
+    def to_message(self, sample: Sample, stops: Sequence[str] = ()) -> dict[str, str]:
         """Convert a sample to an assistant's message, whose text ends before the first of `stops`.
 
         The text does not contain the stop token, so that a program may continue it. If the program

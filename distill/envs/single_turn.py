@@ -114,11 +114,11 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     format: Format = NO_FORMAT
 
     @property
-    def asked(self) -> Prompt:
+    def single_prompt(self) -> Prompt:
         return self.prompt
 
     @property
-    def gives_words(self) -> bool:
+    def may_give_feedback(self) -> bool:
         """True if a reward function judges the response: it may return feedback as well."""
         return self.prompt.answer is not None and not isinstance(self.reward, ModelReward)
 

@@ -211,7 +211,11 @@ def generate(teacher: TextTeacher, samples: int, told: str = "") -> list[Sample]
     """Samples of a teacher that was pickled, as in workers."""
     tokenizer = teacher.encoder.tokenizer
     prompt = Prompt(
-        tokens_T=render_text(tokenizer, "1 + 1 ="), answer=None, line=1, text="1 + 1 =", told=told
+        tokens_T=render_text(tokenizer, "1 + 1 ="),
+        answer=None,
+        line=1,
+        text="1 + 1 =",
+        teacher_prompt=told,
     )
 
     async def sampled() -> list[Sample]:

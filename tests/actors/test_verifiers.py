@@ -72,7 +72,7 @@ def test_a_single_turn(python: str) -> None:
 def test_feedback_has_the_reward_and_no_words(python: str) -> None:
     template = FeedbackTemplate(text="({outcome}) {prompt}", correct_reward_threshold=1.0)
     problems = dataset("products", python, feedback=template)
-    assert not problems.builder(1, 2).gives_words
+    assert not problems.builder(1, 2).may_give_feedback
     group = rolled_out(problems, 1, lambda turn, _: ["7", "8"][turn])
     texts = {}
     for trajectory in group.trajectories_G:

@@ -91,7 +91,9 @@ def test_a_limit_on_one_seat_frees_the_other() -> None:
 def test_a_frozen_model_sits_opposite() -> None:
     """It has its own conversation and temperature, and is no member of the group."""
     config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)
-    assert list(config.asks) == ["reference"] and list(TicTacToeGames().asks) == []
+    assert (
+        list(config.queried_models) == ["reference"] and list(TicTacToeGames().queried_models) == []
+    )
     policy, frozen = Scripted(TOKENIZER, first_free), Scripted(TOKENIZER, first_free)
     episodes = play_game(
         config, setting(TOKENIZER, max_new_tokens=8), policy, models={"reference": frozen}

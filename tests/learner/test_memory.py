@@ -234,7 +234,7 @@ def test_the_longest_row_must_fit_with_any_budget(
 def test_one_replica_may_have_room_where_two_have_none() -> None:
     one = on_gpus(QWEN3_32B, int(32.76e9), 16)
     two, asked = replace(one, replicas=2), PassRequest(longest_rows=17_408)
-    assert two.updating == replace(one, workers=8).updating
+    assert two.during_update == replace(one, workers=8).during_update
     with refuses(ConfigError, "sampling.max_new_tokens", names="learner.replicas=1"):
         two.plan(ROOM, asked)
     assert one.plan(ROOM, asked)
@@ -269,7 +269,7 @@ def test_an_update_leaves_some_of_a_gpu_free() -> None:
     """30B-A3B: six workers would fill 76.9 of 78.06 GiB."""
     assert [headroom(size * GIB) / GIB for size in (12, 24, 80, 140)] == [0.75, 1.5, 4, 4]
     eight, six = (on_gpus(QWEN3_8B, 30_532_122_624, workers, offloads=True) for workers in (8, 6))
-    assert six.updating / GIB == pytest.approx(76.8, abs=0.2)
+    assert six.during_update / GIB == pytest.approx(76.8, abs=0.2)
     eight.require_room(ROOM, "30B-A3B")
     with pytest.raises(ConfigError):
         six.require_room(ROOM, "30B-A3B")
@@ -325,8 +325,8 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
 def test_workers_share_the_memory_of_a_model_and_its_teachers() -> None:
     quarter = on_gpus(QWEN3_8B, 8 << 30, 4, offloads=True)
     assert quarter.held == 32 * GIB, "16 bytes a parameter, a quarter of them"
-    assert quarter.updating == 33 * GIB and quarter.beside_passes == 17 * GIB
-    assert quarter.resting == 9 * GIB
+    assert quarter.during_update == 33 * GIB and quarter.outside_passes == 17 * GIB
+    assert quarter.between_steps == 9 * GIB
     third = on_gpus(QWEN3_8B, 9, 3, holding=FROZEN, frozen=5)
     assert third.held == 12 + 2, "rounded up"
 

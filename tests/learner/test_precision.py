@@ -32,7 +32,7 @@ from learner.memory import (
     estimate_memory,
     free_bytes,
 )
-from learner.optimizer import build_optimizer, offload_moments, put_away
+from learner.optimizer import build_optimizer, move_moments_to_memory, offload_moments
 from learner.plan import Part
 from learner.sharding import local
 from tests.conftest import TinyPair
@@ -171,7 +171,7 @@ def test_a_share_of_the_moments_does_not_go_back_to_the_device_of_its_mesh(
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     back = DTensor.from_local(local(moments[0]), mesh, moments[0].placements)
     assert back.device_mesh.device_type == local(back).device.type == "meta"  # torch's own way
-    put_away(optimizer)
+    move_moments_to_memory(optimizer)
     for state in optimizer.state.values():
         assert isinstance(state["exp_avg"], DTensor) and state["exp_avg"].device_mesh is mesh
         assert {local(moment).device.type for moment in state.values()} == {"cpu"}

@@ -392,7 +392,7 @@ def with_little_room(config: LearnerConfig, group: WorkerGroup) -> Sequence[Loss
     passes = memory.passes
     assert passes is not None and config.learner.token_budget is not None
     of_pass = passes.bytes(config.learner.token_budget, checkpointing=False)
-    each = memory.beside_passes - CONTEXT_BYTES + of_pass + memory.whole_gradients // 2
+    each = memory.outside_passes - CONTEXT_BYTES + of_pass + memory.whole_gradients // 2
     learner_memory.free_bytes = lambda _device: group.size * each
     return LOSSES
 
@@ -432,7 +432,7 @@ def turns_story(learner: Learner, given: dict[str, Any]) -> None:
     first.release()
     last.release()
     train(learner, STEPS[:1])
-    learner.rest()
+    learner.release_memory()
     assert first.acquire(0) and last.acquire(0)
 
 

@@ -424,7 +424,7 @@ def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
     return True if key in _ONCE else None
 
 
-def rest_while_paused(_result: None, scheduler: Any) -> None:
+def sleep_while_paused(_result: None, scheduler: Any) -> None:
     """AFTER _record_scheduler_state_for_paused_engine, which each iteration of a paused loop calls.
 
     Otherwise the loop of a paused scheduler, such as that of a sleeping server, occupies a core.
@@ -442,5 +442,5 @@ HOOKS = (
     Hook(EXTEND, move_logprob_options, "BEFORE"),
     Hook(SAMPLE, sample, "AROUND"),
     Hook(SAMPLED, compute_logprobs, "AFTER"),
-    Hook(PAUSED, rest_while_paused, "AFTER"),
+    Hook(PAUSED, sleep_while_paused, "AFTER"),
 )

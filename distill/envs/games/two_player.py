@@ -367,7 +367,7 @@ class TwoPlayerConfig(ChatConfig):
             )
 
     @property
-    def asks(self) -> Sequence[str]:
+    def queried_models(self) -> Sequence[str]:
         return [FROZEN] if self.opponent == FROZEN else []
 
     @property
