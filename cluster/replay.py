@@ -244,9 +244,9 @@ class StepReplay:
             for row in rows:
                 table.add_row(f"{row.share:+.1%}", row.where, row.text)
             self._console.print(table)
-        self._tell_links([row for rows in found.values() for row in rows])
+        self._print_links([row for rows in found.values() for row in rows])
 
-    def _tell_links(self, rows: Sequence[Blamed]) -> None:
+    def _print_links(self, rows: Sequence[Blamed]) -> None:
         """Print links to these places on cluster.report's page, if the run kept their groups."""
         from cluster.run_files.rollouts import KeptGroups
 

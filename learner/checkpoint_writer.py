@@ -52,7 +52,7 @@ class CheckpointWriter:
         """
         self._learner, self._tokenizer, self._store = learner, tokenizer, store
         self._background = background
-        self._told = False
+        self._warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._latest: Future[Written] | None = None
 
@@ -109,8 +109,8 @@ class CheckpointWriter:
         if self._background is not None:
             return self._background
         fits = self._learner.has_room_for_copy()
-        if not fits and not self._told:
-            self._told = True
+        if not fits and not self._warned:
+            self._warned = True
             logger.warning(
                 "memory is short: steps wait while checkpoints are written, since a copy of the "
                 "state would take more than half of what is free"

@@ -159,14 +159,18 @@ class AgentProgram:
                 await process.wait()
             if process.returncode:
                 words = _last_line(complaints) or _last_line(printed)
-                raise AgentFailed(_told(_ending(process.returncode), words))
+                raise AgentFailed(_with_last_line(_ending(process.returncode), words))
             line = _last_line(printed, _LARGEST_OUTPUT)
             if not line:
-                raise AgentFailed(_told("printed nothing on stdout", _last_line(complaints)))
+                raise AgentFailed(
+                    _with_last_line("printed nothing on stdout", _last_line(complaints))
+                )
             try:
                 return loads(line)
             except ValueError:
-                raise AgentFailed(_told("printed no JSON as its last line", line)) from None
+                raise AgentFailed(
+                    _with_last_line("printed no JSON as its last line", line)
+                ) from None
 
     async def _called(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
         with _kept(self) as child:
@@ -231,7 +235,7 @@ async def _until(ended: Coroutine[Any, Any, T], time_s: float, *outputs: IO[byte
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 words = next(filter(None, map(_last_line, reversed(outputs))), "")
-                raise AgentFailed(_told(f"took longer than {time_s:g} s", words))
+                raise AgentFailed(_with_last_line(f"took longer than {time_s:g} s", words))
             await asyncio.wait({waiting}, timeout=min(left_s, _LOOK_S))
             if any(os.fstat(output.fileno()).st_size > _LARGEST_OUTPUT for output in outputs):
                 raise AgentFailed(f"printed more than {_LARGEST_OUTPUT >> 20} MiB")
@@ -248,7 +252,7 @@ def _last_line(output: IO[bytes], most: int = 4096) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def _told(what: str, words: str) -> str:
+def _with_last_line(what: str, words: str) -> str:
     return f"{what}; its last line: {words[:_SHOWN]}" if words else what
 
 
@@ -303,7 +307,7 @@ class _KeptProcess:
                 await asyncio.to_thread(self.process.wait, 1.0)
             words = _last_line(self._complaints)
             self.end()
-            raise AgentFailed(_told(_ending(self.process.returncode), words))
+            raise AgentFailed(_with_last_line(_ending(self.process.returncode), words))
         return answer
 
     def end(self) -> None:

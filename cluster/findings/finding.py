@@ -33,7 +33,7 @@ class Finding:
     step: int = 0
     evidence: Evidence | None = None
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """One line for people."""
         where = self.evidence
         shown = (

@@ -84,10 +84,10 @@ class LocalHead:
             ConfigError: Ray cannot start here; the message has a remedy.
         """
         if self._address is None:
-            self._address = self._told()
+            self._address = self._read_address()
         return self._address
 
-    def _told(self) -> str:
+    def _read_address(self) -> str:
         assert self._process.stdout is not None
         late = {"error": f"not ready within {START_S} s, possibly because the machine is busy"}
         # The head's own alarm ends a head that is late, but not one that is stopped (SIGSTOP).

@@ -123,9 +123,9 @@ class RunContext:
 
     def found(self, finding: Finding) -> None:
         """Report a finding on the console, in events.jsonl and through notify=."""
-        self.progress.note(finding.told())
+        self.progress.note(finding.describe())
         self.directory.append_event("finding", **finding.to_json())
-        self.notifier.tell("finding", **(finding.to_json() | {"text": finding.told()}))
+        self.notifier.send("finding", **(finding.to_json() | {"text": finding.describe()}))
 
     def saved(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is complete on disk."""

@@ -45,7 +45,7 @@ from cluster.placement.roles import (
     served_teachers,
 )
 from cluster.recipes.observer import Observer
-from cluster.rehearsal.elsewhere import ask_once
+from cluster.rehearsal.external_server import check_server
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
 from cluster.rehearsal.strikes import Strikes
@@ -115,7 +115,7 @@ class _Rehearsal:
         self._print(f"rehearsal in {self._place}, with random twins; the run itself is not started")
         for name, twin in self._small.twins.items():
             note = " (replaces an external model)" if name in self._small.stand_ins else ""
-            self._record(f"twin of {name}", True, f"{twin.told}{note}")
+            self._record(f"twin of {name}", True, f"{twin.description}{note}")
         self._check_external_teachers()
         before = len(self._outcomes)
         with self._recording_errors("the run, with deaths"):
@@ -134,14 +134,14 @@ class _Rehearsal:
         objective = self._config.objective
         headed = [teacher_setting(name) for name in self._config.teacher_heads]
         for name, url in self._small.stand_ins.items():
-            result = ask_once(
+            result = check_server(
                 url,
                 self._config.sampling.temperature,
                 given=objective.asked_of_policy,
                 top_k=objective.asked_of_teacher,
                 states=name in headed,
             )
-            self._record(f"{name}, external", result.works, result.told, result.seconds)
+            self._record(f"{name}, external", result.works, result.description, result.seconds)
 
     def _run_with_deaths(self) -> Strikes:
         """Run until one actor of each kind has died and recovered."""

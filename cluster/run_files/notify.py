@@ -41,14 +41,14 @@ def receiver_of(notify: str | None) -> Receiver | None:
     if notify is None:
         return None
     if is_url(notify):
-        return lambda told: _post(notify, told)
+        return lambda message: _post(notify, message)
     return resolve_function(_SETTING, notify, ())
 
 
-def _post(url: str, told: dict[str, Any]) -> None:
+def _post(url: str, message: dict[str, Any]) -> None:
     request = Request(
         url,
-        json.dumps(told).encode(),
+        json.dumps(message).encode(),
         {"Content-Type": "application/json", "User-Agent": "isotherm"},
     )
     with build_opener(_NoRedirect).open(request, timeout=_POST_S) as answer:
@@ -82,31 +82,31 @@ class Notifier:
         self._failed = False
         self._thread = None if receiver is None else WorkThread("notify", self._fail, _WAITING)
 
-    def tell(self, event: str, *, text: str, **more: Any) -> None:
+    def send(self, event: str, *, text: str, **more: Any) -> None:
         """Queue a notification of an event."""
-        told = {"event": event, "run": self._out.name, "out": str(self._out)}
-        self._post({**told, **more, "text": text})
+        message = {"event": event, "run": self._out.name, "out": str(self._out)}
+        self._post({**message, **more, "text": text})
 
     def finish(self, summary: Mapping[str, Any], step: int) -> None:
         """Queue a notification of the run's end, and wait at most `end_s` for all of them."""
         status = str(summary.get("status", "failed"))
         reason = {"reason": redacted(str(summary["reason"]))} if "reason" in summary else {}
         text = f"{status} after step {step}" + (f": {reason['reason']}" if reason else "")
-        self.tell("end", text=text, step=step, status=status, **reason)
+        self.send("end", text=text, step=step, status=status, **reason)
         if self._thread is not None and not self._thread.finish(self._end_s):
-            self._complain(f"has not answered within {self._end_s:g} s of the run's end")
+            self._warn_once(f"has not answered within {self._end_s:g} s of the run's end")
 
-    def _post(self, told: dict[str, Any]) -> None:
+    def _post(self, message: dict[str, Any]) -> None:
         receiver = self._receiver
         if receiver is None or self._thread is None:
             return
-        if not self._thread.add(lambda: receiver(told)):
-            self._complain(f"is late by {_WAITING} messages, and misses some")
+        if not self._thread.add(lambda: receiver(message)):
+            self._warn_once(f"is late by {_WAITING} messages, and misses some")
 
     def _fail(self, error: BaseException) -> None:
-        self._complain(f"failed ({error if isinstance(error, OSError) else described(error)})")
+        self._warn_once(f"failed ({error if isinstance(error, OSError) else described(error)})")
 
-    def _complain(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         if not self._failed:
             self._failed = True
             self._print_line(

@@ -155,9 +155,9 @@ class Trackers:
         for tracker in self._trackers:
             tracker.close(max(deadline - time.monotonic(), 0.0))
 
-    def _each(self, tell: Callable[[Tracker], None]) -> None:
+    def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
-            tracker.tell(tell)
+            tracker.submit(call)
 
 
 class _Threaded:
@@ -168,38 +168,38 @@ class _Threaded:
     ) -> None:
         self._name, self._make, self._print_line = name, make, print_line
         self._tracker: Tracker | None = None
-        self._left_out = threading.Event()
+        self._disabled = threading.Event()
         self._thread = WorkThread(f"tracker {name}", self._fail, _WAITING)
-        self.tell(lambda _tracker: None)  # creates the tracker
+        self.submit(lambda _tracker: None)  # creates the tracker
 
-    def tell(self, tell: Callable[[Tracker], None]) -> None:
+    def submit(self, call: Callable[[Tracker], None]) -> None:
         """Queue a call of the tracker; drop the tracker if it is late."""
-        if self._left_out.is_set():
+        if self._disabled.is_set():
             return
         if (seconds := self._thread.busy_s) > _CALL_S:
-            self._leave_out(f"has not answered for {seconds:.0f} s")
-        elif not self._thread.add(partial(self._call, tell)):
-            self._leave_out(f"is late by {_WAITING} messages")
+            self._disable(f"has not answered for {seconds:.0f} s")
+        elif not self._thread.add(partial(self._call, call)):
+            self._disable(f"is late by {_WAITING} messages")
 
     def close(self, wait_s: float) -> None:
         """Wait until the tracker has processed all calls; drop it if that takes too long."""
-        if not self._left_out.is_set() and not self._thread.finish(wait_s):
-            self._leave_out(f"has not answered within {wait_s:.0f} s of the run's end")
+        if not self._disabled.is_set() and not self._thread.finish(wait_s):
+            self._disable(f"has not answered within {wait_s:.0f} s of the run's end")
 
-    def _call(self, tell: Callable[[Tracker], None]) -> None:
-        if self._left_out.is_set():
+    def _call(self, call: Callable[[Tracker], None]) -> None:
+        if self._disabled.is_set():
             return
         if self._tracker is None:
             self._tracker = self._make()
-        tell(self._tracker)
+        call(self._tracker)
 
     def _fail(self, error: BaseException) -> None:
         # Errors of a tracker's network, disk or library (which may even exit) must not end the run.
-        self._leave_out(f"failed ({type(error).__name__}: {first_line(error)})")
+        self._disable(f"failed ({type(error).__name__}: {first_line(error)})")
 
-    def _leave_out(self, why: str) -> None:
-        if not self._left_out.is_set():
-            self._left_out.set()
+    def _disable(self, why: str) -> None:
+        if not self._disabled.is_set():
+            self._disabled.set()
             self._print_line(
                 f"WARNING: {self._name} {redacted(why)} and gets nothing more of this run; "
                 "out/metrics.jsonl has all of it"

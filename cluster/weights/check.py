@@ -87,7 +87,7 @@ class PushCheck:
         self._learner_logprobs = learner_logprobs
         self._base_logprobs = base_logprobs if settings.choice == "adapter" else None
         self._base_N: FloatArray | None = None  # of the rows by the base: computed once
-        self._told_void = False
+        self._warned_unadapted = False
         self._rows_D = _probe_rows(settings) if settings.probe_every else []
         self._shard_rules: dict[str, ShardRule] | None = None  # found from the first digests
         self._ranks = 0
@@ -167,14 +167,14 @@ class PushCheck:
         if self._base_N is None:
             self._base_N = concatenated(self._base_logprobs(self._rows_D))
         adapted = not self._compared("the base", self._base_N, logprobs_N).agrees
-        if not (adapted or self._told_void):
+        if not (adapted or self._warned_unadapted):
             logger.warning(
                 "weights version %d: the adapter changes the log-probs of the rows by no more than "
                 "the tolerance, so they do not prove that engines use it (push/void=1); its "
                 "checksums prove that it arrived",
                 version,
             )
-        self._told_void = not adapted
+        self._warned_unadapted = not adapted
         return adapted
 
     def _compared(self, name: str, their_N: FloatArray, logprobs_N: FloatArray) -> Comparison:

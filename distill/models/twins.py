@@ -49,11 +49,11 @@ class Twin:
 
     Attributes:
         path: directory of the twin.
-        told: description of the twin and its original, to print.
+        description: description of the twin and its original, to print.
     """
 
     path: str
-    told: str
+    description: str
 
 
 def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> Twin:
@@ -91,7 +91,7 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
     model.save_pretrained(target)
     files = ModelFiles(config=model.config, generation=generation, origin=source)
     files.write(target, load_tokenizer(source))
-    return Twin(path=str(target), told=_told(config, model))
+    return Twin(path=str(target), description=_describe(config, model))
 
 
 def shrunken(config: Any) -> Any:
@@ -135,7 +135,7 @@ def _check_size(model: PreTrainedModel) -> None:
         raise ValueError(f"it still has {size / 1e6:.0f} M parameters besides its embeddings")
 
 
-def _told(config: Any, model: PreTrainedModel) -> str:
+def _describe(config: Any, model: PreTrainedModel) -> str:
     was, now = config.get_text_config(), model.config.get_text_config()
     millions = sum(each.numel() for each in model.parameters()) / 1e6
     return (

@@ -127,7 +127,7 @@ def told_to(receiver: Any, **end: float) -> list[str]:
     said: list[str] = []
     notifier = Notifier(receiver, Path("/runs/first"), said.append, **end)
     for step in (1, 2, 3):
-        notifier.tell("finding", text=f"step {step}", step=step)
+        notifier.send("finding", text=f"step {step}", step=step)
     notifier.finish({"status": "failed", "reason": "RunFailed: no"}, 3)
     return said
 

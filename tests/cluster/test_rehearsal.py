@@ -16,7 +16,7 @@ from rich.console import Console
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.rehearsal import strikes
-from cluster.rehearsal.elsewhere import Elsewhere, ask_once
+from cluster.rehearsal.external_server import ServerCheck, check_server
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.rehearse import rehearse
 from cluster.rehearsal.small import STEPS_AT_MOST, small_run
@@ -78,15 +78,21 @@ def elsewhere(spoil: Callable[[Any], Any] = lambda answer: answer) -> Misbehavin
     return server
 
 
-def asked(server: MisbehavingServer, key: str, deadline_s: float = 60.0) -> Elsewhere:
+def asked(server: MisbehavingServer, key: str, deadline_s: float = 60.0) -> ServerCheck:
     """What a rehearsal finds of it, asked from another thread than the server's."""
 
-    async def ask() -> Elsewhere:
+    async def ask() -> ServerCheck:
         async with server.running():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("ISOTHERM_TEACHER_API_KEY", key)
                 return await asyncio.to_thread(
-                    ask_once, server.url, 0.7, given=0, top_k=0, states=False, deadline_s=deadline_s
+                    check_server,
+                    server.url,
+                    0.7,
+                    given=0,
+                    top_k=0,
+                    states=False,
+                    deadline_s=deadline_s,
                 )
 
     return asyncio.run(ask())
@@ -103,7 +109,9 @@ def all_alike(logprob: float, answers: Any) -> Any:
 def test_a_teacher_elsewhere_is_asked_one_canary() -> None:
     server = elsewhere()
     found = asked(server, API_KEY)
-    assert found.works and "at T=0.7" in found.told and "vocabulary 50" in found.told, found
+    assert (
+        found.works and "at T=0.7" in found.description and "vocabulary 50" in found.description
+    ), found
     # Of what asks for log-probs the first is the introduction, which looks for the plugin.
     introduction, *canary = server.scored
     assert introduction == [2] and len(canary[0]) == 2, "one row, at T and at 1.5 T"
@@ -128,16 +136,16 @@ def test_what_is_wrong_with_it_is_said_with_the_remedy(
     spoil: Callable[[Any], Any], key: str, said: str
 ) -> None:
     found = asked(elsewhere(spoil), key)
-    assert not found.works and re.search(said, found.told), found.told
+    assert not found.works and re.search(said, found.description), found.description
 
 
 def test_nobody_there_and_one_that_hangs() -> None:
-    found = ask_once("http://127.0.0.1:9", 0.7, given=0, top_k=0, states=False)
-    assert not found.works and "cannot be reached" in found.told
+    found = check_server("http://127.0.0.1:9", 0.7, given=0, top_k=0, states=False)
+    assert not found.works and "cannot be reached" in found.description
     server = elsewhere()
     server.failures = ["hang"]
     found = asked(server, API_KEY, deadline_s=0.5)
-    assert not found.works and "did not answer within 0.5 s" in found.told
+    assert not found.works and "did not answer within 0.5 s" in found.description
 
 
 def test_two_rehearsals_do_not_share_a_directory(

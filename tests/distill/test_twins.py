@@ -46,7 +46,7 @@ def test_a_twin_is_of_the_family_and_small(name: str, tmp_path: Path) -> None:
     assert load_tokenizer(twin.path).get_vocab() == load_tokenizer(source).get_vocab()
     model = load_causal_lm(twin.path, dtype=torch.float32, device="cpu")
     assert gap_between_temperatures(model) > 0.05, "any temperature would fit its log-probs"
-    assert type(model).__name__ in twin.told
+    assert type(model).__name__ in twin.description
 
 
 def test_sizes_shrink_and_kinds_of_layers_are_kept() -> None:
@@ -73,7 +73,7 @@ def test_two_seeds_are_two_models(tiny_pair: TinyPair, tmp_path: Path) -> None:
 
 def test_a_reward_model_keeps_its_head(tiny_pair: TinyPair, tmp_path: Path) -> None:
     twin = save_twin(tiny_pair.student, tmp_path / "twin", seed=1, reward=True)
-    assert "SequenceClassification" in twin.told
+    assert "SequenceClassification" in twin.description
 
 
 def test_a_family_that_does_not_shrink_is_named_before_anything_is_written(

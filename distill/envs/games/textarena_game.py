@@ -223,7 +223,7 @@ class TextArena(TwoPlayerConfig):
     max_turns: int = with_default(TwoPlayerConfig, "max_turns", 64)
 
     @chz.validate
-    def _rules_are_told(self) -> None:
+    def _rules_are_given(self) -> None:
         if not self.rules:
             raise ConfigError(
                 "env.rules=False changes nothing here: the game's own first observation states its "

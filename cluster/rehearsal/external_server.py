@@ -16,19 +16,19 @@ _DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
+class ServerCheck:
     """Result of a canary on an external server.
 
     Attributes:
-        told: description of the server's answer, or of the problem.
+        description: description of the server's answer, or of the problem.
     """
 
     works: bool
-    told: str
+    description: str
     seconds: float
 
 
-def ask_once(
+def check_server(
     url: str,
     temperature: float,
     *,
@@ -36,7 +36,7 @@ def ask_once(
     top_k: int,
     states: bool,
     deadline_s: float = _DEADLINE_S,
-) -> Elsewhere:
+) -> ServerCheck:
     """Score one canary row at T and 1.5 T on a server, with the requests of training.
 
     Args:
@@ -62,7 +62,7 @@ def ask_once(
         )
     except (EngineError, IsothermError) as error:
         text = f"{url} cannot score: {error}"
-    return Elsewhere(works=works, told=text, seconds=time.monotonic() - began)
+    return ServerCheck(works=works, description=text, seconds=time.monotonic() - began)
 
 
 async def _score_canary(
