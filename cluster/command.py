@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from cluster.base.outcomes import complaint, exit_code, outcome
+from cluster.base.outcomes import error_text, exit_code, outcome
 from cluster.base.signals import end, handled
 from cluster.config.arguments import Arguments, HelpAsked, built, help_asked
 from cluster.config.early_checks import check_early
@@ -66,7 +66,7 @@ def run_and_report(run: Callable[[Console], Any]) -> int:
         if code is None:
             raise
         with suppress(OSError):  # stderr may be closed; the exit code is still returned
-            print(f"error: {complaint(error)}", file=sys.stderr, flush=True)
+            print(f"error: {error_text(error)}", file=sys.stderr, flush=True)
         return code
     finally:
         # Otherwise the interpreter fails to flush closed outputs, and exits with code 120.

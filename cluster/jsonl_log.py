@@ -33,7 +33,7 @@ class LineFile:
         self._descriptor: int | None = None
         self._size = 0
         self._waiting = bytearray()
-        self._complained = False
+        self._warned = False
 
     def __reduce__(self) -> tuple[type[LineFile], tuple[Path]]:
         return LineFile, (self.path,)
@@ -62,12 +62,12 @@ class LineFile:
             if whole < written:  # a part of a line
                 os.ftruncate(descriptor, self._size)
         except OSError as error:
-            self._complain(error)
+            self._warn_once(error)
             return
         if self._waiting:
-            self._complain(f"it took a part: {os.strerror(errno.ENOSPC)}")
+            self._warn_once(f"it took a part: {os.strerror(errno.ENOSPC)}")
         else:
-            self._complained = False
+            self._warned = False
 
     def sync(self) -> None:
         """Flush and sync to disk, so that written lines survive a crash of the machine."""
@@ -75,7 +75,7 @@ class LineFile:
         try:
             os.fsync(self._open())
         except OSError as error:
-            self._complain(error)
+            self._warn_once(error)
 
     def close(self) -> None:
         """Write the waiting lines and close the file. The next append opens the file again."""
@@ -96,9 +96,9 @@ class LineFile:
                 os.ftruncate(self._descriptor, self._size)
         return self._descriptor
 
-    def _complain(self, error: OSError | str) -> None:
-        if not self._complained:
-            self._complained = True
+    def _warn_once(self, error: OSError | str) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "%s cannot be written (%s): its lines wait in memory. %s",
                 self.path,

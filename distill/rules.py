@@ -205,7 +205,7 @@ def ends_in(suffix: str, why: str) -> Rule:
 def readable_as(what: str, read: Callable[[str], object], *, allows: str, refuses: str) -> Rule:
     """The value is a text that `read` accepts: a regular expression, a date, JSON."""
 
-    def complaint(value: str) -> str:
+    def fault(value: str) -> str:
         try:
             read(value)
         except (ValueError, re.error, RecursionError, OverflowError) as error:
@@ -214,8 +214,8 @@ def readable_as(what: str, read: Callable[[str], object], *, allows: str, refuse
 
     return Rule(
         what,
-        lambda _, value: not complaint(value),
-        lambda _, value: f"is not a valid {what}: {complaint(value)}",
+        lambda _, value: not fault(value),
+        lambda _, value: f"is not a valid {what}: {fault(value)}",
         allows=(allows,),
         refuses=(refuses,),
     )

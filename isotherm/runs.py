@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.base.outcomes import Interrupted, RunFailed, complaint
+from cluster.base.outcomes import Interrupted, RunFailed, error_text
 from cluster.config.arguments import Arguments
 from cluster.console import make_console
 from cluster.recipes.observer import Observer
@@ -86,7 +86,7 @@ class _RunThread:
         """Raise the error of the run, if any, with the remedy in its message."""
         if self._error is not None:
             if isinstance(self._error, RunFailed):
-                self._error.args = (complaint(self._error),)
+                self._error.args = (error_text(self._error),)
             raise self._error
 
 

@@ -48,15 +48,15 @@ class KeptInJournal:
                 self._trained = TrainedGroups.from_json(event)
                 self.waiting.clear()
             case "recover":
-                self._complain((self.waiting - self._to_score) & set(event["ids"]), "the queue")
+                self._report((self.waiting - self._to_score) & set(event["ids"]), "the queue")
             case "start":
                 back = set(map(int, event.get("adopted", ())))
                 trained = TrainedGroups.from_json(event)
                 if trained == self._trained:
-                    self._complain(self.waiting - back, "a new job")
+                    self._report(self.waiting - back, "a new job")
                 self._trained = trained
                 self.waiting, self._to_score = back, set(back)
 
-    def _complain(self, lost: set[int], who: str) -> None:
+    def _report(self, lost: set[int], who: str) -> None:
         if lost:
             self.sampled_again.append(f"{who} samples groups {sorted(lost)} again, of the disk")

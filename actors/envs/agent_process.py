@@ -138,33 +138,31 @@ class AgentProgram:
         self, problem: Mapping[str, Any], variables: Mapping[str, str], scratch: str
     ) -> object:
         # Files, not pipes: children of the agent may hold a pipe open.
-        with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
+        with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as stderr:
             given.write(_written(problem) + b"\n")
             given.seek(0)
             process = await asyncio.create_subprocess_exec(
                 *self.guarded(shlex.split(self.command), scratch),
                 stdin=given,
                 stdout=printed,
-                stderr=complaints,
+                stderr=stderr,
                 env=_environment(self, variables, scratch),
                 cwd=self.working_directory,
                 start_new_session=True,
                 pass_fds=(lifeline(),),
             )
             try:
-                await _until(process.wait(), self.time_s, printed, complaints)
+                await _until(process.wait(), self.time_s, printed, stderr)
             finally:
                 with suppress(ProcessLookupError):  # the process has already been reaped
                     process.terminate()
                 await process.wait()
             if process.returncode:
-                words = _last_line(complaints) or _last_line(printed)
+                words = _last_line(stderr) or _last_line(printed)
                 raise AgentFailed(_with_last_line(_ending(process.returncode), words))
             line = _last_line(printed, _LARGEST_OUTPUT)
             if not line:
-                raise AgentFailed(
-                    _with_last_line("printed nothing on stdout", _last_line(complaints))
-                )
+                raise AgentFailed(_with_last_line("printed nothing on stdout", _last_line(stderr)))
             try:
                 return loads(line)
             except ValueError:
@@ -270,13 +268,13 @@ class _KeptProcess:
         self.scratch = _scratch()
         self._calls, calls = socket.socketpair()
         # In append mode, because it is truncated before each episode. Closed by `end`.
-        self._complaints = TemporaryFile("a+b")  # noqa: SIM115
+        self._stderr = TemporaryFile("a+b")  # noqa: SIM115
         with calls:
             self.process = subprocess.Popen(
                 program.guarded(command, self.scratch),
                 stdin=calls.fileno(),
                 stdout=calls.fileno(),
-                stderr=self._complaints,
+                stderr=self._stderr,
                 env=_environment(program, {}, gettempdir()),
                 cwd=program.working_directory,
                 start_new_session=True,
@@ -289,13 +287,13 @@ class _KeptProcess:
         Raises:
             AgentFailed: the answer is late or too long, or the process has ended.
         """
-        os.ftruncate(self._complaints.fileno(), 0)
+        os.ftruncate(self._stderr.fileno(), 0)
         reader, writer = await asyncio.open_connection(
             sock=self._calls.dup(), limit=_LARGEST_OUTPUT
         )
         try:
             writer.write(asked + b"\n")
-            answer = await _until(reader.readline(), time_s, self._complaints)
+            answer = await _until(reader.readline(), time_s, self._stderr)
         except ConnectionError:  # the process ended before it had read the call
             answer = b""
         except ValueError:
@@ -305,7 +303,7 @@ class _KeptProcess:
         if not answer.endswith(b"\n"):
             with suppress(subprocess.TimeoutExpired):  # it may only have closed its socket
                 await asyncio.to_thread(self.process.wait, 1.0)
-            words = _last_line(self._complaints)
+            words = _last_line(self._stderr)
             self.end()
             raise AgentFailed(_with_last_line(_ending(self.process.returncode), words))
         return answer
@@ -315,7 +313,7 @@ class _KeptProcess:
         self.process.terminate()
         self.process.wait()
         self._calls.close()
-        self._complaints.close()
+        self._stderr.close()
 
 
 _idle: dict[AgentProgram, list[_KeptProcess]] = {}

@@ -361,9 +361,9 @@ class TextEndpoint:
                 f"{self.address} did not answer within {self.patience.attempt_s:g} s"
             ) from None
         except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
-            raise self._complaint(error) from None  # the original message may contain the key
+            raise self._engine_error(error) from None  # the original message may contain the key
 
-    def _complaint(self, error: Exception) -> EngineError:
+    def _engine_error(self, error: Exception) -> EngineError:
         import openai
 
         variable = self.address.key_variable

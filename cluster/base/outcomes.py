@@ -130,7 +130,7 @@ def outcome(error: BaseException) -> BaseException:
     return behind if isinstance(behind, KeyboardInterrupt) else error
 
 
-def complaint(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Text of an error for users, with its remedy if the message does not contain it."""
     match error:
         case Interrupted(trained=False):

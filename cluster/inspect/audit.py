@@ -145,7 +145,7 @@ class _Lineage:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self._complain = self.problems.append
+        self._report = self.problems.append
         self.steps: list[_Published] = []
         self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
@@ -176,7 +176,7 @@ class _Lineage:
     def read(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
         if not self.counts and kind != "start":
-            self._complain("the journal does not begin with a start")
+            self._report("the journal does not begin with a start")
         self.counts[kind] += 1
         self.ended = kind == "end" or (self.ended and kind != "start")
         if kind in _CAUSES:
@@ -196,7 +196,7 @@ class _Lineage:
         if self.counts["start"] == 1:
             self.first = TrainedGroups.from_json(event)
         elif self.run_id and run_id != self.run_id and event["watermark"]:
-            self._complain(
+            self._report(
                 f"a job of run {run_id or 'unknown'} starts from group {event['watermark']}, but "
                 f"the groups before it were trained by run {self.run_id}"
             )
@@ -209,9 +209,9 @@ class _Lineage:
         """Check the groups of earlier jobs that a new job takes back; they keep their ages."""
         for group_id, kept in adopted.items():
             if group_id not in self._kept:
-                self._complain(f"group {group_id} was reloaded, but was not on disk")
+                self._report(f"group {group_id} was reloaded, but was not on disk")
             if group_id in self.trained or group_id < self.trained.watermark:
-                self._complain(
+                self._report(
                     f"group {group_id} was reloaded, but the weights already account for it"
                 )
             self._started[group_id] = kept.started - len(self.trained) // (self.per_step or 1)
@@ -226,9 +226,9 @@ class _Lineage:
         """Return to the weights of an earlier step, which undoes the later steps."""
         target, epoch = TrainedGroups.from_json(event), event["epoch"]
         if epoch != self.epoch + 1:
-            self._complain(f"epoch {epoch} follows epoch {self.epoch}")
+            self._report(f"epoch {epoch} follows epoch {self.epoch}")
         if unseen := target.since(self.trained):
-            self._complain(
+            self._report(
                 f"{who} starts from group {target.watermark}, but the journal records training "
                 f"only for groups below {self.trained.watermark}: {len(unseen)} groups are missing"
             )
@@ -237,10 +237,10 @@ class _Lineage:
             self.undone |= set(self.steps.pop().ids)
         ours = self.trained
         if (target.watermark, target.above) != (ours.watermark, ours.above):
-            self._complain(f"{who} starts from group {target.watermark}, which is inside a step")
+            self._report(f"{who} starts from group {target.watermark}, which is inside a step")
             self._assume(target)
         if target.set_aside != ours.set_aside and target.watermark == ours.watermark:
-            self._complain(
+            self._report(
                 f"{who} starts from group {target.watermark} with groups "
                 f"{sorted(target.set_aside)} set aside, but the steps before it skipped groups "
                 f"{sorted(ours.set_aside)}"
@@ -256,7 +256,7 @@ class _Lineage:
     def _read_recover(self, event: Mapping[str, Any]) -> None:
         self._set_aside |= by_id(event["set_aside"])
         for group_id in set(event.get("kept", ())) - self._kept:
-            self._complain(
+            self._report(
                 f"group {group_id} was recovered after the queue died, but was not on disk"
             )
 
@@ -265,7 +265,7 @@ class _Lineage:
     def _read_lease(self, event: Mapping[str, Any]) -> None:
         for group_id in event["ids"]:
             if group_id in self.trained:
-                self._complain(f"group {group_id} was leased, but the weights already contain it")
+                self._report(f"group {group_id} was leased, but the weights already contain it")
             self._leased.add(group_id)
             self._started.setdefault(group_id, self._published)
 
@@ -277,13 +277,13 @@ class _Lineage:
 
     def _read_put(self, event: Mapping[str, Any]) -> None:
         if event["id"] not in self._leased:
-            self._complain(f"group {event['id']} arrived without a lease")
+            self._report(f"group {event['id']} arrived without a lease")
         self._arrived.add(event["id"])
 
     def _read_keep(self, event: Mapping[str, Any]) -> None:
         for group_id in event["ids"]:
             if group_id not in self._arrived:
-                self._complain(f"group {group_id} was kept, but never arrived in this epoch")
+                self._report(f"group {group_id} was kept, but never arrived in this epoch")
         self._kept |= set(event["ids"])
 
     def _read_set_aside(self, event: Mapping[str, Any]) -> None:
@@ -305,7 +305,7 @@ class _Lineage:
             self._step(event)
             self._published += 1
         elif pushed.version != event["version"]:
-            self._complain(
+            self._report(
                 f"version {event['version']} was published with the groups of version "
                 f"{pushed.version}"
             )
@@ -322,14 +322,14 @@ class _Lineage:
         ids, skipped = step_of(event)
         for group_id, reason in skipped.items():
             if self._set_aside.get(group_id) != reason:
-                self._complain(f"group {group_id} was skipped, but not set aside for {reason!r}")
+                self._report(f"group {group_id} was skipped, but not set aside for {reason!r}")
         for group_id in ids:
             if group_id not in self._arrived:
-                self._complain(f"group {group_id} was trained, but never arrived in this epoch")
+                self._report(f"group {group_id} was trained, but never arrived in this epoch")
         if self.per_step is not None and len(ids) != self.per_step:
-            self._complain(f"version {version} trains {len(ids)} groups, not {self.per_step}")
+            self._report(f"version {version} trains {len(ids)} groups, not {self.per_step}")
         if self.steps and version <= self.steps[-1].version:
-            self._complain(
+            self._report(
                 f"version {version} was published after version {self.steps[-1].version}: out of "
                 "order"
             )
@@ -346,14 +346,14 @@ class _Lineage:
         before = self.trained
         new = [i for i in ids if i not in before and i >= before.watermark and i not in skipped]
         for group_id in sorted(set(ids) - set(new)):
-            self._complain(f"group {group_id} was trained twice")
+            self._report(f"group {group_id} was trained twice")
         after = before.after(sorted(set(new)), skipped)
         known = {*new, *before.above, *skipped}
         if lost := [i for i in range(before.watermark, watermark) if i not in known]:
-            self._complain(f"groups {lost} were lost: never trained")
+            self._report(f"groups {lost} were lost: never trained")
             after = before.after(sorted({*new, *lost}), skipped)
         if after.watermark != watermark:
-            self._complain(
+            self._report(
                 f"version {version} accounts for groups below {watermark}, but its steps account "
                 f"for groups below {after.watermark}"
             )
@@ -367,7 +367,7 @@ class _Lineage:
         ages = {i: self._published - self._started[i] for i in ids if i in self._started}
         for group_id, age in ages.items():
             if self._most_stale is not None and age > self._most_stale:
-                self._complain(
+                self._report(
                     f"group {group_id} was trained {age} versions after it was leased, but "
                     f"max_staleness={self._most_stale}"
                 )
@@ -375,7 +375,7 @@ class _Lineage:
 
     def _read_commit(self, event: Mapping[str, Any]) -> None:
         if event["watermark"] > self.trained.watermark:
-            self._complain(
+            self._report(
                 f"the checkpoint of step {event['step']} accounts for groups below "
                 f"{event['watermark']}, but only those below {self.trained.watermark} were trained"
             )

@@ -149,11 +149,11 @@ def _refused(fork_from: str, why: str) -> ConfigError:
 def _record(run: Path, fork_from: str) -> RunRecord:
     try:
         record = RunRecord.of_run(run)
-        complaint = f"{run / 'config.json'} is missing, or no run's"
+        problem = f"{run / 'config.json'} is missing, or no run's"
     except DataError as error:
-        record, complaint = None, str(error)
+        record, problem = None, str(error)
     if record is None or not (record.recipe and record.run_id):
-        why = f"it is no run: {complaint}; give the out= of a run, RUN or RUN:STEP"
+        why = f"it is no run: {problem}; give the out= of a run, RUN or RUN:STEP"
         raise _refused(fork_from, why)
     return record
 

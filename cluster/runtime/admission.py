@@ -117,7 +117,7 @@ class Admission:
         if report is None:
             return "pushes fell into their handshake"
         if not self._agree(report):
-            return report.complaint()
+            return report.message()
         self._print_admitted([m for m in self.joining if m in self._supervisor.waiting()], report)
         return None
 
@@ -218,7 +218,7 @@ class Admission:
                         self._refuse(member, refused[member.name])
                 self._print_admitted([m for m in members if m.name not in refused], report)
                 return
-            why = report.complaint()
+            why = report.message()
         if len(members) == 1:
             self._refuse(members[0], why)
             return

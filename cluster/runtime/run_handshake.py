@@ -88,7 +88,7 @@ class RunHandshake:
                 "is not KL(p_T || q_T)",
                 "bold red",
             ),
-            f". {report.complaint()}",
+            f". {report.message()}",
             sep="",
         )
 

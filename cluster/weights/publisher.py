@@ -333,7 +333,7 @@ class Publisher:
         pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
         answers = collect(pending, self._settings.timeout_s, waiting=self._progress.mark)
         if answers.failures:  # the learner would lack this memory in the middle of a step
-            logger.warning("after weights version %d: %s", version, answers.complaint())
+            logger.warning("after weights version %d: %s", version, answers.describe_failures())
             self._terminate(list(answers.failures), "did not release its memory")
 
     def dismiss(self, names: Sequence[str]) -> None:
@@ -398,7 +398,7 @@ class Publisher:
         version, answers = attempt.version, attempt.answers()
         if not answers.failures:
             return answers.values
-        logger.warning("weights version %d: %s; trying again", version, answers.complaint())
+        logger.warning("weights version %d: %s; trying again", version, answers.describe_failures())
         failed = {name: self._engines[name] for name in answers.failures}
         dead = {*dead_among(failed), *answers.lost}
         self._drop(sorted(dead), version)  # first: some may be in a collective that never ends
@@ -411,7 +411,9 @@ class Publisher:
                 retried.add(self._repush(weights, version, {name: engine}))
         self._replace_ways()
         if retried.failures and not (answers.values or retried.values or dead or retried.lost):
-            raise EngineError(f"pushing weights version {version} failed: {retried.complaint()}")
+            raise EngineError(
+                f"pushing weights version {version} failed: {retried.describe_failures()}"
+            )
         self._drop(list(retried.failures), version)
         return answers.values | retried.values
 

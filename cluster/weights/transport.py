@@ -216,7 +216,7 @@ class Answers:
         self.problem = self.problem or others.problem
         self.error = self.error or others.error
 
-    def complaint(self) -> str:
+    def describe_failures(self) -> str:
         """One line that lists every failure and the problem on the caller's side."""
         own = [self.problem] if self.problem else []
         return "; ".join([f"{name}: {why}" for name, why in self.failures.items()] + own)
@@ -231,7 +231,7 @@ class Answers:
             EngineError: an engine refused, died, or did not answer; the message names each.
         """
         if self.failures:
-            raise EngineError(f"{what} failed: {self.complaint()}")
+            raise EngineError(f"{what} failed: {self.describe_failures()}")
         return self.values
 
 

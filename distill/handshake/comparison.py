@@ -83,7 +83,7 @@ class Comparison:
         same = self.max_gap <= self.tolerance and self.mean_gap <= self.mean_tolerance
         return same != self.must_differ
 
-    def complaint(self) -> str:
+    def message(self) -> str:
         """Message: the mismatch, its size, and where to look for the cause."""
         where = f"{self.party} disagrees with {self.reference} at temperature {self.temperature:g}"
         if not math.isfinite(self.max_gap):
@@ -335,11 +335,11 @@ class CalibrationReport:
     def require_agreement(self) -> None:
         """Raise CalibrationError with the party that is wrong, by how much, and the remedy."""
         if not self.agrees:
-            raise CalibrationError(self.complaint())
+            raise CalibrationError(self.message())
 
-    def complaint(self) -> str:
+    def message(self) -> str:
         """Message for a failed comparison."""
-        return "; ".join(self.differences) or self._worst().complaint()
+        return "; ".join(self.differences) or self._worst().message()
 
     def _worst(self) -> Comparison:
         """The failure to report: not finite, else one with a diagnosis, else the largest."""

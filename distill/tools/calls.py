@@ -136,8 +136,8 @@ def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
     if isinstance(known, Mapping) and not any(key in tool.parameters for key in _MORE_NAMES):
         for name in arguments:
             if name not in known:
-                complaint = f"{tool.name} has no argument {str(name)[:_LONGEST_NAME]!r}"
-                raise _RefusedCall("arguments", f"{complaint}; {known_names(str(name), known)}")
+                problem = f"{tool.name} has no argument {str(name)[:_LONGEST_NAME]!r}"
+                raise _RefusedCall("arguments", f"{problem}; {known_names(str(name), known)}")
     try:
         require_plain(arguments)
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.config import EngineConfig
-from cluster.base.outcomes import Interrupted, complaint
+from cluster.base.outcomes import Interrupted, error_text
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse, run_and_report
 from cluster.config.arguments import key_values
@@ -164,9 +164,9 @@ def arguments(config: OpdConfig, *more: str) -> list[str]:
 
 def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
     early = Interrupted(signal.SIGINT)
-    assert "every step trained so far is in a checkpoint" in complaint(early)
+    assert "every step trained so far is in a checkpoint" in error_text(early)
     early.trained = False
-    assert complaint(early) == (
+    assert error_text(early) == (
         "interrupted (SIGINT) before the first step; the same command starts again"
     )
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import cluster.run
-from cluster.base.outcomes import Interrupted, complaint
+from cluster.base.outcomes import Interrupted, error_text
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.inspect.audit import audit
@@ -124,7 +124,7 @@ def test_marked_steps_survive_an_interrupt_and_a_death(settings: Settings, tmp_p
     with pytest.raises(Interrupted) as end:
         run(config, Observer(line=after_two, signals=signals))
     assert end.value.exit_code == 130
-    assert "out/groups" in complaint(end.value)
+    assert "out/groups" in error_text(end.value)
     before = KeptSteps(tmp_path / "run").steps
     first = kept(tmp_path / "run")
     assert before[:2] == [1, 2] and len(before) < 5

@@ -1043,7 +1043,7 @@ def test_a_broadcast_that_breaks_off_again_and_again(
     learn(learner)
     answers = Attempt.begin([group], learner.weights(), 2, TIMEOUT_S).answers()
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
-    assert "the network is down" in answers.complaint()
+    assert "the network is down" in answers.describe_failures()
     if survives and calls.get(receiver.info.remote()).is_server:
         assert "restart the engine" in answers.failures["policy engine 0"]
         with pytest.raises(EngineLost):

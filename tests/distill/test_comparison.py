@@ -100,7 +100,7 @@ def test_a_matching_explanation_comes_first() -> None:
     explained, unexplained = judged(mistaken), judged(reference - 9)
     assert explained.diagnosis == "it was mistaken" and not explained.agrees
     assert explained.culprit == "c"
-    assert explained.complaint().endswith("It was mistaken")
+    assert explained.message().endswith("It was mistaken")
     assert unexplained.diagnosis == ""
     assert judged(reference).agrees and judged(reference).diagnosis == ""
     report = CalibrationReport(comparisons=(unexplained, explained))

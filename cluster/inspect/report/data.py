@@ -117,7 +117,7 @@ def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
     Kept groups are limited to `groups`, spread evenly over the run, plus all groups that findings
     name as evidence.
     """
-    tokenizer, complaint = _tokenizer(run) if run.groups else (None, None)
+    tokenizer, problem = _tokenizer(run) if run.groups else (None, None)
     found = findings(run)
     evidence = {
         (each["evidence"]["step"], each["evidence"]["group"]) for each in found if each["evidence"]
@@ -137,7 +137,7 @@ def report_data(run: RunFiles, groups: int) -> dict[str, Any]:
         "responses": responses(run),
         "charts": charts(run),
         "kept": len(run.groups),
-        "note": complaint if run.groups else why_no_rollouts(run),
+        "note": problem if run.groups else why_no_rollouts(run),
         "groups": [group_data(group, tokenizer) for group in shown],
         "apart": furthest_apart(shown, tokenizer),
         "by_share": largest_shares(run.groups, tokenizer),

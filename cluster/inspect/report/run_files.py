@@ -143,14 +143,14 @@ def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
     final, student = run.out / "final", at_path(run.record.settings, "model.path")
     tried = [str(final)] if final.is_dir() else []
     tried += [student] if isinstance(student, str) else []
-    complaints = []
+    problems = []
     for path in tried:
         try:
             return load_tokenizer(path)
         except CheckpointError as error:
-            complaints.append(str(error))
+            problems.append(str(error))
     raise CheckpointError(
-        "; ".join(complaints)
+        "; ".join(problems)
         or "the run's directory has no final/ yet, and its config.json names no model"
     )
 

@@ -88,7 +88,7 @@ class Table:
         self.game = game
         self.forfeit_reward = forfeit_reward
         self.forfeited_by: int | None = None
-        self.complaint = ""  # reason why a move is illegal
+        self.fault = ""  # reason why a move is illegal
         self._changed = asyncio.Condition()
 
     @property
@@ -103,7 +103,7 @@ class Table:
             try:
                 self.game.move(text)
             except IllegalMove as error:
-                self.forfeited_by, self.complaint = self.game.to_move, str(error)
+                self.forfeited_by, self.fault = self.game.to_move, str(error)
             self._changed.notify_all()
 
     async def leave(self, seat: int) -> None:
@@ -164,7 +164,7 @@ class Seat(MessageEnv):
     def _result(self, score: float) -> str:
         table = self._table
         if table.forfeited_by == self._seat:
-            return f"You lost by an illegal move: {table.complaint}."
+            return f"You lost by an illegal move: {table.fault}."
         if table.forfeited_by is not None:
             return "The other player lost by an illegal move, or by none."
         return "You won." if score > 0 else "You lost." if score < 0 else "A draw."
