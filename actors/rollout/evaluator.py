@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.rollout.episode import EpisodesFailed, UserCode, play_group, rollout_group
-from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
+from actors.rollout.user_code_file import UserCodeFile
 from distill.chat.responses import read_response
 from distill.chat.token_text import decode
 from distill.engine import ScoringModel
@@ -96,15 +96,21 @@ class Evaluator:
     """Evaluates an engine on a fixed list of held-out problems.
 
     Args:
-        inside: path of the `InsideFile` that records which problems run user code; None: no record.
+        user_code_file: path of the `UserCodeFile` that records which problems run user code; None:
+            no record.
     """
 
     def __init__(
-        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, inside: str | None = None
+        self,
+        problems: EnvDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        user_code_file: str | None = None,
     ) -> None:
         self._problems = problems
         self._tokenizer = tokenizer
-        self._inside = None if inside is None else InsideFile(inside, len(problems))
+        self._user_code_file = (
+            None if user_code_file is None else UserCodeFile(user_code_file, len(problems))
+        )
 
     async def respond(
         self, engine: ScoringModel, sampling: EvalSampling, models: Mapping[str, Any] | None = None
@@ -148,7 +154,11 @@ class Evaluator:
 
         An evaluation cannot set groups aside as training does: one such error ends it.
         """
-        noted = nullcontext if self._inside is None else partial(self._inside.entered, problem)
+        noted = (
+            nullcontext
+            if self._user_code_file is None
+            else partial(self._user_code_file.entered, problem)
+        )
 
         @asynccontextmanager
         async def entered() -> AsyncIterator[None]:

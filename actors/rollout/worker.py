@@ -73,7 +73,7 @@ class GroupSink(Protocol):
         """Return the lease of a group that failed."""
         ...
 
-    async def inside(self, problems: Mapping[int, str]) -> None:
+    async def report_user_code(self, problems: Mapping[int, str]) -> None:
         """Report all groups that run an environment's or a reward's code, with their problems.
 
         Returns once the report would survive a crash of this process.
@@ -89,7 +89,7 @@ class ActiveGroup:
         stage: current stage, entered at `since` (`time.monotonic`).
         waits_for_sampler: number of pending sampling calls.
         problem: description of the group's problem.
-        inside: number of the group's members that run an environment's or a reward's code.
+        in_user_code: number of the group's members that run an environment's or a reward's code.
         reported: True if the group has been reported to the sink as running such code.
         cancelled_at: time of the last cancellation (`time.monotonic`); None: not cancelled.
     """
@@ -100,7 +100,7 @@ class ActiveGroup:
     since: float = field(default_factory=time.monotonic)
     waits_for_sampler: int = 0
     problem: str = ""
-    inside: int = 0
+    in_user_code: int = 0
     reported: bool = False
     cancelled_at: float | None = None
 
@@ -209,7 +209,9 @@ class RolloutWorker:
 
     async def _run(self) -> None:
         if not self.runs_user_code:
-            await self.sink.inside({})  # once: without any report all groups would be suspects
+            await self.sink.report_user_code(
+                {}
+            )  # once: without any report all groups would be suspects
         async with task_group() as tasks:
             while leases := await self._lease():
                 for lease in leases:
@@ -361,21 +363,23 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _reported(self, group: ActiveGroup) -> AsyncIterator[None]:
-        group.inside += 1
+        group.in_user_code += 1
         try:
             async with self._reporting:  # groups that wait here are part of the next report
                 if not group.reported:
                     await self._report()
             yield
         finally:
-            group.inside -= 1
-            group.reported = group.reported and group.inside > 0
+            group.in_user_code -= 1
+            group.reported = group.reported and group.in_user_code > 0
 
     async def _report(self) -> None:
-        inside = [group for group in self.active if group.inside]
-        await self.sink.inside({group.lease.group_id: group.problem for group in inside})
-        for group in inside:
-            group.reported = group.inside > 0
+        in_user_code = [group for group in self.active if group.in_user_code]
+        await self.sink.report_user_code(
+            {group.lease.group_id: group.problem for group in in_user_code}
+        )
+        for group in in_user_code:
+            group.reported = group.in_user_code > 0
 
 
 class _PolicyWithExtras:

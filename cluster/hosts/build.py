@@ -12,7 +12,7 @@ import chz
 
 from actors.config import EngineConfig, choose_dtype
 from actors.embedded.reward_model import EmbeddedRewardModel
-from actors.rollout.inside_file import problems_inside
+from actors.rollout.user_code_file import problems_in_user_code
 from actors.sglang.follower import SglangFollower
 from actors.sglang.parallelism import parallelism
 from actors.sglang.start import start_server
@@ -123,15 +123,17 @@ class RolloutCast:
 
     def evaluator_spec(self) -> ActorSpec:
         config, inputs = self.config, self.inputs
-        inside = self.directory.log(EVALUATOR).removesuffix(".log") + ".inside"
+        user_code_file = self.directory.log(EVALUATOR).removesuffix(".log") + ".inside"
         title = config.problems_title(config.eval.source or config.data.source)
 
         def create(_index: int, attempt: int) -> Any:
             options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
-            return self._make(EvaluatorActor, options, inputs.held_out, inputs.tokenizer, inside)
+            return self._make(
+                EvaluatorActor, options, inputs.held_out, inputs.tokenizer, user_code_file
+            )
 
         def death_details() -> str:
-            lines = [inputs.held_out.label(p) for p in problems_inside(inside)]
+            lines = [inputs.held_out.label(p) for p in problems_in_user_code(user_code_file)]
             more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
             noun = "problem" if len(lines) == 1 else "problems"
             named = f"{noun} {', '.join(lines[:_SHOWN])}{more} of {title}"

@@ -23,9 +23,9 @@ class EvaluatorActor:
     """Hosts an `Evaluator`, which its arguments build, in an actor."""
 
     def __init__(
-        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, inside: str
+        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, user_code_file: str
     ) -> None:
-        self._evaluator = Evaluator(problems, tokenizer, inside)
+        self._evaluator = Evaluator(problems, tokenizer, user_code_file)
         self._asked: list[EnginePool] = []  # by calls in progress
         self._answers = 0  # of pools whose calls have ended
 

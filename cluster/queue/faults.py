@@ -26,14 +26,14 @@ class Death:
 
     Attributes:
         had_groups: True if the worker ran groups, even if all their leases had ended.
-        inside: leased groups that ran environment or reward code by the worker's last report (all
-            of them, if there was no report), with a description of each problem.
-        guilty: the only group of the worker, which is therefore the cause; None if there were more.
+        in_user_code: leased groups that ran environment or reward code by the worker's last report
+            (all of them, if there was no report), with a description of each problem.
+        blamed: the only group of the worker, which is therefore the cause; None if there were more.
     """
 
     had_groups: bool
-    inside: dict[int, str]
-    guilty: int | None
+    in_user_code: dict[int, str]
+    blamed: int | None
 
 
 class Faults:
@@ -48,7 +48,7 @@ class Faults:
         # By worker: leases that the worker has not returned, ended ones included; and groups that
         # run environment or reward code by its last report, with a description of each problem.
         self._at: defaultdict[str, set[Lease]] = defaultdict(set)
-        self._inside: dict[str, Mapping[int, str]] = {}
+        self._in_user_code: dict[str, Mapping[int, str]] = {}
 
     @property
     def suspects(self) -> set[int]:
@@ -68,13 +68,13 @@ class Faults:
         """Record that the worker no longer runs this lease."""
         self._at[worker].discard(lease)
 
-    def inside(self, worker: str, problems: Mapping[int, str]) -> None:
+    def report_user_code(self, worker: str, problems: Mapping[int, str]) -> None:
         """Record which of the worker's groups may run environment or reward code.
 
         Args:
             problems: a description of each problem, by group id; valid until the next report.
         """
-        self._inside[worker] = problems
+        self._in_user_code[worker] = problems
 
     def arrived(self, group_id: int) -> None:
         """Clear the suspicion of a delivered group."""
@@ -100,15 +100,15 @@ class Faults:
 
     def died(self, worker: str, held: Collection[int]) -> Death:
         """Record a worker's death and raise the suspicion of the groups `held`, which it leased."""
-        reported = self._inside.pop(worker, dict.fromkeys(held, ""))
-        inside = {i: problem for i, problem in reported.items() if i in held}
+        reported = self._in_user_code.pop(worker, dict.fromkeys(held, ""))
+        in_user_code = {i: problem for i, problem in reported.items() if i in held}
         at = {lease.group_id for lease in self._at.pop(worker, ())}
-        guilty = next(iter(held)) if len(held) == 1 and at == set(held) else None
+        blamed = next(iter(held)) if len(held) == 1 and at == set(held) else None
         for group_id in held:
-            self._suspicion[group_id] += _SUSPECT if group_id in inside else 1
-        if guilty is not None:
-            self._suspicion[guilty] = _SUSPECT
-        return Death(had_groups=bool(held or at), inside=inside, guilty=guilty)
+            self._suspicion[group_id] += _SUSPECT if group_id in in_user_code else 1
+        if blamed is not None:
+            self._suspicion[blamed] = _SUSPECT
+        return Death(had_groups=bool(held or at), in_user_code=in_user_code, blamed=blamed)
 
     def forget_below(self, watermark: int) -> None:
         """Drop the counters of groups below the watermark, which are never leased again."""

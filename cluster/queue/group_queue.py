@@ -301,12 +301,12 @@ class WorkerEnd:
         """Report that the group's rollout failed; the group is leased again, or set aside."""
         await self._call(self._queue.actor.fail.remote(self._worker, lease, reason))
 
-    async def inside(self, problems: Mapping[int, str]) -> None:
+    async def report_user_code(self, problems: Mapping[int, str]) -> None:
         """Report the groups that run environment or reward code; return when it is recorded.
 
         If the worker dies, these groups become suspects.
         """
-        await self._call(self._queue.actor.inside.remote(self._worker, problems))
+        await self._call(self._queue.actor.report_user_code.remote(self._worker, problems))
 
     async def _call(self, reference: Any) -> Any:
         seconds = self._queue.timeout_s + _RESTART_S

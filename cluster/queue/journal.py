@@ -258,7 +258,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
         case "forfeit":
-            ledger.inside(event["worker"], by_id(event["inside"]))
+            ledger.report_user_code(event["worker"], by_id(event["inside"]))
             ledger.forfeit(event["worker"], event["reason"])
         case "expire":
             ledger.release(event["ids"], event["reason"])

@@ -311,13 +311,13 @@ class Ledger:
         else:
             self._put_aside(group_id, verdict)
 
-    def inside(self, worker: str, problems: Mapping[int, str]) -> None:
+    def report_user_code(self, worker: str, problems: Mapping[int, str]) -> None:
         """Record which of the worker's groups may run environment or reward code.
 
         Valid until the worker's next report. Not journalled: a restarted queue suspects all groups
         of a dead worker that has not reported since.
         """
-        self.faults.inside(worker, problems)
+        self.faults.report_user_code(worker, problems)
 
     # scorers and their canaries
 
@@ -405,10 +405,10 @@ class Ledger:
         death = self.faults.died(worker, ids)
         if death.had_groups:
             self._last_reason = reason
-            inside = _by_text(death.inside)
-            self.record("forfeit", worker=worker, ids=ids, inside=inside, reason=reason)
-            if death.guilty is not None:
-                self._blame(death.guilty, killed(death.inside.get(death.guilty, ""), reason))
+            in_user_code = _by_text(death.in_user_code)
+            self.record("forfeit", worker=worker, ids=ids, inside=in_user_code, reason=reason)
+            if death.blamed is not None:
+                self._blame(death.blamed, killed(death.in_user_code.get(death.blamed, ""), reason))
             else:
                 for group_id in ids:
                     del self._leased[group_id]

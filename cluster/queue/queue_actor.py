@@ -203,8 +203,8 @@ class GroupQueueActor:
         if suspects or distrusted or constant:
             await _wake(self._may_start)
 
-    async def inside(self, worker: str, problems: dict[int, str]) -> None:
-        self._ledger.inside(worker, problems)
+    async def report_user_code(self, worker: str, problems: dict[int, str]) -> None:
+        self._ledger.report_user_code(worker, problems)
 
     async def fail(self, worker: str, lease: Lease, reason: str) -> None:
         self._ledger.fail(lease, reason, worker)

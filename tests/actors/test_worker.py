@@ -96,7 +96,7 @@ class Sink:
     async def fail(self, lease: Lease, reason: str) -> None:
         self.failed[lease.group_id] = reason
 
-    async def inside(self, problems: Mapping[int, str]) -> None:
+    async def report_user_code(self, problems: Mapping[int, str]) -> None:
         pass
 
 
@@ -107,7 +107,7 @@ class Witness(Sink):
     known: Mapping[int, str] = field(default_factory=dict)
     reports: int = 0
 
-    async def inside(self, problems: Mapping[int, str]) -> None:
+    async def report_user_code(self, problems: Mapping[int, str]) -> None:
         self.reports += 1
         for _ in range(3):
             await asyncio.sleep(0)

@@ -5,14 +5,14 @@ import ctypes
 import os
 from pathlib import Path
 
-from actors.rollout.inside_file import InsideFile
+from actors.rollout.user_code_file import UserCodeFile
 
 
 class StuckEvaluator:
     """Of three problems; in the code of problem 1 it does what it is told, unless it is spared."""
 
     def __init__(self, inside: str) -> None:
-        self._inside = InsideFile(inside, 3)
+        self._inside = UserCodeFile(inside, 3)
 
     async def evaluate(self, way: str, spared: str) -> str:
         async with self._inside.entered(0):

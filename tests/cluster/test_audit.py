@@ -83,7 +83,7 @@ def one_job(path: Path) -> Run:
     run = Run(path)
     first, second, *others = run.ledger.lease("a", 9)
     run.ledger.fail(first, "KeyError", "a")
-    run.ledger.inside("a", {})
+    run.ledger.report_user_code("a", {})
     run.ledger.forfeit("a", "killed")
     run.ledger.deliver(second, "a")
     for one in run.ledger.lease("b", 9):

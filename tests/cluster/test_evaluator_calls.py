@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.rollout.inside_file import problems_inside
+from actors.rollout.user_code_file import problems_in_user_code
 from cluster.base.outcomes import RunFailed
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver, Signals
@@ -48,7 +48,7 @@ class House:
         return actor_class.options(num_cpus=0).remote(self.inside)
 
     def death_details(self) -> str:
-        inside = problems_inside(self.inside)
+        inside = problems_in_user_code(self.inside)
         return f", in the code of {inside} of env=Bad" if inside else ""
 
     def ask(self, make: Callable[[Any], Any]) -> str:

@@ -188,7 +188,7 @@ def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
     assert list(found) == [2, 3, 4, 5, 6, 7]
     for group_id, made in found.items():
         assert_same(made, group(group_id, version=group_id >= 6))
-    asyncio.run(WorkerEnd(again, "b").inside({}))
+    asyncio.run(WorkerEnd(again, "b").report_user_code({}))
     assert get(again.actor.forfeit.remote("b", "killed")) == list(found), (
         "it dies before it has scored them"
     )

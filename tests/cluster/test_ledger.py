@@ -185,7 +185,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(worker=WORKERS, data=st.data())
     def report(self, worker: str, data: st.DataObject) -> None:
         ids = data.draw(st.sets(st.sampled_from(sorted(self.leases) or [0])))
-        self.ledger.inside(worker, {i: f"problem {i}" for i in ids})
+        self.ledger.report_user_code(worker, {i: f"problem {i}" for i in ids})
 
     @rule(worker=WORKERS)
     def die(self, worker: str) -> None:
@@ -571,14 +571,14 @@ def test_a_group_that_fails_too_often_is_set_aside_and_the_run_has_one_more() ->
 def test_a_group_that_kills_its_worker_is_found_among_those_leased_with_it() -> None:
     ledger = new(max_staleness=2, max_failures=2)
     assert lease(ledger, 1, "z") == [0] and lease(ledger, 9) == [1, 2, 3, 4, 5]
-    ledger.inside("a", {1: "problem 8 of env=Bad reward=x:y", 4: "problem 9"})
+    ledger.report_user_code("a", {1: "problem 8 of env=Bad reward=x:y", 4: "problem 9"})
     assert ledger.forfeit("a", "SIGSEGV") == [1, 2, 3, 4, 5]
     assert lease(ledger, 9, "z") == [2, 3, 5]  # what was not inside may be beside others
     assert lease(ledger, 9, "b") == [1] and lease(ledger, 9, "b") == []
     assert lease(ledger, 9, "c") == [4]
     assert ledger.deliver(Lease(group_id=4, attempt=2, epoch=1), "c")
     for worker in "be":
-        ledger.inside(worker, {1: "problem 8 of env=Bad reward=x:y"})
+        ledger.report_user_code(worker, {1: "problem 8 of env=Bad reward=x:y"})
         assert ledger.forfeit(worker, "SIGSEGV") == [1]
         assert lease(ledger, 1, "e") == ([1] if worker == "b" else [6])
     assert ledger.status().set_aside == 1
@@ -589,7 +589,7 @@ def test_a_group_under_way_at_two_deaths_is_a_suspect() -> None:
     ledger = new(max_staleness=1)
     for _ in range(2):
         assert lease(ledger, 2) == [0, 1]
-        ledger.inside("a", {})
+        ledger.report_user_code("a", {})
         ledger.forfeit("a", "killed")
     assert lease(ledger, 9, "a") == [0] and lease(ledger, 9, "b") == [1]
     assert lease(ledger, 9, "c") == [2, 3]
@@ -598,7 +598,7 @@ def test_a_group_under_way_at_two_deaths_is_a_suspect() -> None:
 def test_a_group_that_still_runs_after_its_lease_may_have_killed_its_worker() -> None:
     ledger = new(max_failures=1, max_deaths=9)
     [hung, _] = ledger.lease("a", 2)
-    ledger.inside("a", {1: "problem 2"})
+    ledger.report_user_code("a", {1: "problem 2"})
     ledger.release([0], "no progress")
     assert ledger.forfeit("a", "killed") == [1] and ledger.status().set_aside == 0
     assert lease(ledger, 1, "b") == [1]
@@ -609,7 +609,7 @@ def test_a_group_that_still_runs_after_its_lease_may_have_killed_its_worker() ->
 def test_a_group_that_failed_after_its_lease_did_not_kill_its_worker() -> None:
     ledger = new(max_failures=1, max_deaths=9)
     [hung, _] = ledger.lease("a", 2)
-    ledger.inside("a", {1: "problem 2"})
+    ledger.report_user_code("a", {1: "problem 2"})
     ledger.release([0], "no progress")
     ledger.fail(hung, "timed out", "a")
     assert ledger.forfeit("a", "killed") == [1] and ledger.status().set_aside == 1
@@ -638,7 +638,7 @@ class Rollouts:
         self.stages[lease] += 1
         if stage == 0:  # into its environment; the others that are in theirs are reported, too
             inside = [other for other, at in self.stages.items() if at == 1]
-            ledger.inside(self.name, {other.group_id: "" for other in inside})
+            ledger.report_user_code(self.name, {other.group_id: "" for other in inside})
         if self.poison.get(lease.group_id) == stage:
             self.stages.clear()
             self.deaths += 1

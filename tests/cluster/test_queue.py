@@ -176,7 +176,7 @@ def test_a_lease_waits_beyond_its_deadline_while_all_groups_are_leased(new_queue
         waiting = asyncio.create_task(WorkerEnd(queue, "b").lease(9))
         done, _ = await asyncio.wait([waiting], timeout=1.0)
         assert not done
-        await WorkerEnd(queue, "a").inside({})
+        await WorkerEnd(queue, "a").report_user_code({})
         assert await queue.actor.forfeit.remote("a", "killed") == list(range(8))
         return await waiting
 

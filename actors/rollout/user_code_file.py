@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 
-class InsideFile:
+class UserCodeFile:
     """Writer of the record: for each problem `time.monotonic` of its entry, or 0 if outside."""
 
     def __init__(self, path: str | Path, num_problems: int) -> None:
@@ -39,7 +39,7 @@ class InsideFile:
                 self._since_P[problem] = 0
 
 
-def problems_inside(path: str | Path) -> list[int]:
+def problems_in_user_code(path: str | Path) -> list[int]:
     """Problems that are inside user code, earliest entry first; empty if there is no file."""
     if not Path(path).exists():
         return []
