@@ -201,7 +201,7 @@ class _Lineage:
                 f"the groups before it were trained by run {self.run_id}"
             )
         self.run_id = run_id
-        self._go_back("a new job", event)
+        self._rewind("a new job", event)
         self._set_aside = by_id(event["set_aside"])
         self._adopt(adopted_of(event))
 
@@ -219,10 +219,10 @@ class _Lineage:
         self._kept = set(adopted)
 
     def _read_rewind(self, event: Mapping[str, Any]) -> None:
-        self._go_back("the learner", event)
+        self._rewind("the learner", event)
         self._kept.clear()
 
-    def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
+    def _rewind(self, who: str, event: Mapping[str, Any]) -> None:
         """Return to the weights of an earlier step, which undoes the later steps."""
         target, epoch = TrainedGroups.from_json(event), event["epoch"]
         if epoch != self.epoch + 1:
@@ -295,12 +295,12 @@ class _Lineage:
         self._set_aside |= dict.fromkeys(event.get("replaced", ()), CONSTANT_REWARD)
 
     def _read_push(self, event: Mapping[str, Any]) -> None:
-        self._land()
+        self._finish_push()
         self._pushed = self._step(event)
 
     def _read_train(self, event: Mapping[str, Any]) -> None:
         pushed = self._pushed
-        self._land()
+        self._finish_push()
         if pushed is None or pushed.ids != step_of(event)[0]:
             self._step(event)
             self._published += 1
@@ -310,7 +310,7 @@ class _Lineage:
                 f"{pushed.version}"
             )
 
-    def _land(self) -> None:
+    def _finish_push(self) -> None:
         """Count the pushed step, if any, as published: a push ends before the next one begins."""
         if self._pushed is not None:
             self._published += 1

@@ -309,7 +309,7 @@ class Ledger:
         if verdict is None:
             self._pending.add(group_id)
         else:
-            self._put_aside(group_id, verdict)
+            self._mark_set_aside(group_id, verdict)
 
     def report_user_code(self, worker: str, problems: Mapping[int, str]) -> None:
         """Record which of the worker's groups may run environment or reward code.
@@ -447,7 +447,7 @@ class Ledger:
             self._put_back(group_id, self.faults.lost(group_id, reason))
         self._meter()
 
-    def _put_aside(self, group_id: int, reason: str) -> None:
+    def _mark_set_aside(self, group_id: int, reason: str) -> None:
         del self._started[group_id]
         self._set_aside[group_id] = reason
         self._consecutive_set_aside += 1
@@ -500,7 +500,7 @@ class Ledger:
         unusually long or are pending.
         """
         settings = self._settings
-        if settings.on_stale != "restart" or self._promised is not None:
+        if settings.on_stale != "restart" or self._taken_intact is not None:
             return []
         if len(self._seconds) < settings.groups_per_step:
             return []  # too few for a meaningful median
@@ -535,7 +535,7 @@ class Ledger:
 
     def ready(self) -> StepGroups | None:
         """The next step, or None if its groups are not all delivered."""
-        if (taken := self._promised) is not None:
+        if (taken := self._taken_intact) is not None:
             return taken if self._delivered.issuperset(taken.group_ids) else None
         if (choice := self._rule.choose(self._view())) is None:
             return None
@@ -556,7 +556,7 @@ class Ledger:
         )
 
     @property
-    def _promised(self) -> StepGroups | None:
+    def _taken_intact(self) -> StepGroups | None:
         """The step that was taken last; None if one of its groups was set aside since.
 
         Payloads of its groups may have been lost.
@@ -574,7 +574,7 @@ class Ledger:
         Returns:
             None if that is neither the next step nor the one after the taken step.
         """
-        behind, taken = len(trained) - len(self.trained), self._promised
+        behind, taken = len(trained) - len(self.trained), self._taken_intact
         gone: set[int] = set()
         if behind == 0 and taken is not None:
             ids = [i for i in taken.group_ids if i in self._delivered]
@@ -633,7 +633,7 @@ class Ledger:
 
     def missing(self) -> list[int]:
         """Ids that the next step waits for: started ones, then new ids if those are too few."""
-        if (taken := self._promised) is not None:
+        if (taken := self._taken_intact) is not None:
             return [i for i in taken.group_ids if i not in self._delivered]
         left = self._settings.total_groups - len(self.trained)
         view, group_id = self._view(), self._next
@@ -780,7 +780,7 @@ class Ledger:
             gone: groups of the taken step, for a view of the step after it.
         """
         # A taken step trains a group that was lost and came back constant, too.
-        promised = self._promised
+        promised = self._taken_intact
         view = View(
             step=self._steps + self.pushing,
             groups_per_step=self._settings.groups_per_step,

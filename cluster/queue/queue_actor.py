@@ -109,8 +109,8 @@ class GroupQueueActor:
         # Notified when leases become possible, and when a step may be ready. Separate conditions,
         # so that a delivery does not wake every worker.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
-        self._looked_over = time.monotonic()
-        self._looks = 0  # status requests of the driver
+        self._checked_at = time.monotonic()
+        self._status_requests = 0  # status requests of the driver
 
     def _recover(self) -> None:
         """Continue after the death of this queue's process, with the groups that are on disk."""
@@ -179,7 +179,7 @@ class GroupQueueActor:
             sampled={i: self._to_score[i] for i in ids if i in self._to_score},
             closed=self._closed,
             all_started=self._ledger.all_started,
-            progress=(self._ledger.epoch, len(self._ledger.published), self._looks),
+            progress=(self._ledger.epoch, len(self._ledger.published), self._status_requests),
         )
 
     async def deliver(self, worker: str, *batches: Sequence[Delivery]) -> None:
@@ -214,13 +214,13 @@ class GroupQueueActor:
 
     def _keep_later(self, deliveries: Mapping[int, Delivery]) -> None:
         if (waiting := _size(self._to_keep)) > _MOST_WAITING:
-            self._not_kept(f"{waiting >> 20} MB wait to be written: the disk is too slow")
+            self._report_unkept(f"{waiting >> 20} MB wait to be written: the disk is too slow")
             return
         self._to_keep |= deliveries
         if self._keeping is None or self._keeping.done():
             self._keeping = asyncio.create_task(self._keep())
 
-    def _not_kept(self, reason: str) -> None:
+    def _report_unkept(self, reason: str) -> None:
         """Report once that groups are not kept; the run continues without them."""
         if not self._unkept:
             self._unkept = reason
@@ -261,7 +261,7 @@ class GroupQueueActor:
         try:
             self._store.append(epoch, rows)
         except OSError as error:
-            self._not_kept(f"{error}. {disk_remedy(error)}")
+            self._report_unkept(f"{error}. {disk_remedy(error)}")
             return set()
         return {row.facts.group_id for row in rows}
 
@@ -301,7 +301,7 @@ class GroupQueueActor:
     ) -> list[TrajectoryGroupMeta] | None:
         """See `GroupQueue.peek`."""
 
-        def news() -> list[int] | None:
+        def new_ids() -> list[int] | None:
             """Ids that are new to the caller; None if no more can be added."""
             step = None if self._closed else self._ledger.peek(trained)
             if step is None:
@@ -310,8 +310,8 @@ class GroupQueueActor:
                 return []
             return [i for i in step.group_ids if i not in known]
 
-        await _until(self._may_train, lambda: news() != [], poll_s)
-        ids = news()
+        await _until(self._may_train, lambda: new_ids() != [], poll_s)
+        ids = new_ids()
         return None if ids is None else [self._delivered[i].meta for i in ids]
 
     async def lose(self, ids: Sequence[int], reason: str) -> None:
@@ -421,7 +421,7 @@ class GroupQueueActor:
             logger.warning("kept groups cannot be deleted: %s", error)
 
     async def status(self) -> QueueStatus:
-        self._looks += 1
+        self._status_requests += 1
         await self._expire()
         return replace(self._ledger.status(), unkept=self._unkept)
 
@@ -438,9 +438,9 @@ class GroupQueueActor:
 
     async def _expire(self) -> None:
         now = time.monotonic()
-        if now - self._looked_over < _EXPIRE_EVERY_S:
+        if now - self._checked_at < _EXPIRE_EVERY_S:
             return
-        self._looked_over = now
+        self._checked_at = now
         if self._ledger.expire(now):
             await self._wake_all()
 
