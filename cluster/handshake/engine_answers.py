@@ -19,8 +19,8 @@ from distill.handshake.comparison import (
     compare_with_law,
     concatenated,
     decode_not_divided,
+    distinguishes_t,
     divided_twice,
-    is_telling,
     not_divided,
     probe_pairs,
     probe_prompts,
@@ -110,7 +110,7 @@ class Prefills:
         prefill: log-probs of the sampled tokens at each probe's temperature T.
         at_other: their log-probs at the plan's other temperature.
         unscaled: their log-probs at T = 1.
-        twice: their log-probs at T * T, as an engine that divides by T twice would report.
+        at_T_squared: their log-probs at T * T, as an engine that divides by T twice would report.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Prefills:
     prefill: list[FloatArray]
     at_other: list[FloatArray]
     unscaled: list[FloatArray]
-    twice: list[FloatArray]
+    at_T_squared: list[FloatArray]
 
     @property
     def dtype(self) -> str:
@@ -144,17 +144,17 @@ class Prefills:
             [a[first:] for probe, a in by_probe if probe.temperature == temperature]
         )
 
-    def mistakes(
+    def possible_mistakes(
         self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
     ) -> list[Suspicion]:
         """Wrong uses of T that could explain a disagreement between prefill and `decode`."""
-        if not is_telling(temperature):
+        if not distinguishes_t(temperature):
             return []
         prefill, server = f"{self.name} prefill", self.info.is_server
         ways = [
             (prefill, not_divided(prefill, server=server), self.prefill, self.unscaled),
             (decode, decode_not_divided(decode, server=server), logprobs, self.unscaled),
-            (decode, divided_twice(decode, server=server), logprobs, self.twice),
+            (decode, divided_twice(decode, server=server), logprobs, self.at_T_squared),
         ]
         return [
             Suspicion(
@@ -181,13 +181,13 @@ class EngineAnswers(Prefills):
     def comparisons(self) -> list[Comparison]:
         """Compare with itself at another T, with the temperature law and with its decode path."""
         return [
-            self._heeds_temperature(),
+            self._compare_temperatures(),
             *self.laws(),
             *(self._against_reference(t) for t in self.temperatures),
             *([] if self.stops is None else [self._one_event(*self.stops)]),
         ]
 
-    def _heeds_temperature(self) -> Comparison:
+    def _compare_temperatures(self) -> Comparison:
         prefill, given_N = f"{self.name} prefill", concatenated(self.prefill)
         unscaled_N = concatenated(self.unscaled)
         diagnosis = not_divided(prefill, server=self.info.is_server)
@@ -235,7 +235,7 @@ class EngineAnswers(Prefills):
             self.at(temperature, self.reference, last),
             temperature=temperature,
             dtype=self.dtype,
-            suspicions=self.mistakes(temperature, decode, self.reference, last),
+            suspicions=self.possible_mistakes(temperature, decode, self.reference, last),
         )
 
 
@@ -280,7 +280,7 @@ async def prefill(
         for probe in probes
     ]  # fmt: skip
     scores = await engine.score(given)
-    at_T, at_other, unscaled, twice = (
+    at_T, at_other, unscaled, at_T_squared = (
         [score.logprobs_by_temperature[k] for score in scores] for k in range(4)
     )
     return Prefills(
@@ -290,7 +290,7 @@ async def prefill(
         prefill=at_T,
         at_other=at_other,
         unscaled=unscaled,
-        twice=twice,
+        at_T_squared=at_T_squared,
     )
 
 

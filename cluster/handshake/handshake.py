@@ -225,12 +225,12 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
     decoded, given = [], []
     for t in answers.temperatures:
         decode_N, prefill_N = own.at(t, own.decode), own.at(t, own.prefill)
-        mistakes = own.mistakes(t, f"{name} decode", own.decode, last=None)
+        possible_mistakes = own.possible_mistakes(t, f"{name} decode", own.decode, last=None)
         if lawful:  # otherwise decode and prefill may share an error with right weights
-            mistakes.append(
+            possible_mistakes.append(
                 Suspicion(name, other_weights(name, arbiter.holder), decode_N, prefill_N)
             )
-        comparing = partial(compare, temperature=t, dtype=dtype, suspicions=mistakes)
+        comparing = partial(compare, temperature=t, dtype=dtype, suspicions=possible_mistakes)
         learnt_N = answers.at(t, arbiter.logprobs)
         held = (arbiter.name, learnt_N) if own is answers else (f"{name} prefill", prefill_N)
         decoded.append(comparing(f"{name} decode", decode_N, *held))

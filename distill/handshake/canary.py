@@ -27,8 +27,8 @@ from distill.handshake.comparison import (
     MEAN_SHARE,
     SECOND_TEMPERATURE_FACTOR,
     concatenated,
+    distinguishes_t,
     gaps,
-    is_telling,
     not_divided,
     probe_prompts,
     tolerance_at,
@@ -310,7 +310,7 @@ def _cause(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: Canar
     if empty := _empty(answer, rows):
         return empty
     undivided = float(np.abs(answer.at_T_N - first.unscaled_N).max())
-    if is_telling(rows.temperature) and undivided <= allowed.largest:
+    if distinguishes_t(rows.temperature) and undivided <= allowed.largest:
         return "its log-probs are not divided by T any more"
     return "it holds other weights than at first, or computes otherwise"
 
@@ -341,7 +341,7 @@ def first_fault(answer: CanaryScores, rows: CanaryRows) -> str:
     # Both requests go to the same engine, so log-probs that ignore T are equal.
     ignored = tolerance_at("float32", rows.temperature)
     if (
-        is_telling(rows.temperature) and undivided_N.max() <= ignored
+        distinguishes_t(rows.temperature) and undivided_N.max() <= ignored
     ) or unmoved_N.max() <= ignored:
         return not_divided("its prefill", server=True)
     return ""

@@ -182,7 +182,7 @@ def compare_with_law(
         mean_gap=mean_gap,
         tolerance=2 * tolerance_at(dtype, temperature),  # each side is a difference of two
     )
-    if not is_telling(temperature):
+    if not distinguishes_t(temperature):
         return comparison
     return _explained(
         comparison,
@@ -200,7 +200,7 @@ def compare_with_law(
     )
 
 
-def is_telling(temperature: float) -> bool:
+def distinguishes_t(temperature: float) -> bool:
     """True if T is far enough from 1 for a wrong temperature to show in the log-probs."""
     return abs(temperature - UNSCALED) > 0.05
 
