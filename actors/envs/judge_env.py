@@ -220,7 +220,7 @@ class Judged(ChatEnvConfig):
     system: str | None = chz.field(default=None, doc="system message before every prompt")
 
     @chz.validate
-    def _something_judges(self) -> None:
+    def _check_judge(self) -> None:
         if self.reward_model is None:
             self.judge()
 

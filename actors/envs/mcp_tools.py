@@ -176,23 +176,23 @@ class McpTool(Tool):
         parameters: Mapping[str, Any],
         session: McpSession | None = None,
     ) -> None:
-        self._about = name, description, parameters
+        self._definition = name, description, parameters
         self._session = session
 
     @property
     def name(self) -> str:
-        return self._about[0]
+        return self._definition[0]
 
     @property
     def description(self) -> str:
-        return self._about[1]
+        return self._definition[1]
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return self._about[2]
+        return self._definition[2]
 
     def within(self, session: McpSession) -> McpTool:
-        return McpTool(*self._about, session)
+        return McpTool(*self._definition, session)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         assert self._session is not None, "a tool is called within a session"

@@ -43,7 +43,7 @@ from distill.types import StopReason, TokenArray
 _TAIL_CHARS = 200
 
 
-class NotTried(Exception):
+class TrialImpossible(Exception):
     """The trial cannot be sent to another process; the message says why."""
 
 
@@ -64,18 +64,18 @@ class EpisodeTrial:
     """Trial of the episodes of a group.
 
     Attributes:
-        said_T: the tokens of every turn; the last token ends the turn.
+        tokens_T: the tokens of every turn; the last token ends the turn.
         models: names of the models, besides the policy, that environments may sample from.
     """
 
     builder: EnvGroupBuilder
-    said_T: TokenArray
+    tokens_T: TokenArray
     max_new_tokens: int
     models: Sequence[str]
 
     def __call__(self) -> None:
         asked: list[str] = []
-        builder = _Modelless(
+        builder = _WithoutModels(
             inner=self.builder,
             models=QueriedModels(
                 {name: _NoModel(name, asked) for name in (*self.models, "policy")}
@@ -83,7 +83,9 @@ class EpisodeTrial:
         )
         sampling = EvalSampling(temperature=0.0, max_new_tokens=self.max_new_tokens)
         try:
-            asyncio.run(play_group(_Says(self.said_T), builder, sampling, group_id=0, seed=0))
+            asyncio.run(
+                play_group(_FixedPolicy(self.tokens_T), builder, sampling, group_id=0, seed=0)
+            )
         except BaseException:
             if not asked:  # else the environment reached its first call of a model: it passes
                 raise
@@ -109,20 +111,20 @@ class Trials:
                 raise DataError(f"{wrong}, {label}")
 
 
-class _Says:
+class _FixedPolicy:
     """A policy that always returns the same tokens."""
 
-    def __init__(self, said_T: TokenArray) -> None:
-        self._said_T = said_T
+    def __init__(self, tokens_T: TokenArray) -> None:
+        self._tokens_T = tokens_T
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         most = request.sampling.max_new_tokens
-        tokens_T = self._said_T[:most]
+        tokens_T = self._tokens_T[:most]
         sample = Sample(
             tokens_T=tokens_T,
             logprobs_T=np.zeros(len(tokens_T), np.float32),
             versions_T=np.zeros(len(tokens_T), np.int32),
-            stop_reason=StopReason.LENGTH if len(self._said_T) > most else StopReason.EOS,
+            stop_reason=StopReason.LENGTH if len(self._tokens_T) > most else StopReason.EOS,
         )
         return [sample] * request.num_samples
 
@@ -139,7 +141,7 @@ class _NoModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Modelless(EnvGroupBuilder):
+class _WithoutModels(EnvGroupBuilder):
     """Wraps a group builder; its environments get `models` in place of the run's models."""
 
     inner: EnvGroupBuilder
@@ -160,13 +162,13 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
     Returns None if the trial raised nothing.
 
     Raises:
-        NotTried: the trial cannot be pickled, or cannot be imported by another process.
+        TrialImpossible: the trial cannot be pickled, or cannot be imported by another process.
         TimeoutError: the trial took longer than `timeout_s`.
     """
     try:
         sent = pickle.dumps(trial)
     except Exception as error:  # of any type: pickling runs user code
-        raise NotTried(f"it cannot be pickled: {error}") from error
+        raise TrialImpossible(f"it cannot be pickled: {error}") from error
     with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as printed:
         given.write(sent)
         given.seek(0)
@@ -195,7 +197,7 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         except ValueError:
             return f"the process ended ({_ending(code)}){_last_line(printed.read())}"
     if told["lost"] is not None:
-        raise NotTried(told["lost"])
+        raise TrialImpossible(told["lost"])
     return told["wrong"]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.rollout.tryout import EpisodeTrial, NotTried, RewardTrial, Trials, tried
+from actors.rollout.tryout import EpisodeTrial, RewardTrial, TrialImpossible, Trials, tried
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from distill.envs.base import TEACHER, EnvGroupBuilder, EnvStream
@@ -76,7 +76,7 @@ def try_user_code(
         if not others or _first_failure(others, timeout_s) is not None:
             raise ConfigError(f"{failed}. {_WAY_OUT}", field="rollout.smoke_test")
         print_line(f"{failed}. Other problems passed, so the run starts")
-    except NotTried as error:
+    except TrialImpossible as error:
         print_line(f"{plays[0].problem} is not tried before the run: {error}")
 
 
@@ -94,7 +94,7 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
 
     Raises:
         ConfigError: a play does not end.
-        NotTried: the plays cannot be sent to another process.
+        TrialImpossible: the plays cannot be sent to another process.
     """
     together = Trials(trials={play.label: play.trial for play in plays}, enough_s=_ENOUGH_S)
     try:
@@ -143,7 +143,7 @@ def try_own_objective(config: RolloutConfig, print_line: Callable[[str], None]) 
     for setting, trial in trials if config.rollout.smoke_test else ():
         try:
             wrong = tried(trial, START_S)
-        except NotTried as error:
+        except TrialImpossible as error:
             print_line(f"{setting} is not tried before the run: {error}")
             continue
         except TimeoutError:
@@ -183,10 +183,10 @@ def _trial(
         return RewardTrial(reward=builder.reward, response=said, answer=builder.answer or "")
     tokenizer, ends = inputs.tokenizer, inputs.stops.ids
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
-    said_T = np.array([*tokenizer.encode(said, add_special_tokens=False), end], np.int32)
+    tokens_T = np.array([*tokenizer.encode(said, add_special_tokens=False), end], np.int32)
     return EpisodeTrial(
         builder=builder,
-        said_T=said_T,
+        tokens_T=tokens_T,
         max_new_tokens=config.sampling.max_new_tokens,
         models=[
             *(name or TEACHER for name in config.teacher_models()),

@@ -43,7 +43,7 @@ class MessageStep:
     Attributes:
         reward: reward of the turn; an episode's reward is the sum over its turns.
         messages: messages that the model sees next; empty ends the episode.
-        afresh: if True, `messages` replace the history instead of following it.
+        replaces_history: if True, `messages` replace the history instead of following it.
         bonus: reward of this turn alone, spread over its tokens.
         oracle: computes one reward per token of the turn, such as `phrase_bonuses` and
             `key_fact_bonuses`. The tokens' advantages include `bonus` and these rewards.
@@ -54,7 +54,7 @@ class MessageStep:
 
     reward: float = 0.0
     messages: Sequence[Message] = ()
-    afresh: bool = False
+    replaces_history: bool = False
     bonus: float = 0.0
     oracle: Oracle | None = None
     stop_reason: StopReason | None = None
@@ -319,7 +319,7 @@ class ChatEnv(Env):
             return StopReason.TURNS
         if time.monotonic() - self._started >= limits.time_s:
             return StopReason.TIME
-        if answered.afresh:
+        if answered.replaces_history:
             self.conversation.replace(answered.messages)
         else:
             self.conversation.add_messages(answered.messages)

@@ -111,7 +111,9 @@ class Reader(MessageEnv):
             metrics["facts_kept"] = fmean(
                 found is not None for found in first_mentions(document.facts, text)
             )
-        return MessageStep(messages=self._shows(text), afresh=True, oracle=oracle, metrics=metrics)
+        return MessageStep(
+            messages=self._shows(text), replaces_history=True, oracle=oracle, metrics=metrics
+        )
 
     def _shows(self, notes: str) -> list[Message]:
         """Messages with the next part and the notes; after the last part, with the notes alone."""

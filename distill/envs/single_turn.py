@@ -67,7 +67,7 @@ class SingleTurnEnv(Env):
     async def step(self, sample: Sample) -> StepResult:
         response = read_response(self.tokenizer, self.prompt.tokens_T, sample)
         metrics = await format_of(response.text, self.format)
-        earned = await self._earned(response)
+        earned = await self._verdict(response)
         return StepResult(
             reward=earned.reward,
             feedback=earned.feedback,
@@ -75,7 +75,7 @@ class SingleTurnEnv(Env):
             metrics=metrics,
         )
 
-    async def _earned(self, response: Response) -> Verdict:
+    async def _verdict(self, response: Response) -> Verdict:
         prompt = self.prompt
         if isinstance(self.reward, ModelReward):
             answered = response.message if prompt.messages else response.sampled

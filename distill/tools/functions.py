@@ -55,7 +55,7 @@ class _FunctionTool(Tool):
         try:
             from transformers.utils.chat_template_utils import get_json_schema
 
-            self._about: dict[str, Any] = get_json_schema(function)["function"]
+            self._schema: dict[str, Any] = get_json_schema(function)["function"]
         except Exception as error:  # of several types, not all of them public
             raise ConfigError(
                 f"tool {place} does not document its call: {error}. It needs a docstring with an "
@@ -67,15 +67,15 @@ class _FunctionTool(Tool):
 
     @property
     def name(self) -> str:
-        return self._about["name"]
+        return self._schema["name"]
 
     @property
     def description(self) -> str:
-        return self._about["description"]
+        return self._schema["description"]
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        return _plain(self._about["parameters"])
+        return _plain(self._schema["parameters"])
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         if inspect.iscoroutinefunction(self._function):

@@ -73,8 +73,8 @@ class TextArenaGame(Game):
         assert seat == self._to_move, "the library shows a seat only its own turns"
         return self._view
 
-    def afresh(self, seat: int) -> bool:
-        return self._afresh
+    def replaces_history(self, seat: int) -> bool:
+        return self._replaces_history
 
     def move(self, text: str) -> None:
         seat = self._to_move
@@ -96,12 +96,12 @@ class TextArenaGame(Game):
         self._to_move, seen = self._env.get_observation()
         if not isinstance(seen, str):  # a game without wrappers: `...-raw`
             seen = "\n".join(message for _, message, _ in seen)
-            self._view, self._afresh = seen, False
+            self._view, self._replaces_history = seen, False
             return
         before = self._said[self._to_move]
         self._said[self._to_move] = seen
-        self._afresh = not seen.startswith(before)
-        self._view = seen if self._afresh else seen[len(before) :].lstrip("\n")
+        self._replaces_history = not seen.startswith(before)
+        self._view = seen if self._replaces_history else seen[len(before) :].lstrip("\n")
 
     def _invalid(self, seat: int) -> bool:
         """True if the library has recorded an invalid move of the seat."""

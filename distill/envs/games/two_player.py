@@ -59,7 +59,7 @@ class Game(ABC):
     def view(self, seat: int) -> str:
         """The position as a player sees it before each of its moves."""
 
-    def afresh(self, seat: int) -> bool:
+    def replaces_history(self, seat: int) -> bool:
         """True if the view replaces the history instead of following it."""
         return False
 
@@ -146,7 +146,10 @@ class Seat(MessageEnv):
         await self._table.play(str(message.get("content") or ""))
         if await self._next_turn():
             game = self._table.game
-            return MessageStep(messages=_shown(game, self._seat), afresh=game.afresh(self._seat))
+            return MessageStep(
+                messages=_shown(game, self._seat),
+                replaces_history=game.replaces_history(self._seat),
+            )
         scores = self._table.scores
         assert scores is not None, "the game goes on, and it is nobody's turn"
         score = scores[self._seat]
@@ -205,7 +208,7 @@ class FrozenPlayer:
         if self._conversation is None:
             shown = _shown(game, game.to_move, rules=self.rules)
             self._conversation = Conversation(self.setting.tokenizer, shown)
-        elif game.afresh(game.to_move):
+        elif game.replaces_history(game.to_move):
             self._conversation.replace(_shown(game, game.to_move))
         else:
             self._conversation.add_messages(_shown(game, game.to_move))
