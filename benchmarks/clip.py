@@ -26,7 +26,7 @@ from cluster.demos.demo import (
     STUDENT,
     TEACHER,
     distillation,
-    schooling,
+    sft_settings,
     write_data,
     write_untrained,
 )
@@ -67,7 +67,7 @@ def clip(config: ClipConfig, console: Console) -> None:
 def _clip(config: ClipConfig, out: Path, console: Console) -> None:
     data = write_data(out, FORGET_CARRY, seed=0)
     for i, (name, steps) in enumerate(SFT_STEPS.items()):
-        school = changed(schooling(out, data, name, seed=0), steps=steps, lr=4e-3)
+        school = changed(sft_settings(out, data, name, seed=0), steps=steps, lr=4e-3)
         write_untrained(Path(school.model.path), data.problems, seed=1 + i)
         cluster.run.run(school, console)
     demo = distillation(DemoConfig(out=str(out), steps=config.steps, engine="embedded"), out, data)

@@ -178,7 +178,7 @@ class _Running:
     done: asyncio.Future[Sampled]
     sampled: Sampled = field(default_factory=dict)
 
-    def see(self, work: float, version: int) -> None:
+    def observe(self, work: float, version: int) -> None:
         """Account for tokens decoded so far, and continue under another version."""
         made = min(self.length, round((work - self.from_work) * SPEED)) - sum(self.sampled.values())
         if made > 0:
@@ -237,7 +237,7 @@ class Engine:
         self._waiting = deque(each for each in self._waiting if each[2] not in cancelled)
         for _, _, each in self._running:
             if each.done in cancelled:
-                each.see(work, self.version)
+                each.observe(work, self.version)
                 self.busy_s += sum(each.sampled.values()) / SPEED
         self._running = [entry for entry in self._running if entry[2].done not in cancelled]
         heapq.heapify(self._running)
@@ -248,7 +248,7 @@ class Engine:
         """Push new weights: a stop; then, by default, contexts in progress are prefilled again."""
         work = self._work()
         for _, _, each in self._running:
-            each.see(work, version)
+            each.observe(work, version)
         self.version = version
         self._cached.clear()
         self._stop(PUSH_S)
@@ -293,7 +293,7 @@ class Engine:
         work = self._work()
         while self._running and self._running[0][0] <= work + 1e-9:
             _, _, each = heapq.heappop(self._running)
-            each.see(each.from_work + each.length / SPEED, self.version)
+            each.observe(each.from_work + each.length / SPEED, self.version)
             self.busy_s += each.length / SPEED
             each.done.set_result(each.sampled)
             self._ended(1)

@@ -77,16 +77,16 @@ class _Output:
         try:
             self._stream.write(text)
         except OSError as error:
-            self._survive(error)
+            self._on_write_error(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as error:
-            self._survive(error)
+            self._on_write_error(error)
 
-    def _survive(self, error: OSError) -> None:
+    def _on_write_error(self, error: OSError) -> None:
         if error.errno in _LOST:
             self.lost = self.lost or _LOST[error.errno]
             discard_lost_outputs()

@@ -46,7 +46,7 @@ from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.checkpoints import Checkpoints
 from cluster.recipes.context import RunContext
 from cluster.recipes.observer import Observer
-from cluster.recipes.opening import begun, placed
+from cluster.recipes.opening import placed, run_context
 from cluster.recipes.plan import RunPlan, is_over
 from learner.checkpoint import Checkpoint
 
@@ -70,8 +70,11 @@ def run(config: CommonConfig, console: Console, observer: Observer | None = None
     with _prepared(config, console) as plan:  # takes the lock of out/; starts nothing
         if is_over(plan, console):
             return
-        with begun(plan, console, observer or Observer()) as context, placed(context) as places:
-            Run(context, *plan.parts(context, places)).to_the_end()
+        with (
+            run_context(plan, console, observer or Observer()) as context,
+            placed(context) as places,
+        ):
+            Run(context, *plan.parts(context, places)).run_to_end()
 
 
 def _prepared(config: CommonConfig, console: Console) -> AbstractContextManager[RunPlan]:
@@ -99,10 +102,10 @@ class Run:
         self.context, self.actors, self.evaluations = context, actors, evaluations
         self.step, self.steps = context.first_step, context.config.steps
         self.checkpoints = Checkpoints(actors, context, evaluations)
-        self._begun: Any = None  # the learner's call of the step in progress
+        self._step_call: Any = None  # the learner's call of the step in progress
         self._failed_after: int | None = None  # value of `step` at the last failure of a step
 
-    def to_the_end(self) -> None:
+    def run_to_end(self) -> None:
         """Run until the last step, then end all actors. Raises the reason of an early end."""
         try:
             self.start()
@@ -122,7 +125,7 @@ class Run:
     def start(self) -> None:
         """Start every actor; verify that all score alike before the first sample is taken."""
         self.actors.start(self.context.resume_from)
-        self.context.trackers.pass_over_kept()
+        self.context.trackers.skip_kept()
         self._repeated(self._prove)
         self.actors.work()  # starts the rollout workers
 
@@ -135,7 +138,7 @@ class Run:
         try:
             return self._repeated(self._steps)
         except Exception:
-            self.checkpoints.rescue()  # completes a checkpoint that is being written
+            self.checkpoints.finish_after_failure()  # completes a checkpoint that is being written
             raise
 
     def _steps(self) -> Checkpoint:
@@ -145,7 +148,7 @@ class Run:
             return self.checkpoints.last()
         except Interrupted:
             self.end_step()
-            self.checkpoints.at_once()
+            self.checkpoints.save_now()
             raise
 
     def _repeated(self, work: Callable[[], Value]) -> Value:
@@ -162,14 +165,14 @@ class Run:
         """Wait for groups -> take, load, train, push -> evaluate -> record -> checkpoint."""
         self.evaluations.collect()
         waited_s = self.actors.wait_for_groups()
-        self._begun = self.actors.learner.step.remote(waited_s)  # `PolicyLoop.step`
-        metrics = self.actors.driver.ask_learner("the learner's step", self._begun)
+        self._step_call = self.actors.learner.step.remote(waited_s)  # `PolicyLoop.step`
+        metrics = self.actors.driver.ask_learner("the learner's step", self._step_call)
         self.trained(metrics)
         self.checkpoints.after_step(self.step)  # written concurrently with the next steps
 
     def trained(self, metrics: dict[str, float]) -> None:
         """Record a trained step, whose weights are on the engines or being pushed."""
-        self.step, self._begun = int(metrics["step"]), None
+        self.step, self._step_call = int(metrics["step"]), None
         metrics = metrics | self.checkpoints.times() | self.actors.turns()
         self.context.trained(metrics)
         try:
@@ -191,7 +194,7 @@ class Run:
                 if self._failed_after == self.step:
                     raise lost
                 self._failed_after = self.step
-            self._begun = None
+            self._step_call = None
             self.checkpoints.before_recovery(lost)
             try:
                 self.step = self.actors.recover(lost)
@@ -209,11 +212,11 @@ class Run:
             RunFailed: the step failed; the learner's weights may be those of half a step.
         """
         self.actors.end_waits()
-        if self._begun is None:
+        if self._step_call is None:
             return
         try:
             metrics = self.actors.driver.value(
-                "the learner's step", self._begun, timeout=_STEP_S, worker=LEARNER
+                "the learner's step", self._step_call, timeout=_STEP_S, worker=LEARNER
             )
         except RunFailed as failed:
             if isinstance(failed.__cause__, QueueClosed):

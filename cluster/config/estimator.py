@@ -36,7 +36,7 @@ def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
     """
     if config.objective.estimator != AUTO:
         return config, ""
-    chosen, why = _begun(config) or _chosen(config)
+    chosen, why = _recorded_choice(config) or _chosen(config)
     line = f"estimator=auto: {chosen}, because {why} (docs/objectives.md)"
     return changed(config, estimator=chosen), line
 
@@ -49,7 +49,7 @@ def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
     return each, each * samples * config.sampling.max_new_tokens
 
 
-def _begun(config: OpdConfig) -> tuple[str, str] | None:
+def _recorded_choice(config: OpdConfig) -> tuple[str, str] | None:
     try:
         out = Path(config.out)
         record = RunRecord.of_run(out) if has_trained(out) else None

@@ -362,7 +362,7 @@ class RolloutConfig(
         return None if copies is None else copies + heads * self.learner.shards
 
     @property
-    def teaches_itself(self) -> bool:
+    def learner_is_teacher(self) -> bool:
         """True if the learner's own model is the teacher of estimator=full."""
         return self._compares_all and self.teacher_moves
 

@@ -77,7 +77,7 @@ def demo(config: DemoConfig, out: Path, console: Console) -> None:
     )
     tunings = [
         _FineTuning(
-            schooling(out, data, name, config.seed), name, data.problems, config.seed + 1 + i
+            sft_settings(out, data, name, config.seed), name, data.problems, config.seed + 1 + i
         )
         for i, name in enumerate(FORGET_CARRY)
     ]
@@ -143,7 +143,7 @@ def _fine_tune(tunings: Sequence[_FineTuning], stages: StageDisplay) -> None:
             time.sleep(_LOOKED_AT_S)
             going = [tuning for tuning in tunings if not tuning.over]
             for tuning in tunings:
-                stages.see(tuning.name, tuning.lines())
+                stages.observe(tuning.name, tuning.lines())
     finally:
         for tuning in tunings:
             tuning.stop()
@@ -153,12 +153,12 @@ def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
     stages.add(STUDENT, "learns from the teacher", opd.steps, "opd/reverse_kl", "reverse KL")
     lines: list[Mapping[str, float]] = []
 
-    def see(line: Mapping[str, float]) -> None:
+    def show_line(line: Mapping[str, float]) -> None:
         lines.append(line)
-        stages.see(STUDENT, lines)
+        stages.observe(STUDENT, lines)
 
     with log.open("w") as file:
-        cluster.run.run(opd, log_console(file), Observer(line=see))
+        cluster.run.run(opd, log_console(file), Observer(line=show_line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def write_untrained(directory: Path, problems: Problems, *, seed: int) -> None:
     model.save_pretrained(directory)
 
 
-def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
+def sft_settings(out: Path, data: Data, name: str, seed: int) -> SftConfig:
     """Settings of the supervised fine-tuning of the untrained model `name`, into `out/name`."""
     return make(
         "sft",
@@ -279,7 +279,7 @@ def _report(opd: OpdConfig, seconds: float, console: Console) -> None:
         f"{seconds:.0f} s\nthe report is {run / 'report.html'}\n\n{_next_commands(opd)}",
         highlight=False,
     )
-    _keep_promises(before["eval/accuracy"], after["eval/accuracy"], teacher["eval/accuracy"])
+    _check_results(before["eval/accuracy"], after["eval/accuracy"], teacher["eval/accuracy"])
 
 
 def _next_commands(opd: OpdConfig) -> str:
@@ -299,7 +299,7 @@ def _next_commands(opd: OpdConfig) -> str:
     )
 
 
-def _keep_promises(before: float, after: float, teacher: float) -> None:
+def _check_results(before: float, after: float, teacher: float) -> None:
     if teacher < TEACHER_AT_LEAST:
         raise _Failed(f"the teacher reached {teacher:.1%}, less than {TEACHER_AT_LEAST:.0%}")
     if before >= STUDENT_BEFORE_BELOW:

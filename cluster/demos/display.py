@@ -54,7 +54,7 @@ class StageDisplay:
         task = self._progress.add_task(f"{name:8} {what:24}", total=steps, shown="starts")
         self._stages[name] = _Stage(name, task, steps, metric, label)
 
-    def see(self, name: str, lines: Sequence[Mapping[str, float]]) -> None:
+    def observe(self, name: str, lines: Sequence[Mapping[str, float]]) -> None:
         """Update a stage. `lines` are all of its lines of metrics.jsonl so far."""
         stage = self._stages[name]
         stage.reach(lines)

@@ -133,7 +133,7 @@ class Watch:
         self._history = History(before)
         self._said = set(said)
 
-    def see(self, metrics: Mapping[str, float]) -> list[Finding]:
+    def observe(self, metrics: Mapping[str, float]) -> list[Finding]:
         """Findings of this step that were not reported before."""
         self._history.add(metrics)
         found = []

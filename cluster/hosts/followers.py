@@ -64,7 +64,7 @@ class ActorFollowers:
 
     actors: Sequence[Any]
     timeout_s: float
-    _begun: dict[Lane, list[Any]] = field(default_factory=dict)
+    _pending: dict[Lane, list[Any]] = field(default_factory=dict)
     _failed: set[Any] = field(default_factory=set)
 
     @contextmanager
@@ -85,11 +85,11 @@ class ActorFollowers:
                     "leader"
                 ) from None
 
-        self._begun[lane] = begun
+        self._pending[lane] = begun
         try:
             yield results
         finally:
-            del self._begun[lane]
+            del self._pending[lane]
 
     def check(self) -> None:
         """Raise the error of a follower that failed in a call that the leader has not left.
@@ -100,7 +100,7 @@ class ActorFollowers:
         collectives, and its errors are ignored. The follower's own heartbeat detects its death.
         """
         failed = {}
-        begun = [some for lane, some in list(self._begun.items()) if lane != "ahead"]
+        begun = [some for lane, some in list(self._pending.items()) if lane != "ahead"]
         for call in calls.ended(chain(*begun)):
             try:
                 calls.get(call)

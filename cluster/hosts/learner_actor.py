@@ -298,7 +298,7 @@ def policy_losses(
     loss = PolicyObjectiveLoss(
         objective=objective,
         teachers=teachers,
-        own_teacher=config.teaches_itself,
+        own_teacher=config.learner_is_teacher,
         stop_event=stops.event,
     )
     return loss, TeacherSamplesLoss(normalisation=objective.normalisation), mixed_loss

@@ -84,7 +84,7 @@ class Checkpoints:
         self._written(saved)
         return saved
 
-    def at_once(self) -> None:
+    def save_now(self) -> None:
         """Save the checkpoint of the last complete step, regardless of signals."""
         self._finish()
         deadline = time.monotonic() + _LAST_S
@@ -101,7 +101,7 @@ class Checkpoints:
                 self._written(saved)
                 return
 
-    def rescue(self) -> None:
+    def finish_after_failure(self) -> None:
         """After a failure of the run or the learner: finish a checkpoint that is being written."""
         try:
             self._finish()
@@ -113,7 +113,7 @@ class Checkpoints:
     def before_recovery(self, lost: LearnerLost) -> None:
         """Finish the checkpoint of a failed learner that is alive, before it is replaced."""
         if isinstance(lost, LearnerFailed):
-            self.rescue()
+            self.finish_after_failure()
         self._writing = None
         self._seconds.clear()
 

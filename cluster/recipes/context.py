@@ -58,7 +58,7 @@ class RunContext:
     def first_step(self) -> int:
         return self.resume_from.step if self.resume_from else 0
 
-    def watch_over(self, config: RolloutConfig) -> None:
+    def start_detectors(self, config: RolloutConfig) -> None:
         """Let the detectors of findings see every later step."""
         reported = {event["name"] for event in self.directory.read_events("finding")}
         self.watch = Watch(config, self.directory.rollouts, self.directory.read_steps(), reported)
@@ -67,7 +67,7 @@ class RunContext:
         """A step is trained: report what detectors find in its metrics."""
         if self.watch is None:
             return
-        for finding in self.watch.see(metrics):
+        for finding in self.watch.observe(metrics):
             self.found(finding)
         told = {"tokens_per_s": metrics["tokens_per_s"]}
         if "staleness/mean" in metrics:  # groups that the teacher samples have no staleness
@@ -78,7 +78,7 @@ class RunContext:
         """Record an optimizer step's metrics: on disk first, then for observers and trackers."""
         self.run_started, self.last_step = True, int(metrics["step"])
         self.directory.append_metrics(metrics)
-        self.best.see(metrics)
+        self.best.observe(metrics)
         self.observer.line(metrics)
         self.progress.step(metrics)
         self.note_lost_output()
@@ -94,7 +94,7 @@ class RunContext:
         """Record an evaluation outside of a step, of the weights after `step`, on its own line."""
         line = {"step": step, **metrics}
         self.directory.append_metrics(line)
-        self.best.see(line)
+        self.best.observe(line)
         self.observer.line(line)
         self.trackers.log(line)
 
@@ -115,7 +115,7 @@ class RunContext:
         """Record an evaluation that ended after later steps had changed the weights."""
         self.record_evaluation(metrics, step)
         if self.best.due:
-            self.best.pass_over()
+            self.best.drop()
             self.progress.note(
                 f"step {step} is the best evaluation so far, and is not kept: its checkpoint could "
                 "not be written at the time"
@@ -142,7 +142,7 @@ class RunContext:
         """The learner went back to its newest checkpoint, of `step`."""
         self.best.saved({each.step for each in self.directory.store.complete()})
         self.best.unsaved()
-        self.trackers.pass_over_kept()
+        self.trackers.skip_kept()
         if self.watch is not None:
             self.watch.rewound(step)
 

@@ -47,7 +47,7 @@ class EvaluationSchedule:
 
     def __init__(self, every: int, steps: int) -> None:
         self._every, self._steps = every, steps
-        self._owed: int | None = None  # a due step whose evaluation has not begun, or was lost
+        self._due_step: int | None = None  # a due step whose evaluation has not begun, or was lost
         self._newest = (0, 0)  # the due step, and the one whose weights were taken
         self.running: int | None = None
 
@@ -57,19 +57,19 @@ class EvaluationSchedule:
     def wanted(self, step: int) -> bool:
         """True if an evaluation should begin after `step`: its own, or one that was lost."""
         if self.due(step):
-            self._owed = step
-        return self._owed is not None and step < self._steps
+            self._due_step = step
+        return self._due_step is not None and step < self._steps
 
     def began(self, step: int) -> None:
-        assert self.running is None and self._owed is not None
-        self.running, self._newest, self._owed = step, (self._owed, step), None
+        assert self.running is None and self._due_step is not None
+        self.running, self._newest, self._due_step = step, (self._due_step, step), None
 
     def done(self) -> None:
         self.running = None
 
     def lost(self) -> None:
         """Schedule the running evaluation again, with the weights of a later step."""
-        self.running, self._owed = None, self._newest[0]
+        self.running, self._due_step = None, self._newest[0]
 
     def rewound(self, step: int) -> int | None:
         """Go back to `step`. Returns the step of the running evaluation if its weights are lost."""
@@ -77,9 +77,9 @@ class EvaluationSchedule:
         due, taken = self._newest
         if taken > step:
             abandoned, self.running = self.running, None
-            self._owed, self._newest = due, (0, 0)
-        if self._owed is not None and self._owed > step:
-            self._owed = None  # the step will be reached again
+            self._due_step, self._newest = due, (0, 0)
+        if self._due_step is not None and self._due_step > step:
+            self._due_step = None  # the step will be reached again
         return abandoned
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cluster.runtime.driver import Signals
 
 
-def _unseen(_metrics: Mapping[str, float]) -> None:
+def _ignore(_metrics: Mapping[str, float]) -> None:
     pass
 
 
@@ -21,5 +21,5 @@ class Observer:
         signals: signals of the run; setting one ends the run as the signal does.
     """
 
-    line: Callable[[Mapping[str, float]], None] = _unseen
+    line: Callable[[Mapping[str, float]], None] = _ignore
     signals: Signals = field(default_factory=Signals)

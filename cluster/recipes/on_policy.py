@@ -111,7 +111,7 @@ def _parts(
         context.progress.hidden.add("staleness/max")  # groups are never stale
     if not inputs.judged:
         context.progress.hidden.add("reward/mean")
-    context.watch_over(config)
+    context.start_detectors(config)
     holds_base = config.only_keeps or config.weights.transport == "adapter"
     start = None if holds_base else resume_from
     fleet = Fleet(

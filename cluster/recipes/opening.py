@@ -57,7 +57,7 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def begun(plan: RunPlan, console: Console, observer: Observer) -> Iterator[RunContext]:
+def run_context(plan: RunPlan, console: Console, observer: Observer) -> Iterator[RunContext]:
     """Connect to Ray and open everything that a run writes; summary.json records how it ends."""
     started = time.monotonic()
     with connected(plan.config), observer.signals.installed():

@@ -110,6 +110,6 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     line = f"teacher   at most {tokens:,.0f} tokens per step ({samples} samples of up to "
     line += f"{mean_prompt:.0f} + {config.sampling.max_new_tokens})"
     line += ", scored by the policy's engines" if live else ""
-    if config.teaches_itself:
+    if config.learner_is_teacher:
         line += "; and the same number again, by the learner (estimator=full)"
     return [line]

@@ -32,14 +32,14 @@ class BestCheckpoint:
         """True if the current weights are the best, and no checkpoint, even pending, has them."""
         return self._found is not None and self._found.step != self._writing
 
-    def see(self, metrics: Mapping[str, float]) -> None:
+    def observe(self, metrics: Mapping[str, float]) -> None:
         """Process a line of metrics of a step or of an evaluation.
 
         Raises:
             ConfigError: the run's evaluations do not measure the metric.
         """
         if self.due:
-            self.pass_over()
+            self.drop()
         self._mark()
         step = int(metrics["step"])
         if self._metric is None or not any(name in metrics for name in _EVALUATIONS):
@@ -63,9 +63,9 @@ class BestCheckpoint:
         kept = {each.step for each in self._store.complete()}
         for line in lines:
             if line["step"] in kept and self._metric in line:
-                self.see(line)
+                self.observe(line)
 
-    def pass_over(self) -> None:
+    def drop(self) -> None:
         """Drop the best evaluation: its weights are gone, and no checkpoint has them."""
         self._found = None
 
@@ -84,7 +84,7 @@ class BestCheckpoint:
     def unsaved(self) -> None:
         """Record that the checkpoint being written was not completed."""
         if self._found is not None and not self.due:
-            self.pass_over()
+            self.drop()
         self._writing = None
 
     def _mark(self) -> None:

@@ -61,7 +61,7 @@ class ReplayLog:
 
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
         """Write the data that `step` is about to train on; `groups_P` are its whole groups."""
-        with self._going_on(step):
+        with self._warn_on_error(step):
             # Results of an earlier attempt at this step.
             _path(self._root, step, "json").unlink(missing_ok=True)
             write_step(self._root, step, taken, groups_P)
@@ -71,12 +71,12 @@ class ReplayLog:
     ) -> None:
         """Write the results of `step`, which ran on `workers` learner workers."""
         outcome = {"step": step, "metrics": dict(metrics), "workers": workers, **prints}
-        with self._going_on(step):
+        with self._warn_on_error(step):
             write_whole(_path(self._root, step, "json"), json.dumps(outcome).encode())
             self._drop(step)
 
     @contextmanager
-    def _going_on(self, step: int) -> Iterator[None]:
+    def _warn_on_error(self, step: int) -> Iterator[None]:
         """Report the first OSError, such as a full disk; training continues without the replay."""
         try:
             yield

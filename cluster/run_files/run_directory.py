@@ -93,10 +93,10 @@ class RunDirectory:
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._evaluations = LineFile(self.path / "evaluations.jsonl")
-        self.on_event: Callable[[str, Mapping[str, Any]], None] = _unheard
+        self.on_event: Callable[[str, Mapping[str, Any]], None] = _ignore
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"on_event": _unheard}
+        return self.__dict__ | {"on_event": _ignore}
 
     def actor_name(self, role: str) -> str:
         """Actor name that is unique on the cluster, also among earlier attempts of this run."""
@@ -385,7 +385,7 @@ class RunDirectory:
         _copy(checkpoint.model_dir, self.final)
 
 
-def _unheard(_event: str, _fields: Mapping[str, Any]) -> None:
+def _ignore(_event: str, _fields: Mapping[str, Any]) -> None:
     pass
 
 

@@ -140,7 +140,7 @@ class Trackers:
             step = self._step
             self._each(lambda tracker: tracker.show(texts, step))
 
-    def pass_over_kept(self) -> None:
+    def skip_kept(self) -> None:
         """Skip the rollouts that the file contains now; rollouts of repeated steps were deleted."""
         if self._rollouts.exists():
             self._rollouts_at = self._rollouts.stat().st_size

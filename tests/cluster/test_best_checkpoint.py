@@ -53,11 +53,11 @@ def test_the_best_evaluation_s_checkpoint_is_asked_for_and_stays(
     store: CheckpointStore, metric: str, values: dict[int, float], best: int
 ) -> None:
     watch = BestCheckpoint(store, metric)
-    watch.see({"step": 0, "time/eval": 1.0, metric: 1e9})  # no checkpoint has those weights
+    watch.observe({"step": 0, "time/eval": 1.0, metric: 1e9})  # no checkpoint has those weights
     asked = []
     for step in range(1, 10):
         found = {"time/eval": 1.0, metric: values[step]} if step in values else {}
-        watch.see({"step": step, "train/loss": 1.0, **found})
+        watch.observe({"step": step, "train/loss": 1.0, **found})
         if watch.due:
             asked.append(step)
             save(store, step)
@@ -91,14 +91,14 @@ def test_a_kill_before_the_mark_does_not_lose_the_best(store: CheckpointStore) -
 
 def test_weights_that_were_not_saved_are_not_the_best(store: CheckpointStore) -> None:
     watch = BestCheckpoint(store, "eval/accuracy")
-    watch.see({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.9})
+    watch.observe({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.9})
     assert watch.due  # the disk is full, and the run goes on
-    watch.see({"step": 3})
+    watch.observe({"step": 3})
     assert not watch.due
     save(store, 3)
     watch.saved({3})
     assert store.best() is None
-    watch.see({"step": 3, "time/eval": 1.0, "eval/accuracy": 0.2})  # after the last step
+    watch.observe({"step": 3, "time/eval": 1.0, "eval/accuracy": 0.2})  # after the last step
     assert store.best() == Best(step=3, metric="eval/accuracy", value=0.2) and not watch.due
     (store.root / "best.json").write_text("{")
     assert store.best() is None
@@ -108,15 +108,15 @@ def test_another_metric_begins_anew(store: CheckpointStore) -> None:
     save(store, 1)
     store.mark_best(Best(step=1, metric="eval/accuracy", value=0.9))
     watch = BestCheckpoint(store, "eval/pass@4")
-    watch.see({"step": 2, "time/eval": 1.0, "eval/pass@4": 0.3})
+    watch.observe({"step": 2, "time/eval": 1.0, "eval/pass@4": 0.3})
     assert watch.due
 
 
 def test_a_metric_that_nobody_measures_is_refused(store: CheckpointStore) -> None:
     watch = BestCheckpoint(store, "eval/acuracy")
-    watch.see({"step": 0, "eval/teacher/accuracy": 1.0})  # the teacher's line
+    watch.observe({"step": 0, "eval/teacher/accuracy": 1.0})  # the teacher's line
     with refuses(ConfigError, "checkpoint.keep_best", names="eval/accuracy"):
-        watch.see({"step": 0, "time/eval": 1.0, "eval/accuracy": 0.3})
+        watch.observe({"step": 0, "time/eval": 1.0, "eval/accuracy": 0.3})
 
 
 def test_the_checkpoint_of_a_running_evaluation_stays_until_it_is_known(
@@ -128,14 +128,14 @@ def test_the_checkpoint_of_a_running_evaluation_stays_until_it_is_known(
         for later in range(step, step + 3):
             save(store, later)
         assert step in steps(CheckpointStore(store.root, keep=1))
-        watch.see({"step": step, "time/eval": 1.0, "eval/accuracy": value})
+        watch.observe({"step": step, "time/eval": 1.0, "eval/accuracy": value})
         store.release()
         assert not watch.due
     save(store, 9)
     assert steps(store) == [3, 4, 8, 9]
-    watch.see({"step": 7, "time/eval": 1.0, "eval/accuracy": 0.9})
+    watch.observe({"step": 7, "time/eval": 1.0, "eval/accuracy": 0.9})
     assert watch.due, "its checkpoint is gone"
-    watch.pass_over()
+    watch.drop()
     assert not watch.due and store.best() == Best(step=3, metric="eval/accuracy", value=0.7)
 
 
@@ -145,7 +145,7 @@ def test_what_is_being_written_is_still_the_best(store: CheckpointStore) -> None
 
     def see(step: int, accuracy: float | None = None) -> None:
         evaluated = {} if accuracy is None else {"time/eval": 1.0, "eval/accuracy": accuracy}
-        watch.see({"step": step, **evaluated})
+        watch.observe({"step": step, **evaluated})
 
     see(1, 0.5)
     watch.saving(1)
@@ -283,12 +283,12 @@ def test_a_kept_checkpoint_is_named_by_its_run(store: CheckpointStore) -> None:
 
 def test_a_mark_that_a_full_disk_does_not_take_is_made_later(store: CheckpointStore) -> None:
     watch = BestCheckpoint(store, "eval/accuracy")
-    watch.see({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.5})
+    watch.observe({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.5})
     save(store, 2)
     with files_of_at_most(0):
         watch.saved({2})
-        watch.see({"step": 3, "train/loss": 1.0})
+        watch.observe({"step": 3, "train/loss": 1.0})
     assert store.best() is None and not watch.due
-    watch.see({"step": 4, "time/eval": 1.0, "eval/accuracy": 0.4})
+    watch.observe({"step": 4, "time/eval": 1.0, "eval/accuracy": 0.4})
     best = store.best()
     assert best is not None and best.step == 2 and not watch.due

@@ -139,7 +139,7 @@ def test_a_teacher_that_moves_is_the_learner_itself(opd: NewOpd, rule: dict[str,
     """It takes no room beside the learner, and no copy is loaded."""
     config, line = with_estimator(opd(estimator="auto", teacher="policy", **rule))
     assert config.objective.estimator == "full" and "the learner's own model" in line
-    assert config.teaches_itself and not config.copied_teachers
+    assert config.learner_is_teacher and not config.copied_teachers
 
 
 def test_the_plan_says_which_and_why(opd: NewOpd) -> None:

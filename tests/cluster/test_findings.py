@@ -68,7 +68,7 @@ def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
 
 def found(rows: list[dict[str, float]], config: OpdConfig = CONFIG) -> list[Finding]:
     watch = Watch(config, Path("/nowhere/rollouts.jsonl"))
-    return [finding for row in rows for finding in watch.see(row)]
+    return [finding for row in rows for finding in watch.observe(row)]
 
 
 def planted(seed: int, **curves: Curve) -> list[Finding]:
@@ -207,13 +207,13 @@ def test_remedies_are_settings_that_exist() -> None:
 def test_a_resumed_run_does_not_repeat_findings(tmp_path: Path) -> None:
     rows = [row | {"push/lost_share": 0.9} for row in healthy(0)]
     first = Watch(CONFIG, tmp_path / "none.jsonl")
-    said = [finding.name for row in rows[:40] for finding in first.see(row)]
+    said = [finding.name for row in rows[:40] for finding in first.observe(row)]
     assert said == ["updates_are_lost"]
     resumed = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40], said)
-    assert [finding for row in rows[40:] for finding in resumed.see(row)] == []
+    assert [finding for row in rows[40:] for finding in resumed.observe(row)] == []
     # Without the earlier findings it repeats them at its first step.
     forgetful = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40])
-    assert [each.step for each in forgetful.see(rows[40])] == [41]
+    assert [each.step for each in forgetful.observe(rows[40])] == [41]
 
 
 def test_repeated_steps_replace_the_earlier_ones() -> None:
@@ -289,8 +289,8 @@ def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
         + group(12, 9, [member(90, "length")], by_teacher=True)
     )
     watch = Watch(CONFIG, path)
-    [finding] = watch.see({"step": 12, "rollout/stop/length": 0.75})
+    [finding] = watch.observe({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence == Evidence(step=11, group=8, member=1)
     path.write_text("no group\n")
-    [finding] = Watch(CONFIG, path).see({"step": 12, "rollout/stop/length": 0.75})
+    [finding] = Watch(CONFIG, path).observe({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence is None

@@ -151,10 +151,10 @@ class Scene:
     def train(self, steps: int = 6, every: int = 2) -> Checkpoint:
         return Run(self._context(steps, every), self.actors, NoEvaluations()).train()
 
-    def to_the_end(self, evaluations: type[Validation] = Validation) -> None:
+    def run_to_end(self, evaluations: type[Validation] = Validation) -> None:
         """Run three steps with evaluations by the learner before and after them."""
         context = self._context(steps=3, every=2)
-        Run(context, self.actors, evaluations(context.config, context, self.actors)).to_the_end()
+        Run(context, self.actors, evaluations(context.config, context, self.actors)).run_to_end()
 
     def _context(self, steps: int, every: int) -> Any:
         def nothing(*_given: Any, **_fields: Any) -> None:
@@ -170,7 +170,7 @@ class Scene:
             unsaved=self.unsaved, trained=nothing, saved=nothing, rewound=nothing,
             resume_from=None, directory=SimpleNamespace(append_event=nothing),
             progress=SimpleNamespace(note=nothing), set_aside=nothing, certify=nothing,
-            trackers=SimpleNamespace(pass_over_kept=nothing), recalls=lambda *_: False,
+            trackers=SimpleNamespace(skip_kept=nothing), recalls=lambda *_: False,
             record_evaluation=lambda _metrics, step: self.told.append(f"recorded {step}"),
             complete=lambda checkpoint: self.told.append(f"complete {checkpoint.step}"),
         )  # fmt: skip
@@ -348,12 +348,12 @@ def test_a_failed_step_is_repeated_once_from_the_checkpoint_under_way() -> None:
 
 def test_a_failed_evaluation_by_the_learner_is_repeated_once() -> None:
     run = Scene(unjudged=["a broken disk"])
-    run.to_the_end()
+    run.run_to_end()
     assert run.told[:4] == ["started", "recovered", "evaluated", "recorded 0"]
     assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
     run = Scene(unjudged=["a broken disk", "a broken disk"])
     with pytest.raises(LearnerFailed):
-        run.to_the_end()
+        run.run_to_end()
     assert run.told == ["started", "recovered", "closed"]
 
 
@@ -367,7 +367,7 @@ def test_a_learner_lost_after_the_last_step_is_restarted_for_its_evaluation() ->
                 raise LearnerLost(losses.pop())
             super().after_steps(step)
 
-    run.to_the_end(LosesItself)
+    run.run_to_end(LosesItself)
     assert run.told.count("step 3") == 2
     assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
 

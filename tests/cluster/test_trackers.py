@@ -217,7 +217,7 @@ def test_rollouts_that_are_made_again_are_shown_again(
     run = Run(opd(track="mlflow"))
     run.steps(tokenizer, 1, 3)
     RolloutLog(run.directory.rollouts, 1).rewind(1)
-    run.trackers.pass_over_kept()
+    run.trackers.skip_kept()
     log, groups = RolloutLog(run.directory.rollouts, 1), [a_group(tokenizer, 1000)]
     for step in range(2, 5):
         keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig()))
@@ -225,7 +225,7 @@ def test_rollouts_that_are_made_again_are_shown_again(
     run.finish()
     assert shown == [1, 1, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4] and not run.said
     resumed = Run(opd(track="mlflow"), 4)
-    resumed.trackers.pass_over_kept()
+    resumed.trackers.skip_kept()
     shown.clear()
     resumed.steps(tokenizer, 5, 5)
     resumed.finish()

@@ -109,8 +109,8 @@ def test_a_log_gets_a_line_in_ten_seconds_with_all_stages_that_go_on(
         stages.add("student", "learns", 20, "train/loss", "loss")
         for second in range(1, 21):
             clock[0] = 100.0 + second
-            stages.see("teacher", [{"step": min(second, 10), "train/loss": 0.5}])
-            stages.see("student", [{"step": second, "train/loss": 0.25}])
+            stages.observe("teacher", [{"step": min(second, 10), "train/loss": 0.5}])
+            stages.observe("student", [{"step": second, "train/loss": 0.25}])
     first, second = out.getvalue().splitlines()
     assert "student step 9/20" in first and "0:00:12 left" in first
     assert "student step 19/20" in second and "teacher" not in second
