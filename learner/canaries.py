@@ -45,12 +45,12 @@ class CopyQuestion:
     """Canary request to every worker.
 
     Attributes:
-        company: number of other rows in the batch; the canary rows are scored once for each entry.
+        filler: number of other rows in the batch; the canary rows are scored once for each entry.
         base: also check the model without its adapter, which is the reference.
     """
 
     temperature: float
-    company: tuple[int, ...] = (0,)
+    filler: tuple[int, ...] = (0,)
     base: bool = False
 
 
@@ -62,7 +62,7 @@ class CopyAnswer:
         teacher: name of the teacher; None: the base of the adapter.
         digest: digest of all weights of the model on this worker.
         changed: names of tensors that have changed since the first request.
-        scored: answers to the canary rows, one for each entry of `CopyQuestion.company`.
+        scored: answers to the canary rows, one for each entry of `CopyQuestion.filler`.
     """
 
     teacher: str | None
@@ -102,12 +102,12 @@ class WatchedModel:
         self._first: dict[str, str] | None = None
 
     def answer(self, question: CopyQuestion) -> CopyAnswer:
-        """Compute the checksums, and score the canary rows once for each `question.company`."""
+        """Compute the checksums, and score the canary rows once for each `question.filler`."""
         sums = self._checksums()
         if self._first is None:
             self._first = sums
         rows = CanaryRows.of(self._info, question.temperature, given=self._listed)
-        answers = [self._answered(rows, company) for company in question.company]
+        answers = [self._answered(rows, filler) for filler in question.filler]
         return CopyAnswer(
             teacher=self._teacher,
             digest=digest_of(sums),
@@ -122,8 +122,8 @@ class WatchedModel:
             if not weight.requires_grad
         }
 
-    def _answered(self, rows: CanaryRows, company: int) -> CanaryScores:
-        asked = rows.with_company(company)
+    def _answered(self, rows: CanaryRows, filler: int) -> CanaryScores:
+        asked = rows.with_filler(filler)
         by_request = [training_rows(request, self._teacher or "") for request in asked]
         ids_K = np.empty(0, np.int32)
         if (given_NK := rows.requests[0].given_NK) is not None:

@@ -123,11 +123,11 @@ class EmbeddedRewardModel:
             self._pump = loop.create_task(self._serve())
         return list(await asyncio.gather(*(row.future for row in waiting)))
 
-    async def canary(self, company: Sequence[int] = (0,)) -> RewardAnswer:
+    async def canary(self, filler: Sequence[int] = (0,)) -> RewardAnswer:
         """Score fixed rows, batched with the queued requests, and compute a digest of the weights.
 
         Args:
-            company: numbers of additional rows of random tokens; the fixed rows are scored once
+            filler: numbers of additional rows of random tokens; the fixed rows are scored once
                 with each number of them.
 
         Raises:
@@ -136,7 +136,7 @@ class EmbeddedRewardModel:
         loop = asyncio.get_running_loop()
         digest = await loop.run_in_executor(self._thread, self._digest)
         scores = []
-        for number in company:
+        for number in filler:
             rows = [*self._canaries(_CANARIES, 0), *self._canaries(number, number)]
             scores.append((await self._scores_of(rows))[:_CANARIES])
         return RewardAnswer(self._path, self._dtype, digest, scores)

@@ -33,7 +33,7 @@ from actors.sglang.weights import Use
 from distill.engine import WeightSource
 from distill.errors import EngineLost
 from distill.gpu_turn import GpuTurn
-from distill.handshake.canary import COMPANY, CanaryAnswers, CanaryRows
+from distill.handshake.canary import FILLER_ROWS, CanaryAnswers, CanaryRows
 from distill.sampling import UNSCALED
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,8 @@ class TurnTakingEngine(HostedSglangEngine):
         info = await self._info()
         rows = CanaryRows.of(info, UNSCALED)
         answers = [
-            rows.answer(await self._score(rows.with_company(number), Use())) for number in COMPANY
+            rows.answer(await self._score(rows.with_filler(number), Use()))
+            for number in FILLER_ROWS
         ]
         first = CanaryAnswers(info, rows, answers)
         if why := first.nondeterministic:

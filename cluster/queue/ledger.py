@@ -814,7 +814,7 @@ class Ledger:
     def _to_start(self) -> int:
         return self._settings.total_groups - len(self.trained) - self._view().in_progress
 
-    def is_under_way(self, group_id: int) -> bool:
+    def is_in_progress(self, group_id: int) -> bool:
         """True if the group was started and is not in the learner's weights."""
         return group_id in self._started
 

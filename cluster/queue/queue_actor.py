@@ -115,11 +115,11 @@ class GroupQueueActor:
     def _recover(self) -> None:
         """Continue after the death of this queue's process, with the groups that are on disk."""
         ledger = self._ledger
-        leases = {i: each.lease(i) for i, each in ledger.kept.items() if ledger.is_under_way(i)}
+        leases = {i: each.lease(i) for i, each in ledger.kept.items() if ledger.is_in_progress(i)}
         groups = self._store.read(leases.values())
         ledger.recover(groups)
         for group_id, group in groups.items():
-            if ledger.is_under_way(group_id):  # `recover` may have set the group aside
+            if ledger.is_in_progress(group_id):  # `recover` may have set the group aside
                 into = self._delivered if ledger.holds(group_id) else self._to_score
                 into[group_id] = restored(leases[group_id], group)
 
@@ -322,7 +322,7 @@ class GroupQueueActor:
         """
         for group_id in self._ledger.lose(ids, reason):
             delivery = self._delivered.pop(group_id)
-            if self._ledger.is_under_way(group_id):
+            if self._ledger.is_in_progress(group_id):
                 self._to_score[group_id] = delivery
             self._to_keep.pop(group_id, None)
         await self._wake_all()
@@ -345,7 +345,7 @@ class GroupQueueActor:
         self._journal.sync()
         self._delivered = {i: each for i, each in self._delivered.items() if self._ledger.holds(i)}
         self._to_score = {
-            i: each for i, each in self._to_score.items() if self._ledger.is_under_way(i)
+            i: each for i, each in self._to_score.items() if self._ledger.is_in_progress(i)
         }
         await self._wake_all()  # the next step may be ready: its age limit has changed
 

@@ -32,7 +32,7 @@ from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.watched import Engines, LearnerModel, RewardModel, ScoringEngine, Watched
 from cluster.supervision.supervise import Member, State
 from distill.errors import CalibrationError, EngineError
-from distill.handshake.canary import COMPANY
+from distill.handshake.canary import FILLER_ROWS
 from learner.canaries import CopyQuestion
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Canaries:
         if not (self._every and (config.copied_teachers or config.teacher_heads or base)):
             return
         leader, T = self._actors.learner, config.sampling.temperature
-        first = CopyQuestion(temperature=T, company=COMPANY, base=base)
+        first = CopyQuestion(temperature=T, filler=FILLER_ROWS, base=base)
         later = CopyQuestion(temperature=T, base=base)
         what = "the canaries of the learner's frozen models"
         by_rank = self._driver.ask_learner(what, leader.canary.remote(first))
@@ -183,7 +183,7 @@ class Canaries:
             del self._starting[member]
 
     async def _introduce(self, member: Member) -> None:
-        asked = member.handle.canary.remote(COMPANY)
+        asked = member.handle.canary.remote(FILLER_ROWS)
         answer = await self._driver.answer("the first canary of the reward model", asked)
         model = RewardModel(member, answer)
         if why := self._changed(model):

@@ -15,7 +15,7 @@ from cluster.placement.roles import learner_title, teacher_role
 from cluster.supervision.supervise import Member
 from distill.engine import Score
 from distill.handshake.canary import (
-    COMPANY,
+    FILLER_ROWS,
     CanaryAnswers,
     CanaryRows,
     CanaryScores,
@@ -94,8 +94,8 @@ class Engines:
         made = CanaryRows.of(info, T, given=given, top_k=top_k, states=role in self._headed)
         rows = self._rows.setdefault(role, made)
         answers = []
-        for number in COMPANY:
-            scores: list[Score] = await member.handle.score.remote(rows.with_company(number))
+        for number in FILLER_ROWS:
+            scores: list[Score] = await member.handle.score.remote(rows.with_filler(number))
             answers.append(rows.answer(await with_states(scores)))
         return ScoringEngine(member, CanaryAnswers(info, rows, answers))
 

@@ -41,8 +41,8 @@ NUM_ROWS = 4
 _SEED = 19
 # Number of extra rows sent with each of the first requests, because batches of different shapes
 # round differently.
-COMPANY = (0, 0, 6, 24)
-_LONGEST_COMPANION = 128
+FILLER_ROWS = (0, 0, 6, 24)
+_LONGEST_FILLER = 128
 # Allowed difference of a later answer, as a multiple of the largest difference among the first
 # answers: later batches have shapes that were not tried...
 _ALLOWED_TIMES = 4.0
@@ -114,10 +114,10 @@ class CanaryRows:
             context_length=info.context_length,
         )
 
-    def with_company(self, number: int) -> list[ScoreRequest]:
+    def with_filler(self, number: int) -> list[ScoreRequest]:
         """The canaries' requests, followed by `number` other requests of random tokens."""
         rng = np.random.default_rng([_SEED, number])
-        longest = max(2, min(_LONGEST_COMPANION, self.context_length // 2))
+        longest = max(2, min(_LONGEST_FILLER, self.context_length // 2))
         lengths = rng.integers(2, longest + 1, size=number)
         return [
             *self.requests,

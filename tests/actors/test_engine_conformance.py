@@ -22,7 +22,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
-from distill.handshake.canary import COMPANY, CanaryAnswers, CanaryRows, CanaryScores
+from distill.handshake.canary import FILLER_ROWS, CanaryAnswers, CanaryRows, CanaryScores
 from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.stops import StopTokens
@@ -693,10 +693,10 @@ def test_canaries_see_other_weights_and_the_old_ones_again(engine_at_version_0: 
     info = party.run(party.engine.info())
     rows = CanaryRows.of(info, 0.7, given=4, top_k=2)
 
-    def answer(company: int) -> CanaryScores:
-        return rows.answer(party.run(party.engine.score(rows.with_company(company))))
+    def answer(filler: int) -> CanaryScores:
+        return rows.answer(party.run(party.engine.score(rows.with_filler(filler))))
 
-    first = CanaryAnswers(info, rows, [answer(company) for company in COMPANY])
+    first = CanaryAnswers(info, rows, [answer(filler) for filler in FILLER_ROWS])
     assert first.measured.largest < 1e-4 and first.answers[0].listed_N.size
     assert not first.judge(answer(3)).why
     party.load(party.other_model, 1)

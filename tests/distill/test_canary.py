@@ -7,7 +7,7 @@ import pytest
 
 from distill.engine import Score, ScoreRequest
 from distill.handshake.canary import (
-    COMPANY,
+    FILLER_ROWS,
     NUM_ROWS,
     CanaryAnswers,
     CanaryRows,
@@ -84,7 +84,7 @@ class Model:
 
 
 def introduced(model: Model, rows: CanaryRows, dtype: str) -> CanaryAnswers:
-    repeats = [rows.answer(model.score(rows.with_company(number))) for number in COMPANY]
+    repeats = [rows.answer(model.score(rows.with_filler(number))) for number in FILLER_ROWS]
     return CanaryAnswers(replace(INFO, dtype=dtype), rows, repeats)
 
 
@@ -198,5 +198,5 @@ def test_rows_take_the_paths_of_real_requests() -> None:
     assert not any(request.listed for request in at_other)
     # Given tokens are left out where the server does not know them, and company comes behind.
     assert CanaryRows.of(replace(INFO, scores_given=False), T, given=8).requests[0].listed == 0
-    assert rows.with_company(6)[: len(rows.requests)] == list(rows.requests)
-    assert len(rows.with_company(6)) == len(rows.requests) + 6
+    assert rows.with_filler(6)[: len(rows.requests)] == list(rows.requests)
+    assert len(rows.with_filler(6)) == len(rows.requests) + 6

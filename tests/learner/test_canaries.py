@@ -19,7 +19,7 @@ from tests.learner.two_workers import on_workers
 from tests.samples import training_row
 
 T = 0.7
-FIRST = CopyQuestion(temperature=T, company=(0, 6))
+FIRST = CopyQuestion(temperature=T, filler=(0, 6))
 AGAIN = CopyQuestion(temperature=T)
 WITH_BASE = CopyQuestion(temperature=T, base=True)
 
@@ -107,7 +107,7 @@ def test_an_adapter_s_base_is_watched_and_the_adapter_is_not(new_learner: NewLea
 
 
 def _story(leader: Learner, _given: dict[str, Any]) -> Any:
-    first = leader.canary(CopyQuestion(temperature=T, company=(0, 6), base=True))
+    first = leader.canary(CopyQuestion(temperature=T, filler=(0, 6), base=True))
     again = leader.canary(WITH_BASE)
     with torch.no_grad():
         local(next(p for p in leader.model.parameters() if not p.requires_grad)).mul_(1.01)
