@@ -6,7 +6,7 @@
 `Followers` makes the calls (actor calls on Ray), outside of this package. A method's collectives
 run in the same sequence on all workers. FSDP's gathers and reductions use the default process group
 (with replicas: one per replica). Exchanges in main memory use `collectives`. Writing a checkpoint,
-which runs concurrently with other methods, uses `aside`.
+which runs concurrently with other methods, uses `cpu_group`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distill.nccl import nccl_settings
 
 LOOPBACK = "127.0.0.1"
 # Calls in different lanes run concurrently. Methods in `main` use collectives of the default group
-# and of `collectives`, those in `checkpoint` collectives of `aside`, those in `ahead` none.
+# and of `collectives`, those in `checkpoint` collectives of `cpu_group`, those in `ahead` none.
 Lane: TypeAlias = Literal["main", "ahead", "checkpoint"]
 
 
@@ -99,7 +99,7 @@ class WorkerGroup:
         self.mesh: DeviceMesh | None = None
         self.same_shard: dist.ProcessGroup | None = None
         self.collectives: dist.ProcessGroup | None = None
-        self.aside: dist.ProcessGroup | None = None
+        self.cpu_group: dist.ProcessGroup | None = None
         kind = device.partition(":")[0]
         if kind == "cuda":  # NCCL reads these once, at the first communicator; a push needs them
             os.environ.update(nccl_settings())
@@ -115,7 +115,7 @@ class WorkerGroup:
             timeout=timeout,
         )
         self.collectives = _in_memory(timeout)
-        self.aside = _in_memory(timeout)
+        self.cpu_group = _in_memory(timeout)
         if self.replicas == 1:
             self.mesh = init_device_mesh(kind, (self.size,))
             return

@@ -294,7 +294,7 @@ class ModelShard:
         """
         copy, self._copied = self._copied, {}
         if path is not None:
-            write_tensors(path, copy, self._group.aside)
+            write_tensors(path, copy, self._group.cpu_group)
 
     def copy_cost(self, _: None) -> CopyCost:
         """Memory that `copy_moments` would need."""

@@ -46,7 +46,7 @@ class LocalActor:
     are raised in the same form as by Ray's actors.
     """
 
-    _aside: ThreadPoolExecutor | None = None  # thread of all concurrency groups
+    _side_thread: ThreadPoolExecutor | None = None  # thread of all concurrency groups
 
     def __init__(self, plain: type, *arguments: Any, **settings: Any) -> None:
         self._name = plain.__name__
@@ -62,7 +62,7 @@ class LocalActor:
             thread.start()
         else:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-            self._aside = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-aside")
+            self._side_thread = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-aside")
 
         def make() -> None:
             try:
@@ -100,9 +100,9 @@ class LocalActor:
         if self._ended:
             return
         self._ended = True
-        if self._executor is not None and self._aside is not None:
+        if self._executor is not None and self._side_thread is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
-            self._aside.shutdown(wait=False, cancel_futures=True)
+            self._side_thread.shutdown(wait=False, cancel_futures=True)
         elif self._loop is not None:
             with suppress(TimeoutError):  # if the loop hangs, its thread ends with the process
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
@@ -111,14 +111,14 @@ class LocalActor:
         return self._refusal() or self._submit(function)
 
     def _call_aside(self, function: Callable[[], Any]) -> Future[Any]:
-        if self._aside is None:
+        if self._side_thread is None:
             return self._call(function)
 
-        def once_made() -> Any:
+        def run_when_created() -> Any:
             wait([self._made])
             return function()
 
-        return self._refusal() or self._aside.submit(self._run, once_made)
+        return self._refusal() or self._side_thread.submit(self._run, run_when_created)
 
     def _refusal(self) -> Future[Any] | None:
         if not self._ended:
@@ -147,7 +147,7 @@ class LocalActor:
         try:
             return function()
         except Exception as error:
-            raise self._as_on_ray(error) from None
+            raise self._as_ray_error(error) from None
 
     async def _await(self, function: Callable[[], Any]) -> Any:
         try:
@@ -156,9 +156,9 @@ class LocalActor:
         except asyncio.CancelledError:
             raise self._death() from None
         except Exception as error:
-            raise self._as_on_ray(error) from None
+            raise self._as_ray_error(error) from None
 
-    def _as_on_ray(self, error: Exception) -> Exception:
+    def _as_ray_error(self, error: Exception) -> Exception:
         # Raised from nothing: a caller raises the error itself from this one (`Driver.value`). Were
         # it the cause of this one, their chain of causes would have no end.
         return errors.RayTaskError(self._name, traceback.format_exc(), error).as_instanceof_cause()
@@ -190,12 +190,12 @@ class _Method:
     """`handle.method`, with Ray's `remote` and `options`."""
 
     def __init__(
-        self, call: Callable[..., Future[Any]], aside: Callable[..., Future[Any]] | None = None
+        self, call: Callable[..., Future[Any]], in_group: Callable[..., Future[Any]] | None = None
     ) -> None:
-        self._call, self._aside = call, aside
+        self._call, self._in_group = call, in_group
 
     def options(self, *, concurrency_group: str = "") -> _Method:
-        return _Method(self._aside) if concurrency_group and self._aside else self
+        return _Method(self._in_group) if concurrency_group and self._in_group else self
 
     def remote(self, *given: Any, **named: Any) -> LocalReference:
         return LocalReference(self._call(*given, **named))

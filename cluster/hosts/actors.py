@@ -5,11 +5,12 @@ handle of the actor, and with a class all imports of its module. Without deferra
 that only calls the embedded engine would load torch and transformers: seconds and hundreds of
 megabytes for each of many workers.
 
-Engines of several GPUs run on the GPUs of the same number of learner workers (`early_on_all_gpus`).
-Ray gives an actor the GPUs of one bundle, and each worker has its own bundle with one GPU. An
-engine's actor is in the first of its bundles. A task in each of the others reports the GPU there,
-and the engine's process sees all of them before its server starts. Rank i of the server then
-computes on the GPU of worker i of the group, and opens the weights that this worker lends.
+Engines of several GPUs run on the GPUs of the same number of learner workers
+(`early_setting_on_gpus`). Ray gives an actor the GPUs of one bundle, and each worker has its own
+bundle with one GPU. An engine's actor is in the first of its bundles. A task in each of the others
+reports the GPU there, and the engine's process sees all of them before its server starts. Rank i of
+the server then computes on the GPU of worker i of the group, and opens the weights that this worker
+lends.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:  # every process that receives a handle imports this module
 
 def maker(config: CommonConfig) -> Callable[..., Any]:
     """Return a function that creates an actor from a plain class, Ray's options and arguments."""
-    return _in_this_process if config.cluster.local else _on_ray
+    return _local_maker if config.cluster.local else _on_ray
 
 
 def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:
@@ -46,13 +47,13 @@ def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings
     return actor_class.options(**own).remote(*arguments, **settings)
 
 
-def _in_this_process(
+def _local_maker(
     plain: type, _options: Mapping[str, Any], *arguments: Any, **settings: Any
 ) -> LocalActor:
     return LocalActor(plain, *arguments, **settings)
 
 
-def here() -> dict[str, Any]:
+def local_node_options() -> dict[str, Any]:
     """Options of an actor that reserves nothing, on the caller's node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -61,7 +62,7 @@ def here() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlySetting:
     """Setting of a deferred class that is made before the class is imported.
 
     It may start a process, such as a server, that loads during the import. `make` itself must
@@ -84,14 +85,15 @@ def deferred(plain: type) -> type:
 
     def make(self: Any, *arguments: Any, **settings: Any) -> None:
         made = {
-            n: value.make() if isinstance(value, Early) else value for n, value in settings.items()
+            n: value.make() if isinstance(value, EarlySetting) else value
+            for n, value in settings.items()
         }
         with long_lived():
             hosted = importlib.import_module(module)
         self.plain = getattr(hosted, name)(*arguments, **made)
 
     methods = {
-        called: _passed_on(called, inspect.iscoroutinefunction(method))
+        called: _forwarding_method(called, inspect.iscoroutinefunction(method))
         for called, method in inspect.getmembers(plain, inspect.isfunction)
         if not called.startswith("_")
     }
@@ -99,7 +101,7 @@ def deferred(plain: type) -> type:
     return type(name, (), {"__init__": make, "__doc__": doc, "__module__": module, **methods})
 
 
-def _passed_on(name: str, asynchronous: bool) -> Any:
+def _forwarding_method(name: str, asynchronous: bool) -> Any:
     """Method that calls the hosted object's method."""
 
     async def awaited(self: Any, *given: Any, **named: Any) -> Any:
@@ -111,15 +113,16 @@ def _passed_on(name: str, asynchronous: bool) -> Any:
     return awaited if asynchronous else called
 
 
-def early_on_all_gpus(
+def early_setting_on_gpus(
     places: Places, role: str, index: int, make: Callable[[], Any]
-) -> Early | Any:
+) -> EarlySetting | Any:
     """`make` for a setting of a deferred class, run with the GPUs of all of a member's bundles.
 
-    Returns an `Early`, or a reference to one, which Ray resolves as an argument of the actor.
+    Returns an `EarlySetting`, or a reference to one, which Ray resolves as an argument of the
+    actor.
     """
     if places.span(role) == 1:
-        return Early(make)
+        return EarlySetting(make)
     import ray  # not needed by a run in this process
 
     task: Any = ray.remote(_own_gpus)
@@ -127,12 +130,12 @@ def early_on_all_gpus(
         task.options(**places.options(role, index, part)).remote()
         for part in range(1, places.span(role))
     ]
-    together: Any = ray.remote(_early)
+    together: Any = ray.remote(_early_setting)
     return together.options(num_cpus=0).remote(make, *others)
 
 
-def _early(make: Callable[[], Any], *others: str) -> Early:
-    return Early(partial(_on_all_of, others, make))
+def _early_setting(make: Callable[[], Any], *others: str) -> EarlySetting:
+    return EarlySetting(partial(_on_all_of, others, make))
 
 
 def _on_all_of(others: Sequence[str], make: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ from cluster.config.rollout_checks import RolloutInputs
 from cluster.handles import calls
 from cluster.handles.mailbox import with_mailbox
 from cluster.handles.node import node_address
-from cluster.hosts.actors import deferred, early_on_all_gpus, here, maker
+from cluster.hosts.actors import deferred, early_setting_on_gpus, local_node_options, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publishers_to, rollout_log, teacher_weights
@@ -89,8 +89,8 @@ class RolloutCast:
         self._make = maker(self.config)
         self._engines = RunEngines(self.config, self.inputs.stops)
 
-    def _here(self) -> dict[str, Any]:
-        return {} if self.config.cluster.local else here()
+    def _local_options(self) -> dict[str, Any]:
+        return {} if self.config.cluster.local else local_node_options()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
         """Create the queue on the driver's node, near `out/`; Ray restarts it from its journal."""
@@ -106,7 +106,7 @@ class RolloutCast:
             most_replaced=config.most_replaced,
         )
         actor = self._make(
-            GroupQueueActor, self._here() | options,
+            GroupQueueActor, self._local_options() | options,
             secrets.token_hex(8), self.directory.run_id, trained, settings,
             str(self.directory.ledger),
         )  # fmt: skip
@@ -127,7 +127,7 @@ class RolloutCast:
         title = config.problems_title(config.eval.source or config.data.source)
 
         def create(_index: int, attempt: int) -> Any:
-            options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
+            options = self._local_options() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
             return self._make(
                 EvaluatorActor, options, inputs.held_out, inputs.tokenizer, user_code_file
             )
@@ -181,7 +181,7 @@ class RolloutCast:
                 runs_user_code=config.runs_user_code,
             )
             placed = config.rollout.cpus > 0
-            options = self.placement.options(ROLLOUT, index) if placed else self._here()
+            options = self.placement.options(ROLLOUT, index) if placed else self._local_options()
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
             return self._make(RolloutActor, options, build, dataset, config.cluster.no_progress_s)
 
@@ -272,7 +272,7 @@ class RolloutCast:
                 arguments["address"] = node_address
             elif made.hosted:
                 start = partial(start_server, made)
-                arguments["server"] = early_on_all_gpus(self.placement, role, index, start)
+                arguments["server"] = early_setting_on_gpus(self.placement, role, index, start)
             hosted = deferred(made.engine_class)
             kind = hosted if self.config.cluster.local else with_mailbox(hosted)
             return self._make(kind, options, **arguments)
@@ -397,7 +397,7 @@ class RolloutCast:
         config, directory = self.config, self.directory
         keeper = self._make(
             Keeper,
-            self._here()
+            self._local_options()
             | {"concurrency_groups": LEADER_GROUPS, "name": self._name(KEEPER, 0, start.attempt)},
             config,
             queue=queue,

@@ -362,8 +362,8 @@ class Supervisor:
     async def _introduce(self, member: Member) -> None:
         """Record the process and node of an actor that has answered."""
         try:
-            aside = member.spec.heartbeat in (ready_call, progress_call)
-            pid, node = await location_call(member.handle, aside=aside)
+            health_group = member.spec.heartbeat in (ready_call, progress_call)
+            pid, node = await location_call(member.handle, health_group=health_group)
         except errors.RayError:
             return  # it died meanwhile; its heartbeat will detect that
         self._record("start", who=member.name, pid=pid, node=node)
@@ -465,10 +465,12 @@ def progress_call(actor: Any) -> Any:
     return actor.progress.options(concurrency_group=HEALTH_GROUP).remote()
 
 
-def location_call(actor: Any, *, aside: bool = False) -> Any:
-    """(process id, node address). `aside`: for an actor with the group `HEALTH_GROUP`."""
+def location_call(actor: Any, *, health_group: bool = False) -> Any:
+    """(process id, node address). `health_group`: for an actor with the group `HEALTH_GROUP`."""
     call = actor.__ray_call__
-    return (call.options(concurrency_group=HEALTH_GROUP) if aside else call).remote(_location)
+    return (call.options(concurrency_group=HEALTH_GROUP) if health_group else call).remote(
+        _location
+    )
 
 
 def _location(_actor: object) -> tuple[int, str]:

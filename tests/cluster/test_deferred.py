@@ -25,7 +25,7 @@ from tests.conftest import TinyPair
 # What arrives is the class and not the module, until one is made.
 UNPICKLE = """
 import pickle, sys
-from cluster.hosts.actors import Early
+from cluster.hosts.actors import EarlySetting
 
 hosted = pickle.loads(sys.stdin.buffer.read())
 loaded = {"torch", "transformers", "actors"} & set(sys.modules)
@@ -33,7 +33,7 @@ assert not loaded, loaded
 sys.modules["torch"] = None
 begun = []
 try:
-    hosted(model_path=Early(lambda: begun.append("actors.embedded" in sys.modules)))
+    hosted(model_path=EarlySetting(lambda: begun.append("actors.embedded" in sys.modules)))
 except ImportError:
     assert "actors.embedded" in sys.modules and begun == [False]
 else:

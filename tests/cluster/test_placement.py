@@ -348,7 +348,7 @@ cluster.shutdown()
 _SHARED_GPUS = """
 import json, ray
 from cluster.hosts.actors import deferred
-from cluster.hosts.actors import early_on_all_gpus
+from cluster.hosts.actors import early_setting_on_gpus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.resources import ResourceDemand
 from tests.cluster.gpu_seer import Seer
@@ -366,7 +366,7 @@ mine.reserve(deadline_s=60, print_line=print, poll=lambda: None)
 kind = ray.remote(deferred(Seer))
 workers = [kind.options(**mine.options("learner", i)).remote() for i in range(4)]
 def engine(index, role="policy"):
-    server = early_on_all_gpus(mine, role, index, list)
+    server = early_setting_on_gpus(mine, role, index, list)
     return kind.options(**mine.options(role, index)).remote(server=server)
 engines = [engine(i) for i in range(2)]
 teachers = [engine(0, name) for name in "ab"]

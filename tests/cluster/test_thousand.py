@@ -307,7 +307,7 @@ def test_a_worker_that_missed_a_message_gets_all_engines_again(loop: SimulatedLo
             await super().update(change, max_groups, epoch)
 
     class Handle(SimulatedActor):
-        def _as_on_ray(self, error: Exception) -> Exception:
+        def _as_ray_error(self, error: Exception) -> Exception:
             return error
 
     office, engines = Office(loop), {}
