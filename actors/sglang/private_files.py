@@ -83,7 +83,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
-    family = _seen_until_the_end(server)
+    family = _wait_for_end(server)
     kill([server])  # it has closed the pipe, but may not have ended yet
     _kill_all(directory, family - {server})
     time.sleep(_EXEC_S)  # a process may have been between fork and exec
@@ -92,7 +92,7 @@ def main() -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _seen_until_the_end(server: psutil.Process) -> set[psutil.Process]:
+def _wait_for_end(server: psutil.Process) -> set[psutil.Process]:
     """Wait for the server's end, and return the processes seen until then, the server included."""
     family = {server}
     while not select.select([0], [], [], _NOTE_S)[0]:

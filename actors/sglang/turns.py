@@ -126,17 +126,17 @@ class TurnTakingEngine(HostedSglangEngine):
             await self._until_wanted(turn)
             async with self._sleeping:
                 if self._canary is None or self._canary[0] != session.version:
-                    with self._spending("turns/seconds"), self._spending("turns/proof"):
+                    with self._measuring("turns/seconds"), self._measuring("turns/proof"):
                         self._canary = session.version, await self._answers()
                 began = time.monotonic()
-                with self._spending("turns/seconds"):
+                with self._measuring("turns/seconds"):
                     await session.sleep(whole=True)
                 turn.release()
                 slept_s = time.monotonic() - began
                 await session.waiters.begun()
                 await turn.acquire_async()
                 began = time.monotonic()
-                with self._spending("turns/seconds"):
+                with self._measuring("turns/seconds"):
                     await session.wake(self._prove)
                 woke_s = time.monotonic() - began
                 self._spent["turns/changes"] += 1
@@ -144,7 +144,7 @@ class TurnTakingEngine(HostedSglangEngine):
             logger.info("%s fell asleep in %.1f s and woke in %.1f s", self._model, slept_s, woke_s)
 
     @contextmanager
-    def _spending(self, name: str) -> Iterator[None]:
+    def _measuring(self, name: str) -> Iterator[None]:
         began = time.monotonic()
         yield
         self._spent[name] += time.monotonic() - began
@@ -176,7 +176,7 @@ class TurnTakingEngine(HostedSglangEngine):
         """Raise EngineLost if the answers to the canary rows differ from those before the sleep."""
         assert self._canary is not None
         _, first = self._canary
-        with self._spending("turns/proof"):
+        with self._measuring("turns/proof"):
             scores = await self._score(first.rows.requests, Use())
         if why := first.judge(first.rows.answer(scores)).why:
             raise EngineLost(

@@ -54,7 +54,7 @@ class Detector:
     worst: Callable[[KeptTrajectory], float] | None = None
 
 
-def _furthest(member: KeptTrajectory) -> float:
+def _largest_gap(member: KeptTrajectory) -> float:
     """Largest |log p - log q| of the trajectory's tokens."""
     gaps = [
         abs(student - teacher)
@@ -71,7 +71,7 @@ def _length(member: KeptTrajectory) -> float:
     return sum(len(segment.behaviour_logprobs_N) for segment in member.segments)
 
 
-def _cut(member: KeptTrajectory) -> float:
+def _cut_length(member: KeptTrajectory) -> float:
     return _length(member) * (member.stop_reason == "length")
 
 
@@ -79,33 +79,33 @@ def _repeated(member: KeptTrajectory) -> float:
     return repeated_share([np.array(segment.sampled_N, int) for segment in member.segments])
 
 
-def _sure(member: KeptTrajectory) -> float:
+def _mean_logprob(member: KeptTrajectory) -> float:
     """Mean log-prob of the trajectory's tokens."""
     return sum(sum(s.behaviour_logprobs_N) for s in member.segments) / max(_length(member), 1)
 
 
-def _formal(member: KeptTrajectory) -> float:
+def _format_minus_reward(member: KeptTrajectory) -> float:
     return member.metrics.get("format", 0.0) - member.reward
 
 
-def _any(_member: KeptTrajectory) -> float:
+def _no_preference(_member: KeptTrajectory) -> float:
     return 0.0
 
 
 DETECTORS = (
-    Detector(kl_rises, _furthest),
-    Detector(kl_on_few_tokens, _furthest),
-    Detector(entropy_collapses, _sure),
+    Detector(kl_rises, _largest_gap),
+    Detector(kl_on_few_tokens, _largest_gap),
+    Detector(entropy_collapses, _mean_logprob),
     Detector(engine_gap_grows),
     Detector(updates_are_lost),
-    Detector(responses_are_cut, _cut),
-    Detector(members_are_equal, _any),
+    Detector(responses_are_cut, _cut_length),
+    Detector(members_are_equal, _no_preference),
     Detector(responses_grow, _length),
     Detector(responses_repeat, _repeated),
-    Detector(eos_vanishes, _cut),
-    Detector(advantages_are_zero, _any),
-    Detector(rewards_are_constant, _any),
-    Detector(format_pays_alone, _formal),
+    Detector(eos_vanishes, _cut_length),
+    Detector(advantages_are_zero, _no_preference),
+    Detector(rewards_are_constant, _no_preference),
+    Detector(format_pays_alone, _format_minus_reward),
     Detector(staleness_at_its_bound),
     Detector(learner_starves),
     Detector(teachers_idle),

@@ -31,7 +31,7 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 
 from cluster.handles.node import starts_here
-from cluster.placement.local_head import LocalHead, hush_token_setup, local_head
+from cluster.placement.local_head import LocalHead, local_head, suppress_token_notice
 from distill.errors import ConfigError
 
 # A running head answers in milliseconds; Ray itself would retry for more than a minute.
@@ -130,7 +130,7 @@ def join_local(head: LocalHead, namespace: str) -> None:
         ConfigError: Ray cannot start here.
     """
     address = head.address()
-    hush_token_setup()
+    suppress_token_notice()
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     ray.init(address=address, namespace=namespace, logging_level=logging.WARNING)
 

@@ -167,7 +167,7 @@ def _start(cpus: int) -> str:
     """Start Ray; return its address."""
     import ray
 
-    hush_token_setup()
+    suppress_token_notice()
     for start in range(1, _STARTS + 1):
         try:
             with forked_workers():
@@ -188,7 +188,7 @@ def _start(cpus: int) -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def hush_token_setup() -> None:
+def suppress_token_notice() -> None:
     """Suppress Ray's message that token authentication is on, which needs no action."""
     setup = "ray._private.authentication.authentication_token_setup"
     on = "Token authentication is enabled"

@@ -197,7 +197,7 @@ class Placement:
             alone = placed.bundle if placed.many == 1 else None
             if _is_placed(self._table(placed.group), alone):
                 return ""
-        return f"{self._demands[role].each}: {_what_there_is()}"
+        return f"{self._demands[role].each}: {_available_resources()}"
 
     def _table(self, group: PlacementGroup) -> dict[str, Any]:
         """Table of a group, cached briefly: all members of a lost node need the same table."""
@@ -295,8 +295,8 @@ class Placement:
         ]:
             poll()
             waited = time.monotonic() - started
-            who = self._who(planned[name] for name in unplaced)
-            line = f"waiting for {who}: {_what_there_is()}"
+            who = self._describe_roles(planned[name] for name in unplaced)
+            line = f"waiting for {who}: {_available_resources()}"
             if waited > deadline_s:
                 raise ConfigError(
                     f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
@@ -326,7 +326,7 @@ class Placement:
             time.sleep(_POLL_S)
         self._create_all()
 
-    def _who(self, groups: Iterable[PlannedGroup]) -> str:
+    def _describe_roles(self, groups: Iterable[PlannedGroup]) -> str:
         """Roles of these groups, with their resources."""
         names: list[str] = []
         for group in groups:
@@ -340,10 +340,11 @@ class Placement:
         if not lacking or autoscales():
             return
         planned = self._planned()
-        who = self._who(planned[name] for name in lacking)
+        who = self._describe_roles(planned[name] for name in lacking)
         total = sum_of(chain(*(group.bundles for group in planned.values())))
         raise ConfigError(
-            f"the Ray cluster cannot hold {who}: {_what_there_is()}, and it has no autoscaler. "
+            f"the Ray cluster cannot hold {who}: {_available_resources()}, and it has no "
+            "autoscaler. "
             f"The run needs {describe(total)} in all, and what one "
             "member needs on one node. Ask for fewer members or less for each (dry_run=True "
             f"shows them), or add nodes{self._by_turns()}"
@@ -383,7 +384,7 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _what_there_is() -> str:
+def _available_resources() -> str:
     nodes = _nodes()
     total = sum_of(node["Resources"] for node in nodes)
     free = ray.available_resources()

@@ -105,7 +105,7 @@ def _planned(models: Mapping[str, Collection[str]]) -> list[_Download]:
         return []
     every = sorted({name for each in names.values() for name in each})
     downloads = []
-    for node, found in ask_nodes(_look, (every,), nodes, "models", _LOOK_S).items():
+    for node, found in ask_nodes(_missing_bytes, (every,), nodes, "models", _LOOK_S).items():
         lacking = [name for name in names[node] if found[name]]
         for name in lacking:
             if isinstance(why := found[name], str):
@@ -119,7 +119,7 @@ def _planned(models: Mapping[str, Collection[str]]) -> list[_Download]:
 # Functions that run on nodes. They return errors, because Ray would wrap a raised error.
 
 
-def _look(names: list[str]) -> dict[str, int | str]:
+def _missing_bytes(names: list[str]) -> dict[str, int | str]:
     """Bytes of each model that are missing in this node's cache, or an error message."""
     found: dict[str, int | str] = {}
     for name in names:

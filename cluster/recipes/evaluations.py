@@ -174,7 +174,7 @@ class Evaluations(NoEvaluations):
 
     def _begin(self, step: int) -> None:
         """Begin an evaluation of the current weights, if an evaluation engine is up."""
-        pinned = self._fleet.admission.pin()
+        pinned = self._fleet.admission.push_to_evaluators()
         if pinned is None:
             if self._schedule.due(step):
                 self._context.progress.note(

@@ -166,7 +166,7 @@ class Admission:
                 return []
         return members
 
-    def pin(self) -> tuple[int, dict[str, Any]] | None:
+    def push_to_evaluators(self) -> tuple[int, dict[str, Any]] | None:
         """Push the current weights to evaluation engines; call it while the learner is idle.
 
         Engines that have started since run the handshake. An engine that fails is terminated.

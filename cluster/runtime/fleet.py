@@ -215,7 +215,7 @@ class Fleet(LearnerAlone):
         )
         if adapter or config.teacher_rule is not None:
             self._push_first()
-            self.admission.pin()
+            self.admission.push_to_evaluators()
             self._handshake.before_steps(self, self.scorers)
         else:
             self._handshake.before_steps(self, self.scorers)

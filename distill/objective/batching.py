@@ -443,8 +443,8 @@ def _orders(units: Sequence[_RowUnit[Row]], most_mask: int) -> list[list[_RowUni
     group, are sorted from short to long.
     """
     groups = _by_context(units)
-    paying = [group for group in groups if _pays(group, most_mask)]
-    others = [group for group in groups if not _pays(group, most_mask)]
+    paying = [group for group in groups if _saves_tokens(group, most_mask)]
+    others = [group for group in groups if not _saves_tokens(group, most_mask)]
     return [
         list(chain.from_iterable(groups)),
         _by_length(units),
@@ -463,7 +463,7 @@ def _by_length(units: Iterable[_RowUnit[Row]]) -> list[_RowUnit[Row]]:
     return sorted(units, key=lambda unit: unit.width)
 
 
-def _pays(group: Sequence[_RowUnit[Row]], most_mask: int) -> bool:
+def _saves_tokens(group: Sequence[_RowUnit[Row]], most_mask: int) -> bool:
     """True if the group takes fewer tokens as a separate batch than its rows do without padding."""
     rows = [row for unit in group for row in unit.rows]
     return _layer_tokens(rows, most_mask, group[0].packed) < sum(map(len, rows))

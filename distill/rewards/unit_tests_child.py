@@ -206,72 +206,72 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _far(self, "call", *arguments, **named)
+        return _remote_call(self, "call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in _SPECIAL:
             raise AttributeError(f"{name} of an object of the other side's")
-        return _far(self, "getattr", name)
+        return _remote_call(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _far(self, "setattr", name, value)
+        _remote_call(self, "setattr", name, value)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Remote) and _far(self, "isinstance", instance) is True
+        return isinstance(instance, Remote) and _remote_call(self, "isinstance", instance) is True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and _far(self, "eq", other) is True
+        return isinstance(other, Remote) and _remote_call(self, "eq", other) is True
 
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_number"))
 
     def __lt__(self, other: Any) -> Any:
-        return _far_with(self, "lt", other)
+        return _remote_binary(self, "lt", other)
 
     def __le__(self, other: Any) -> Any:
-        return _far_with(self, "le", other)
+        return _remote_binary(self, "le", other)
 
     def __add__(self, other: Any) -> Any:
-        return _far_with(self, "add", other)
+        return _remote_binary(self, "add", other)
 
     def __sub__(self, other: Any) -> Any:
-        return _far_with(self, "sub", other)
+        return _remote_binary(self, "sub", other)
 
     def __mul__(self, other: Any) -> Any:
-        return _far_with(self, "mul", other)
+        return _remote_binary(self, "mul", other)
 
     def __iter__(self) -> Any:
-        return _far(self, "iter")
+        return _remote_call(self, "iter")
 
     def __next__(self) -> Any:
-        return _far(self, "next")
+        return _remote_call(self, "next")
 
     def __len__(self) -> int:
-        return _far(self, "len")
+        return _remote_call(self, "len")
 
     def __bool__(self) -> bool:
-        return _far(self, "bool") is True
+        return _remote_call(self, "bool") is True
 
     def __str__(self) -> str:
-        return str(_far(self, "str"))
+        return str(_remote_call(self, "str"))
 
     def __getitem__(self, key: Any) -> Any:
-        return _far(self, "getitem", key)
+        return _remote_call(self, "getitem", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _far(self, "setitem", key, value)
+        _remote_call(self, "setitem", key, value)
 
     # No `__contains__`: Python iterates over the items, and compares them in this process.
 
 
-def _far(remote: Remote, operation: str, *arguments: Any, **named: Any) -> Any:
+def _remote_call(remote: Remote, operation: str, *arguments: Any, **named: Any) -> Any:
     peer: Peer = object.__getattribute__(remote, "_peer")
     return peer.ask(operation, remote, *arguments, **named)
 
 
-def _far_with(remote: Remote, operation: str, other: Any) -> Any:
+def _remote_binary(remote: Remote, operation: str, other: Any) -> Any:
     """Operation on two objects of the other process; NotImplemented for any other operand."""
-    return _far(remote, operation, other) if isinstance(other, Remote) else NotImplemented
+    return _remote_call(remote, operation, other) if isinstance(other, Remote) else NotImplemented
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -79,7 +79,7 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     front = os.getpid()
     if guard := os.fork():
-        _be_front(guard, scratch)
+        _run_front_process(guard, scratch)
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != front:  # the front died before
@@ -95,14 +95,14 @@ def main() -> None:
         os.mkdir(scratch, 0o700)
     program = os.fork()
     if program == 0:
-        _become(sys.argv[3:])
+        _exec(sys.argv[3:])
     _close_standard()
     status = _until_the_end(program, starter, signals)
     _clean_up(program, scratch)
     _end_as(status)
 
 
-def _be_front(guard: int, scratch: str) -> NoReturn:
+def _run_front_process(guard: int, scratch: str) -> NoReturn:
     """Forward SIGTERM to the guard, and end as the guard does; clean up if it was killed."""
     _close_standard()
     while True:
@@ -129,7 +129,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _become(command: Sequence[str]) -> None:
+def _exec(command: Sequence[str]) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them

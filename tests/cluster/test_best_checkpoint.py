@@ -78,11 +78,11 @@ def test_a_kill_before_the_mark_does_not_lose_the_best(store: CheckpointStore) -
     ]
     watch = BestCheckpoint(store, "eval/accuracy")
     for line in metrics[:2]:
-        watch.see(line)
+        watch.observe(line)
     save(store, 2)  # killed before the driver knew that it is complete
     watch = BestCheckpoint(store, "eval/accuracy")
     watch.recall(metrics[:2])
-    watch.see(metrics[2])
+    watch.observe(metrics[2])
     assert not watch.due
     save(store, 3)
     assert steps(store) == [2, 3]
