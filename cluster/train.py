@@ -112,10 +112,10 @@ def run_recipe(
     settings = given.settings(kind)
     if explain is not None:
         raise HelpAsked(help_text(kind, settings, explain))
-    settings, said = with_suggested_lr(settings, recipe.stage)
+    settings, notice = with_suggested_lr(settings, recipe.stage)
     config = with_chat_date(built(kind, settings))
     missing = missing_from_upload({key: text_of(value) for key, value in settings.items()})
-    for note in filter(None, (said, missing)):
+    for note in filter(None, (notice, missing)):
         console.print(note, highlight=False)
     if not (config.cluster.local or config.only_plans):
         require_library("ray", "a run without local=True", "ray[default]", "cluster.local")

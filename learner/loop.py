@@ -208,7 +208,7 @@ class PolicyLoop:
             return {}
         with self.learner.as_teacher():
             pushed = teach(*self.teacher_weights(), self._trained)
-        return {told: pushed[name] for name, told in _TEACHER_METRICS.items() if name in pushed}
+        return {metric: pushed[name] for name, metric in _TEACHER_METRICS.items() if name in pushed}
 
     def teacher_weights(self) -> tuple[Weights, int]:
         """Weights of the EMA or lagged teacher, and their version. Call in `Learner.as_teacher`."""

@@ -81,8 +81,8 @@ def _chunks(answer: AgentAnswer) -> Iterator[dict[str, Any]]:
         calls = delta.pop("tool_calls", ())
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        said = {"index": index, "delta": delta, "finish_reason": None}
-        yield head | {"choices": [said | {"logprobs": _logprobs(choice)}]}
+        chunk = {"index": index, "delta": delta, "finish_reason": None}
+        yield head | {"choices": [chunk | {"logprobs": _logprobs(choice)}]}
         ended = {"index": index, "delta": {}, "finish_reason": choice.finish_reason}
         yield head | {"choices": [ended]}
     if answer.request.with_usage:

@@ -179,12 +179,12 @@ class AgentProgram:
             finally:
                 shutil.rmtree(child.scratch, ignore_errors=True)
         try:
-            told = loads(answer.decode())
+            reply = loads(answer.decode())
         except ValueError as error:
             raise AgentFailed(f"returned no JSON: {error}") from None
-        if "error" in told:
-            raise AgentFailed(f"raised {told['error']}")
-        return told["result"]
+        if "error" in reply:
+            raise AgentFailed(f"raised {reply['error']}")
+        return reply["result"]
 
 
 def _found(program: str, path: str, directory: str) -> bool:

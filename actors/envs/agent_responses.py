@@ -127,8 +127,8 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 content = _text(item.get("content"), where)
                 messages.append({"role": item.get("role"), "content": content})
             case "reasoning":
-                said = _text(item.get("content") or item.get("summary") or [], where)
-                messages.append({"role": "assistant", "reasoning_content": said})
+                text = _text(item.get("content") or item.get("summary") or [], where)
+                messages.append({"role": "assistant", "reasoning_content": text})
             case "function_call":
                 if last is None:
                     messages.append(last := {"role": "assistant"})

@@ -133,8 +133,8 @@ class Judge:
         """
         if not answer.strip():
             return 0.0
-        said = await self._verdict(SCORING, rubric, question, reference, {"answer": answer})
-        return (int(said) - WORST) / (BEST - WORST)
+        reply = await self._verdict(SCORING, rubric, question, reference, {"answer": answer})
+        return (int(reply) - WORST) / (BEST - WORST)
 
     async def prefer(
         self, question: str, first: str, second: str, rubric: str, reference: str | None = None
@@ -161,8 +161,8 @@ class Judge:
         self, question: str, a: str, b: str, rubric: str, reference: str | None
     ) -> float:
         answers = {"answer A": a, "answer B": b}
-        said = await self._verdict(COMPARING, rubric, question, reference, answers)
-        return PREFERENCES[said]
+        reply = await self._verdict(COMPARING, rubric, question, reference, answers)
+        return PREFERENCES[reply]
 
     async def _verdict(
         self,
@@ -175,18 +175,18 @@ class Judge:
         """Request a verdict, and a second time if the last line of the answer is not one."""
         order = verdicts.order(task, rubric, question, reference, answers, self.max_chars)
         messages: Messages = [{"role": "user", "content": order}]
-        said, cut = "", False
+        reply, cut = "", False
         for _ in range(2):
             answer = await self._ask(messages)
-            said, cut = answer.text, answer.reason == "length"
-            found = verdicts.verdict(task, said)
+            reply, cut = answer.text, answer.reason == "length"
+            found = verdicts.verdict(task, reply)
             if found is not None and not cut:
                 return found
-            messages = [*messages[:1], *verdicts.reminder(said[-self.max_chars :])]
+            messages = [*messages[:1], *verdicts.reminder(reply[-self.max_chars :])]
         ended = f"was cut off at env.judge_max_tokens={self.max_tokens}" if cut else "ended"
         raise DataError(
             f"the judge {self.model} gave no verdict, asked twice: its last line must be "
-            f"{task.form}, and it {ended} with {verdicts.last_line(said)[-_SHOWN:]!r}. "
+            f"{task.form}, and it {ended} with {verdicts.last_line(reply)[-_SHOWN:]!r}. "
             + ("Give it more env.judge_max_tokens" if cut else "Take another env.judge_model")
         )
 

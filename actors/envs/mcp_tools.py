@@ -152,11 +152,11 @@ class McpSession:
 
     def _why(self, error: Exception, errors: Any) -> str:
         errors.seek(0)
-        said = " ".join(errors.read().split())[-300:]
+        printed = " ".join(errors.read().split())[-300:]
         why = _causes(error)
         if isinstance(error, TimeoutError):
             why = f"no answer within {self._server.start_s:g} s"
-        return f"{self._server} did not start: {why}{f'; it said: {said}' if said else ''}"
+        return f"{self._server} did not start: {why}{f'; it said: {printed}' if printed else ''}"
 
 
 def _causes(error: BaseException) -> str:

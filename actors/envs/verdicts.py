@@ -89,19 +89,19 @@ def _fenced(name: str, text: str, marker: str) -> str:
     return f"<<<{name} {marker}>>>\n{shown}\n<<<end of {name} {marker}>>>"
 
 
-def verdict(task: Task, said: str) -> str | None:
+def verdict(task: Task, reply: str) -> str | None:
     """Parse the verdict; None if the last line has another form."""
-    found = task.line.fullmatch(last_line(said))
+    found = task.line.fullmatch(last_line(reply))
     return None if found is None else found[1]
 
 
-def last_line(said: str) -> str:
+def last_line(reply: str) -> str:
     """Last line that is not blank, without asterisks of Markdown's bold type."""
-    lines = said.replace("*", "").strip().splitlines()
+    lines = reply.replace("*", "").strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
-def reminder(said: str) -> Messages:
+def reminder(reply: str) -> Messages:
     """Messages that request the verdict again after a reply without one."""
-    told = "Your last line is no verdict of the form asked for. Write that line now, alone."
-    return [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
+    request = "Your last line is no verdict of the form asked for. Write that line now, alone."
+    return [{"role": "assistant", "content": reply}, {"role": "user", "content": request}]

@@ -38,12 +38,12 @@ def loaded(name: str, args: Mapping[str, Any]) -> Any:
     given = {**args, "taskset": {**args.get("taskset", {}), "id": name}}
     roles = agent_config_fields(vf.resolve_env_config(json.loads(json.dumps(given))))
     for role, config in roles.items():
-        told = {**given.get(role, {})}
+        settings = {**given.get(role, {})}
         if "runtime" not in config.model_fields_set:
-            told["runtime"] = {"type": "subprocess"}
+            settings["runtime"] = {"type": "subprocess"}
         if config.harness is None and vf.default_harness_id(name) == "bash":
-            told["harness"] = {"id": "null"}
-        given[role] = told
+            settings["harness"] = {"id": "null"}
+        given[role] = settings
     return vf.load_environment(vf.resolve_env_config(given))
 
 
@@ -89,8 +89,8 @@ def _result(episode: Any) -> dict[str, Any]:
     """Mean of the rewards and metrics of the trainable agents, or the first error."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        told = f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok"
-        return {"error": told}
+        problem = f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok"
+        return {"error": problem}
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     metrics: dict[str, list[float]] = {}
     for trace in traces:
@@ -115,10 +115,10 @@ def main() -> None:
                 json.dump(problems(env, settings["most"]), file)
             return
     except Exception as error:  # the environment's code may raise anything
-        told = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         # verifiers also reports "not found" if a package that the environment imports is missing.
         reason = f" ({error.__cause__})" if error.__cause__ else ""
-        sys.exit(f"{type(error).__name__}: {told}{reason}")
+        sys.exit(f"{type(error).__name__}: {text}{reason}")
     serve = runpy.run_path(str(Path(__file__).with_name("agent_child.py")))["serve"]
     serve(Player(env).answer)
 

@@ -57,13 +57,13 @@ def verifiers_version(python: str) -> str:
             "venv/bin/python",
             field="env.python",
         )
-    told = subprocess.run(
+    done = subprocess.run(
         [python, "-P", "-c", _VERSION],
         capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, env=_environment(),
     )  # fmt: skip
-    version = told.stdout.strip()
+    version = done.stdout.strip()
     oldest = ".".join(map(str, _OLDEST))
-    if told.returncode or tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
+    if done.returncode or tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
         found = f"verifiers {version}" if version else "no verifiers"
         raise ConfigError(
             f"env.python={python} has {found}; {python} -m pip install 'verifiers>={oldest}' uv",
@@ -105,15 +105,15 @@ class VerifiersProgram(AgentProgram):
         Raises:
             ConfigError: the environment cannot be loaded, or has no problems.
         """
-        told = subprocess.run(
+        done = subprocess.run(
             guarded([*self.kept_command(), "problems"]),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, env=self.environment(),
             timeout=_PROBLEMS_TIMEOUT_S, start_new_session=True, pass_fds=(lifeline(),),
         )  # fmt: skip
-        if told.returncode:
-            last = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise ConfigError(f"env.name={self.command} cannot be loaded: {last}", field="env.name")
-        rows = json.loads(told.stdout)
+        rows = json.loads(done.stdout)
         if not rows:
             raise ConfigError(f"env.name={self.command} has no problems", field="env.name")
         return rows

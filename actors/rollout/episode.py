@@ -115,8 +115,8 @@ def _is_trained(episode: Episode) -> bool:
 
 def _failed(episodes_G: Sequence[Episode]) -> dict[str, float]:
     """Share of failed episodes. Empty for environments that do not report failures."""
-    told = [bool(episode.failure) for episode in episodes_G if episode.failure is not None]
-    return {"rollout/failed_episodes": sum(told) / len(told)} if told else {}
+    failed = [bool(episode.failure) for episode in episodes_G if episode.failure is not None]
+    return {"rollout/failed_episodes": sum(failed) / len(failed)} if failed else {}
 
 
 def _trajectory(segments: tuple[Segment, ...], episode: Episode) -> Trajectory:
@@ -159,17 +159,17 @@ def _segments(
 def _cached(episodes_G: Sequence[Episode]) -> dict[str, float]:
     """Share of the prompt tokens of all turns but the first that engines had in their caches."""
     later = [turn for episode in episodes_G for turn in episode.turns[1:]]
-    told = [turn for turn in later if turn.sample.cached_tokens is not None]
-    if not told:
+    counted = [turn for turn in later if turn.sample.cached_tokens is not None]
+    if not counted:
         return {}
-    cached = sum(turn.sample.cached_tokens or 0 for turn in told)
-    return {"rollout/cached_share": cached / sum(len(turn.observation_T) for turn in told)}
+    cached = sum(turn.sample.cached_tokens or 0 for turn in counted)
+    return {"rollout/cached_share": cached / sum(len(turn.observation_T) for turn in counted)}
 
 
 def _unhinted(trajectories_G: Sequence[Trajectory]) -> dict[str, float]:
     """Share of segments without privileged context, because it could not replace any tokens."""
-    told = [s.teacher_context_T is not None for t in trajectories_G for s in t.segments]
-    return {"opd/unhinted_segments": told.count(False) / len(told)} if told else {}
+    hinted = [s.teacher_context_T is not None for t in trajectories_G for s in t.segments]
+    return {"opd/unhinted_segments": hinted.count(False) / len(hinted)} if hinted else {}
 
 
 async def play_group(

@@ -368,7 +368,7 @@ class TextEndpoint:
 
         variable = self.address.key_variable
         key = read_key(variable)
-        said = in_a_line(error, key)
+        reason = in_a_line(error, key)
         status = error.status_code if isinstance(error, openai.APIStatusError) else None
         if status in _REFUSED_KEY:  # without the server's message: some repeat the key
             return EndpointRefused(
@@ -380,25 +380,25 @@ class TextEndpoint:
         if status == 404:
             return EndpointRefused(
                 f"{self.address}: there is no such path, or no model {self.address.name} "
-                f"(HTTP 404): {said}",
+                f"(HTTP 404): {reason}",
                 status,
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
-            return EndpointRefused(f"{self.address} refuses the request: {said}", status)
-        return _MayPass(f"{self.address} does not answer: {said}", _retry_after(error))
+            return EndpointRefused(f"{self.address} refuses the request: {reason}", status)
+        return _MayPass(f"{self.address} does not answer: {reason}", _retry_after(error))
 
     def _read(self, made: Any) -> Answer:
         completes = self.address.completes
         choices = getattr(made, "choices", None)  # a proxy's error page is a string
         choice = choices[0] if isinstance(choices, list) and choices else None
-        said = choice if completes else getattr(choice, "message", None)
-        if said is None:
+        body = choice if completes else getattr(choice, "message", None)
+        if body is None:
             raise _MayPass(
                 f"{self.address} answered with no choice; the API may have another path than "
                 f"{self.address.base_url}"
             )
         reason = getattr(choice, "finish_reason", None)
-        text = getattr(said, "text" if completes else "content", None)
+        text = getattr(body, "text" if completes else "content", None)
         if not isinstance(text, str) or not text.strip():
             raise UselessAnswer(
                 f"{self.address} answered without a text (finish_reason={reason}), asked "

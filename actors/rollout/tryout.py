@@ -193,12 +193,12 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         answer.seek(0)
         printed.seek(0)
         try:
-            told = json.loads(answer.read())
+            reply = json.loads(answer.read())
         except ValueError:
             return f"the process ended ({_ending(code)}){_last_line(printed.read())}"
-    if told["lost"] is not None:
-        raise TrialImpossible(told["lost"])
-    return told["wrong"]
+    if reply["lost"] is not None:
+        raise TrialImpossible(reply["lost"])
+    return reply["wrong"]
 
 
 def _ending(code: int) -> str:

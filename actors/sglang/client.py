@@ -240,8 +240,8 @@ class SglangClient:
             return text
 
     def _unreachable(self, path: str, error: Exception) -> EngineLost:
-        told = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-        reason = str(told) or type(told).__name__
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        reason = str(cause) or type(cause).__name__
         return EngineLost(f"{self._url()}{path} cannot be reached ({reason}).{self._why()}")
 
     def _why(self) -> str:

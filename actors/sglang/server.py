@@ -156,8 +156,8 @@ class SglangServer:
                 seconds = time.monotonic() - self._started
                 logger.info("SGLang is ready at %s after %.1f s", self.url, seconds)
                 return
-            said = self._log_tail().lower()
-            if attempt < self._port_attempts and any(taken in said for taken in _TAKEN):
+            log = self._log_tail().lower()
+            if attempt < self._port_attempts and any(taken in log for taken in _TAKEN):
                 logger.warning("port %d was taken before the server could bind it", self._port)
                 self._process = self._spawn()
                 continue

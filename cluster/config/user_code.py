@@ -61,11 +61,11 @@ def try_user_code(
         _Play(
             problem=problem,
             label=f"in the environment or reward of {problem}, tried before the run with the "
-            f"response {said!r}",
-            trial=_trial(config, inputs, builder, said),
+            f"response {response!r}",
+            trial=_trial(config, inputs, builder, response),
         )
         for problem, builder in _problems(config, inputs)
-        for said in dict.fromkeys([builder.answer or "", *_RESPONSES])
+        for response in dict.fromkeys([builder.answer or "", *_RESPONSES])
     ]
     try:
         first = _first_failure(plays, timeout_s)
@@ -176,14 +176,14 @@ def _problems(
 
 
 def _trial(
-    config: RolloutConfig, inputs: RolloutInputs, builder: EnvGroupBuilder, said: str
+    config: RolloutConfig, inputs: RolloutInputs, builder: EnvGroupBuilder, response: str
 ) -> Callable[[], None]:
     if isinstance(builder, SingleTurnGroupBuilder) and isinstance(builder.reward, CheckedReward):
         # The environment is built in, so only the reward is tried, without the tokenizer.
-        return RewardTrial(reward=builder.reward, response=said, answer=builder.answer or "")
+        return RewardTrial(reward=builder.reward, response=response, answer=builder.answer or "")
     tokenizer, ends = inputs.tokenizer, inputs.stops.ids
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
-    tokens_T = np.array([*tokenizer.encode(said, add_special_tokens=False), end], np.int32)
+    tokens_T = np.array([*tokenizer.encode(response, add_special_tokens=False), end], np.int32)
     return EpisodeTrial(
         builder=builder,
         tokens_T=tokens_T,

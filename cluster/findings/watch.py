@@ -119,7 +119,7 @@ class Watch:
     Args:
         rollouts: file of the run's kept rollouts, the source of evidence.
         before: metrics of the steps before this job of the run.
-        said: names of earlier findings, which are not reported again.
+        reported: names of earlier findings, which are not reported again.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Watch:
         config: RolloutConfig,
         rollouts: Path,
         before: Iterable[Mapping[str, float]] = (),
-        said: Collection[str] = (),
+        reported: Collection[str] = (),
     ) -> None:
         self._config, self._rollouts = config, rollouts
         self._history = History(before)
-        self._said = set(said)
+        self._reported = set(reported)
 
     def observe(self, metrics: Mapping[str, float]) -> list[Finding]:
         """Findings of this step that were not reported before."""
@@ -139,8 +139,8 @@ class Watch:
         found = []
         for detector in DETECTORS:
             name, finding = detector.detect.__name__, detector.detect(self._history, self._config)
-            if finding is not None and name not in self._said:
-                self._said.add(name)
+            if finding is not None and name not in self._reported:
+                self._reported.add(name)
                 step, evidence = self._history.step, self._evidence(detector)
                 found.append(replace(finding, name=name, step=step, evidence=evidence))
         return found

@@ -46,5 +46,5 @@ def with_engine(config: Config) -> tuple[Config, str]:
         ConfigError: SGLang is needed, by engine=sglang or another setting, and is not installed.
     """
     kind = config.engine.kind_on(config.cluster.device)
-    said = "" if config.train_from is not None else engine_note(config.engine.kind, kind)
-    return changed(config, engine=kind), said
+    notice = "" if config.train_from is not None else engine_note(config.engine.kind, kind)
+    return changed(config, engine=kind), notice

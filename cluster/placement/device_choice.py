@@ -38,7 +38,7 @@ def with_device(config: Config) -> tuple[Config, str]:
     """
     if config.cluster.device == "cpu":  # as asked for: device=auto may find GPUs elsewhere
         _refuse_gpu_settings(config)
-    device, said = _decided(config)
+    device, notice = _decided(config)
     if device == "cpu":
         _refuse_on_cpu(config)
     else:
@@ -47,7 +47,7 @@ def with_device(config: Config) -> tuple[Config, str]:
             from cluster.placement.push_plan import require_lenders  # torch: not for --help
 
             require_lenders(config)
-    return changed(config, device=device), said
+    return changed(config, device=device), notice
 
 
 def gpus_elsewhere(config: CommonConfig) -> bool:
@@ -94,8 +94,8 @@ def _of_cluster(config: CommonConfig) -> tuple[str, str]:
     gpus = cluster_gpus()
     if gpus or not autoscales():
         device = _by_count(config, gpus, "the Ray cluster")
-        said = f"device=auto: {device}; the Ray cluster has {gpus:g} GPUs"
-        return device, said if config.cluster.device == "auto" else ""
+        notice = f"device=auto: {device}; the Ray cluster has {gpus:g} GPUs"
+        return device, notice if config.cluster.device == "auto" else ""
     if config.cluster.device == "auto":
         raise ConfigError(
             "device=auto: no node of the Ray cluster has a GPU now, and it is unknown whether "

@@ -92,16 +92,16 @@ class LocalHead:
         late = {"error": f"not ready within {START_S} s, possibly because the machine is busy"}
         # The head's own alarm ends a head that is late, but not one that is stopped (SIGSTOP).
         if not select.select([self._process.stdout], [], [], START_S + _ALARM_S)[0]:
-            told = late
+            answer = late
         elif line := self._process.stdout.readline():
-            told = json.loads(line)
+            answer = json.loads(line)
         elif (code := self._process.wait(START_S)) == -signal.SIGALRM:
-            told = late
+            answer = late
         else:
-            told = {"error": f"the process that starts it ended with {code}"}
-        if "error" in told:
-            raise ConfigError(f"Ray cannot start on this machine: {told['error']}")
-        return told["address"]
+            answer = {"error": f"the process that starts it ended with {code}"}
+        if "error" in answer:
+            raise ConfigError(f"Ray cannot start on this machine: {answer['error']}")
+        return answer["address"]
 
     def end(self) -> None:
         """Make the head shut Ray down, without waiting for it."""
@@ -130,7 +130,7 @@ def local_head(cpus: int) -> Iterator[LocalHead]:
 def run_head(cpus: int) -> None:
     """Run the head's process: start Ray, print its address or error as JSON, and wait until
     standard input is closed."""
-    told = os.fdopen(os.dup(1), "w")
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray's own output goes to standard error
     signal.alarm(START_S)
     abandoned = Thread(target=_until_abandoned, daemon=True)
@@ -142,8 +142,8 @@ def run_head(cpus: int) -> None:
     except Exception as error:  # Ray raises also bare Exceptions
         reply = {"error": f"{error}. {_remedy(error)}"}
     with suppress(BrokenPipeError):  # the driver has ended
-        print(json.dumps(reply), file=told, flush=True)
-        told.close()
+        print(json.dumps(reply), file=stdout, flush=True)
+        stdout.close()
     _print_nothing()  # otherwise a shell would wait for this process, too
     signal.alarm(0)
     abandoned.join()

@@ -288,7 +288,7 @@ class Placement:
     ) -> None:
         started = time.monotonic()
         held_until = random.uniform(*_HELD_S)
-        said_at, said = float("-inf"), ""
+        printed_at, printed = float("-inf"), ""
         planned = self._planned()
         while unplaced := [
             name for name, g in self._groups.items() if not _is_placed(placement_group_table(g))
@@ -304,10 +304,10 @@ class Placement:
                     "placement-groups), or raise the deadline",
                     field="cluster.start_deadline_s",
                 )
-            news = line != said or waited - said_at >= _SAY_EVERY_S
-            if news and waited >= _SAY_FROM_S:
+            is_new = line != printed or waited - printed_at >= _SAY_EVERY_S
+            if is_new and waited >= _SAY_FROM_S:
                 print_line(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
-                said_at, said = waited, line
+                printed_at, printed = waited, line
             if waited > held_until and len(unplaced) < len(self._groups):
                 if not self._lacking():  # otherwise nodes are missing, and no other run holds them
                     self._give_back(poll)

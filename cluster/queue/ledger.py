@@ -322,7 +322,7 @@ class Ledger:
     # scorers and their canaries
 
     def scorer(
-        self, replica: int, in_learner: bool = False, rewards: bool = False, **said: Any
+        self, replica: int, in_learner: bool = False, rewards: bool = False, **fields: Any
     ) -> None:
         """Register a scorer whose first canaries were good.
 
@@ -330,10 +330,10 @@ class Ledger:
             replica: number that identifies it.
             in_learner: the scorer is a model inside the learner, and scores its training data.
             rewards: the scorer is the reward model.
-            said: further fields of the event.
+            fields: further fields of the event.
         """
         kind = {"in_learner": True} if in_learner else {"rewards": True} if rewards else {}
-        self.record("scorer", replica=replica, **kind, **said)
+        self.record("scorer", replica=replica, **kind, **fields)
         if in_learner:
             self.provenance.in_learner.add(replica)
         if rewards:
@@ -344,7 +344,7 @@ class Ledger:
         self.provenance.record_canaries_sent(replicas)
         self.record("ask", replicas=sorted(replicas))
 
-    def canary(self, replica: int, good: bool, **said: Any) -> CanaryAnswer:
+    def canary(self, replica: int, good: bool, **fields: Any) -> CanaryAnswer:
         """Record the result of a scorer's canary.
 
         If it is bad, the groups that the scorer has scored since its last good canary are leased
@@ -352,10 +352,10 @@ class Ledger:
 
         Args:
             good: the answer agrees with the scorer's first one.
-            said: further fields of the event.
+            fields: further fields of the event.
         """
         if replica not in self.provenance.moved:  # otherwise Ray has repeated the call
-            self.record("canary", replica=replica, good=good, **said)
+            self.record("canary", replica=replica, good=good, **fields)
         if good:
             self.provenance.record_good_canary(replica)
             return CanaryAnswer(proven=self._proven)

@@ -392,14 +392,14 @@ class GroupQueueActor:
         await self._wake_all()
         return self._ledger.epoch
 
-    async def scorer(self, replica: int, said: Mapping[str, Any]) -> None:
-        self._ledger.scorer(replica, **said)
+    async def scorer(self, replica: int, fields: Mapping[str, Any]) -> None:
+        self._ledger.scorer(replica, **fields)
 
     async def ask(self, replicas: Sequence[int]) -> None:
         self._ledger.ask(replicas)
 
-    async def canary(self, replica: int, good: bool, said: Mapping[str, Any]) -> CanaryAnswer:
-        answer = self._ledger.canary(replica, good, **said)
+    async def canary(self, replica: int, good: bool, fields: Mapping[str, Any]) -> CanaryAnswer:
+        answer = self._ledger.canary(replica, good, **fields)
         if self._score_again(answer.again):
             await self._wake_all()
         return answer

@@ -24,7 +24,7 @@ class Replica:
 
     Attributes:
         who: name of the engine.
-        said: the event of its start, with its first answers.
+        start_event: the event of its start, with its first answers.
         canaries: number of good canaries after the first.
         batched: number of these that were sent together with a batch.
         largest: largest gap among them, nats.
@@ -34,7 +34,7 @@ class Replica:
     """
 
     who: str
-    said: Mapping[str, Any]
+    start_event: Mapping[str, Any]
     canaries: int = 0
     batched: int = 0
     largest: float = 0.0
@@ -136,7 +136,7 @@ class ScoringRecord:
     _read_rewind = _read_start
 
     def _read_scorer(self, event: Mapping[str, Any]) -> None:
-        self._job.replicas[event["replica"]] = Replica(who=event["who"], said=event)
+        self._job.replicas[event["replica"]] = Replica(who=event["who"], start_event=event)
 
     def _read_canary(self, event: Mapping[str, Any]) -> None:
         number = event["replica"]

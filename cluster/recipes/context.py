@@ -69,10 +69,10 @@ class RunContext:
             return
         for finding in self.watch.observe(metrics):
             self.found(finding)
-        told = {"tokens_per_s": metrics["tokens_per_s"]}
+        fields = {"tokens_per_s": metrics["tokens_per_s"]}
         if "staleness/mean" in metrics:  # groups that the teacher samples have no staleness
-            told["staleness"] = metrics["staleness/mean"]
-        self.directory.append_event("step", step=int(metrics["step"]), **told)
+            fields["staleness"] = metrics["staleness/mean"]
+        self.directory.append_event("step", step=int(metrics["step"]), **fields)
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Record an optimizer step's metrics: on disk first, then for observers and trackers."""
@@ -150,8 +150,8 @@ class RunContext:
         """Report the groups that failed for good, by kind, in the summary and on the console."""
         if kinds:
             self.summary["set_aside"] = dict(kinds.most_common())
-            told = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS))
-            self.progress.note(f"{kinds.total()} groups failed and were not trained on: {told}")
+            counts = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS))
+            self.progress.note(f"{kinds.total()} groups failed and were not trained on: {counts}")
 
     def certify(self, found: Mapping[str, Any] | None) -> None:
         """Write certificate.json, and print its verdict; None: the run has nothing to certify."""

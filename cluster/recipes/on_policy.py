@@ -56,11 +56,11 @@ def prepared(config: RolloutConfig, console: Console) -> Iterator[RunPlan]:
     print_line = partial(console.print, highlight=False)
     device, engine = config.cluster.device, config.engine.kind
     config, inputs = checked(config, print_line)
-    config, said = with_routing_replay(config)
-    if said:
-        print_line(said)
-    if said := adapter_push(config):
-        print_line(said)
+    config, notice = with_routing_replay(config)
+    if notice:
+        print_line(notice)
+    if notice := adapter_push(config):
+        print_line(notice)
     # As given: `auto` may resolve to another value in a resumed run.
     recorded = changed(config, device=device, engine=engine)
     directory = RunDirectory(recorded, inputs.digests, inputs.stops)

@@ -84,8 +84,10 @@ def kept_line(config: CommonConfig, out: Path) -> str:
     kept += [f"each {rules.keep_every}th"] if rules.keep_every else []
     kept += [f"the best by {rules.keep_best}"] if rules.keep_best else []
     kept += ["those that replays begin from (keep=)"] if config.replayed_checkpoints else []
-    told = f"; tracked by {', '.join(trackers)}" if trackers else ""
-    return f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{told}"
+    tracked = f"; tracked by {', '.join(trackers)}" if trackers else ""
+    return (
+        f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{tracked}"
+    )
 
 
 def learner_line(config: CommonConfig, updates_per_step: int = 1) -> str:

@@ -40,9 +40,9 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
     kind = _checked(config)
     inputs, asked = kind.inputs, config.cluster.device
     print_line = partial(console.print, highlight=False)
-    config, said = with_device(config)
-    if said:
-        print_line(said)
+    config, notice = with_device(config)
+    if notice:
+        print_line(notice)
     epochs = "" if config.epochs is None else f" ({config.epochs:g} epochs)"
     units = len(inputs.rows_D) // config.rows_per_unit
     config = config.trained_on(units)

@@ -121,8 +121,8 @@ class _Rehearsal:
         with self._recording_errors("the run, with deaths"):
             strikes = self._run_with_deaths()
             for each in strikes.recoveries:
-                told = "recovered" if each.seconds is not None else "did not recover"
-                self._record(f"death: {each.who}", each.seconds is not None, told, each.seconds)
+                outcome = "recovered" if each.seconds is not None else "did not recover"
+                self._record(f"death: {each.who}", each.seconds is not None, outcome, each.seconds)
             self._record_measurements()
             with self._recording_errors("resume and finish"):
                 self._resume()

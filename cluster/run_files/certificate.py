@@ -56,16 +56,16 @@ def counted(scoring: Scoring) -> dict[str, int]:
 
 
 def _replica(replica: Replica) -> dict[str, Any]:
-    said, moved = replica.said, replica.moved
+    start_event, moved = replica.start_event, replica.moved
     return {
         "who": replica.who,
-        "model": said["model"],
-        "kind": said["kind"],
-        "dtype": said["dtype"],
-        "temperature": said["scaling"],
-        "first_answers": said["answers"],
-        "repeats_differ_by": _rounded(said["measured"]),
-        "may_move_by": _rounded(said["allowed"]),
+        "model": start_event["model"],
+        "kind": start_event["kind"],
+        "dtype": start_event["dtype"],
+        "temperature": start_event["scaling"],
+        "first_answers": start_event["answers"],
+        "repeats_differ_by": _rounded(start_event["measured"]),
+        "may_move_by": _rounded(start_event["allowed"]),
         "moved_by_at_most": _rounded(replica.largest),
         "canaries": replica.canaries,
         "beside_real_rows": replica.batched,
@@ -86,7 +86,7 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
     """Descriptions of what canaries cannot prove in this run."""
     found: dict[str, None] = {}
     for replica in scoring.replicas if scoring else []:
-        found |= dict.fromkeys(_limits_of(replica.who, replica.said))
+        found |= dict.fromkeys(_limits_of(replica.who, replica.start_event))
     if config.teacher_moves:
         found[_MOVES] = None
     if isinstance(config, OpdConfig) and (config.teacher.sft_steps or config.teacher.sample_share):
@@ -98,14 +98,14 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
     return list(found)
 
 
-def _limits_of(who: str, said: Mapping[str, Any]) -> list[str]:
+def _limits_of(who: str, start_event: Mapping[str, Any]) -> list[str]:
     found = []
-    if said["kind"].endswith("(external)"):
+    if start_event["kind"].endswith("(external)"):
         found.append(
-            f"{who} is a server of others: how many replicas answer behind {said['model']} is not "
-            "known, and a canary proves the one that it reached"
+            f"{who} is a server of others: how many replicas answer behind {start_event['model']} "
+            "is not known, and a canary proves the one that it reached"
         )
-    if said["scaling"].startswith("not announced"):
+    if start_event["scaling"].startswith("not announced"):
         found.append(
             f"{who} does not echo T: that it scored at T is known of its canaries, at T and 1.5 T, "
             "and not of each answer"

@@ -40,7 +40,7 @@ class RunLock:
             ConfigError: another job still holds the lock.
             OSError: the file cannot be created.
         """
-        deadline, told = time.monotonic() + wait_s, False
+        deadline, printed = time.monotonic() + wait_s, False
         while (held := cls._attempt(path)) is None:
             holder = f"out={path.parent} is in use by a running job{_holder(path)}"
             if time.monotonic() >= deadline:
@@ -48,9 +48,9 @@ class RunLock:
                 raise ConfigError(
                     f"{holder}{waited}; wait for its end, or choose another out=", field="out"
                 )
-            if not told:
+            if not printed:
                 print_line(f"{holder}: waiting for its end, for {wait_s:.0f} s at most")
-                told = True
+                printed = True
             time.sleep(_POLL_S)
         return held
 

@@ -97,8 +97,8 @@ class Trackers:
         self._counters: dict[str, float] = {"restarts": 0.0, "findings": 0.0}
         self._rollouts_at = 0
         self._rollouts = run.rollouts
-        told = without_secrets(settings)
-        started = _Started(run, run.run_id, told, first_step, chosen.wandb_mode)
+        shown = without_secrets(settings)
+        started = _Started(run, run.run_id, shown, first_step, chosen.wandb_mode)
         self._shows = bool(chosen.trackers)
         self._trackers = [
             _Threaded(name, partial(KINDS[name], started), print_line)
@@ -147,10 +147,10 @@ class Trackers:
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Send the summary of the run, and wait at most `end_s` for all queued messages."""
-        told = dict(summary)
-        if "reason" in told:
-            told["reason"] = redacted(str(told["reason"]))
-        self._each(lambda tracker: tracker.finish(told, exit_code))
+        final = dict(summary)
+        if "reason" in final:
+            final["reason"] = redacted(str(final["reason"]))
+        self._each(lambda tracker: tracker.finish(final, exit_code))
         deadline = time.monotonic() + self._end_s
         for tracker in self._trackers:
             tracker.close(max(deadline - time.monotonic(), 0.0))

@@ -350,17 +350,17 @@ class Canaries:
     ) -> None:
         """Compare an answer with the first one, and make the queue record the verdict."""
         drift = watched.drift(answer)
-        said = {
+        fields = {
             "step": self.step,
             "gap": drift.gap,
             "mean": drift.mean,
             "rode": batched,
             "seconds": time.monotonic() - began,
         } | ({"why": drift.why} if drift.why else {})
-        told = self._queue.actor.canary.remote(number, not drift.why, said)
+        recorded = self._queue.actor.canary.remote(number, not drift.why, fields)
         self._recording.add(watched)
         try:
-            note: CanaryAnswer = await self._driver.answer("noting a canary", told)
+            note: CanaryAnswer = await self._driver.answer("noting a canary", recorded)
         finally:
             self._recording.remove(watched)
         if drift.why:

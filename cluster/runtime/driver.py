@@ -226,15 +226,15 @@ class Driver:
             RunFailed: an actor cannot start, or not all started within the longest of
                 `deadline_s` and their own deadlines.
         """
-        since = said = time.monotonic()
+        since = printed_at = time.monotonic()
         pause = SAY_FIRST_S
         while missing := self._members(roles, State.STARTING):
             now = time.monotonic()
             if now - since > max([self.deadline_s, *(m.spec.start_deadline_s for m in missing)]):
                 names = listed([member.name for member in missing])
                 raise RunFailed(f"waited {now - since:.0f} s for {names} to start")
-            if now - said >= pause:
-                said, pause = now, min(2 * pause, _SAY_AT_MOST_S)
+            if now - printed_at >= pause:
+                printed_at, pause = now, min(2 * pause, _SAY_AT_MOST_S)
                 everyone = len(self._members(roles))
                 self.supervisor.print_line(
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "

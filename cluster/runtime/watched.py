@@ -169,12 +169,12 @@ class LearnerModel:
     def drift(self, answer: Sequence[Sequence[CopyAnswer]]) -> Drift:
         own = answer[self.rank][self.place]
         drift = self.first.judge(own.scored.answers[0])
-        told = []
+        reasons = []
         if own.changed:
             others = len(own.changed) - _NAMED
             more = f" and {others} other tensors" if others > 0 else ""
-            told.append(f"{listed(list(own.changed[:_NAMED]))}{more} changed")
-        return drift._replace(why="; ".join([*told, drift.why] if drift.why else told))
+            reasons.append(f"{listed(list(own.changed[:_NAMED]))}{more} changed")
+        return drift._replace(why="; ".join([*reasons, drift.why] if drift.why else reasons))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,10 +222,10 @@ class RewardModel:
     def drift(self, answer: RewardAnswer) -> Drift:
         gap_N = np.abs(np.subtract(answer.scores[0], self.answer.scores[0]))
         gap = float(gap_N.max())
-        told = ["its weights changed"] if answer.digest != self.answer.digest else []
+        reasons = ["its weights changed"] if answer.digest != self.answer.digest else []
         if gap > self._allowed:
-            told.append(f"scores differ by up to {gap:.3g} (allowed {self._allowed:.3g})")
-        return Drift(gap, float(gap_N.mean()), "; ".join(told))
+            reasons.append(f"scores differ by up to {gap:.3g} (allowed {self._allowed:.3g})")
+        return Drift(gap, float(gap_N.mean()), "; ".join(reasons))
 
 
 # One life of a frozen model, from its first answers on: `ask` sends a canary, `drift` compares the

@@ -155,16 +155,16 @@ class SegmentBuilder:
         return segments
 
     def _segment(self, chain: _Chain) -> Segment:
-        told = self._teacher_context_T
+        context_T = self._teacher_context_T
         first_T = self._chains[0].tokens[0]
-        if told is not None and not chain.begins_with(first_T):
-            told = None
-        replaces = 0 if told is None else len(first_T)
+        if context_T is not None and not chain.begins_with(first_T):
+            context_T = None
+        replaces = 0 if context_T is None else len(first_T)
         segment = chain.segment(
             self._temperature,
             with_bonuses=self._with_bonuses,
-            teacher_context_T=told,
+            teacher_context_T=context_T,
             teacher_replaces=replaces,
         )
-        check_context(told, replaces, segment.first_action, "teacher_replaces")
+        check_context(context_T, replaces, segment.first_action, "teacher_replaces")
         return segment

@@ -120,9 +120,9 @@ def is_begun(messages: Sequence[Message]) -> bool:
     return True
 
 
-def answered(messages: Sequence[Message], said: str | Message) -> list[Message]:
+def answered(messages: Sequence[Message], answer: str | Message) -> list[Message]:
     """Messages with the assistant's answer, as a new message or as the end of the begun one."""
-    message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
     if not is_begun(messages):
         return [*messages, message]
     *before, begun = messages

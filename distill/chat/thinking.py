@@ -107,21 +107,21 @@ class ThinkingMarks:
         return rest | ({"reasoning_content": thinking} if thinking else {})
 
     def _split(self, text: str) -> tuple[str, str]:
-        thoughts, said, position = [], [], 0
+        thoughts, answers, position = [], [], 0
         close, first = text.find(self.closes), text.find(self.opens)
         if not self.answer and close >= 0 and not 0 <= first < close:
             # Opened in the prompt, by text other than the mark, or not opened at all.
             thoughts.append(text[:close])
             position = close + len(self.closes)
         while (start := text.find(self.opens, position)) >= 0:
-            said.append(text[position:start])
+            answers.append(text[position:start])
             begin = start + len(self.opens)
             stop = text.find(self.closes, begin)
             thoughts.append(text[begin:] if stop < 0 else text[begin:stop])
             if stop < 0:
                 return _joined(thoughts), ""
             position = stop + len(self.closes)
-        rest = "".join([*said, text[position:]])
+        rest = "".join([*answers, text[position:]])
         return _joined(thoughts), self._unmarked(rest.lstrip("\n") if thoughts else rest)
 
     def _unmarked(self, rest: str) -> str:
@@ -178,11 +178,11 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
 
 def _detected(tokenizer: PreTrainedTokenizerBase, template: str) -> ThinkingMarks:
     prompt = _turn(_rendered(tokenizer)) or ""
-    told = {"role": "assistant", "content": _ANSWER}
-    plain = _turn(_rendered(tokenizer, told)) or ""
+    answer_turn = {"role": "assistant", "content": _ANSWER}
+    plain = _turn(_rendered(tokenizer, answer_turn)) or ""
     for called in ({}, {"tool_calls": [_CALL]}):
         for field in _FIELDS:
-            thought = told | called | {field: _THOUGHT}
+            thought = answer_turn | called | {field: _THOUGHT}
             turn = _turn(_rendered(tokenizer, thought))
             if turn is None or (marks := _around(turn, prompt, plain)) is None:
                 continue
@@ -193,7 +193,7 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str) -> ThinkingMark
             return replace(marks, field=field)
     named = (each for each in _NAMED if each.closes in template and each.answer in template)
     marks = _with_answer(next(named, THINK), prompt, plain)
-    inline = told | {"content": f"{marks.opens}{_THOUGHT}{marks.closes}{_ANSWER}"}
+    inline = answer_turn | {"content": f"{marks.opens}{_THOUGHT}{marks.closes}{_ANSWER}"}
     if (_turn(_rendered(tokenizer, inline)) or "").count(marks.closes) > 1:
         return replace(marks, field=_FIELDS[0])  # within `content`, marks would be written twice
     return marks
@@ -234,8 +234,8 @@ def _reads_inline(
 ) -> bool:
     """True if the template renders a thought within `content` equal to one in a field."""
     start = turn.rindex(marks.opens, 0, turn.index(_THOUGHT))
-    said = turn[start : turn.index(_ANSWER, start) + len(_ANSWER)]
-    inline = {"role": "assistant", "content": said}
+    content = turn[start : turn.index(_ANSWER, start) + len(_ANSWER)]
+    inline = {"role": "assistant", "content": content}
     return all(
         _rendered(tokenizer, inline, *later) == _rendered(tokenizer, thought, *later)
         for later in ((), (_QUESTION,))

@@ -216,9 +216,9 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
                 _log_what_is_not_shown(tokenizer, probes)
                 return tool_format
         unread += [probe for probe in written if not any(map(probe.reads, GRAMMARS))]
-    told = f"{unread[0].what} as {unread[0].texts[0][:200]!r}" if unread else "its tool calls"
+    rendered = f"{unread[0].what} as {unread[0].texts[0][:200]!r}" if unread else "its tool calls"
     raise ConfigError(
-        f"the chat template renders {told}, in none of the formats {', '.join(GRAMMARS)}; "
+        f"the chat template renders {rendered}, in none of the formats {', '.join(GRAMMARS)}; "
         f"{_REMEDY}",
         field="model.chat_template",
     )
@@ -228,9 +228,9 @@ def _require_tools(tokenizer: PreTrainedTokenizerBase) -> None:
     shown, reason = _rendered(tokenizer, [_TOOL])
     without, _ = _rendered(tokenizer, None)
     if _NAME not in shown or _NAME in without:
-        told = f": {reason}" if reason else ""
+        because = f": {reason}" if reason else ""
         raise ConfigError(
-            f"the chat template does not show `tools` to the model{told}; {_REMEDY}",
+            f"the chat template does not show `tools` to the model{because}; {_REMEDY}",
             field="model.chat_template",
         )
 
@@ -256,19 +256,19 @@ def _probed(
 
 def _log_what_is_not_shown(tokenizer: PreTrainedTokenizerBase, probes: Sequence[_Probe]) -> None:
     for probe in probes:
-        told = f"the chat template does not render {probe.what} as it was sampled"
+        problem = f"the chat template does not render {probe.what} as it was sampled"
         reason = probe.refusal or probe.left_out
-        if reason and (key := f"{tokenizer.chat_template}{told}") not in _logged:
+        if reason and (key := f"{tokenizer.chat_template}{problem}") not in _logged:
             _logged.add(key)
-            logger.warning("%s: %s", told, reason)
+            logger.warning("%s: %s", problem, reason)
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *said: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *turn: Mapping[str, Any]
 ) -> tuple[str, str]:
     """Rendered probe conversation and "", or "" and the template's reason for refusing it."""
-    messages = [{"role": "user", "content": _QUESTION}, *said]
+    messages = [{"role": "user", "content": _QUESTION}, *turn]
     try:
-        return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=not said), ""
+        return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=not turn), ""
     except DataError as error:
         return "", str(error.__cause__ or error)

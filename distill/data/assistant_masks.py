@@ -112,8 +112,8 @@ def _turn(
     """Render assistant turn i as served: the context that the model gets, then its answer."""
     if i == 0:
         raise DataError("messages[0] is an assistant message with nothing before it; drop it")
-    said = str(messages[i].get("content") or "")
-    check_stops(tokenizer, said, stop_ids, f"messages[{i}], the assistant's,", "messages")
+    content = str(messages[i].get("content") or "")
+    check_stops(tokenizer, content, stop_ids, f"messages[{i}], the assistant's,", "messages")
     added = added_tokens(tokenizer)
     prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
     upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)

@@ -152,11 +152,11 @@ class FeedbackContext:
         if not self.messages:
             return render_text(self.tokenizer, text)
         last = last_of_user(self.messages)
-        said = [
+        messages = [
             {**message, "content": text} if place == last else message
             for place, message in enumerate(self.messages)
         ]
-        return render_messages(self.tokenizer, said, tools=self.tools)
+        return render_messages(self.tokenizer, messages, tools=self.tools)
 
     def context_T(self, outcome: Outcome, later: int) -> TokenArray | None:
         """Tokens of an episode's context, or None if they leave no room for `later` tokens."""

@@ -191,12 +191,12 @@ class EnvGroupBuilder(ProblemFacts, ABC):
         if self.feedback is None:
             return self.teacher_tokens_T
         turns, tokenizer = episode.turns, self.feedback.tokenizer
-        said = [response_text(tokenizer, turn.observation_T, turn.sample) for turn in turns]
+        responses = [response_text(tokenizer, turn.observation_T, turn.sample) for turn in turns]
         longest = max(len(turn.observation_T) + len(turn.sample.tokens_T) for turn in turns)
         return self.feedback.with_messages(episode.first_messages, episode.first_tools).context_T(
             Outcome(
                 reward=episode.reward,
-                response=neutralised("\n".join(said), tokenizer),
+                response=neutralised("\n".join(responses), tokenizer),
                 feedback=episode.feedback,
             ),
             later=longest - len(turns[0].observation_T),

@@ -290,8 +290,8 @@ class CanaryAnswers:
     @property
     def nondeterministic(self) -> str:
         """Description of an answer that differs from the first one; "" if none does."""
-        told = (drift.why for drift in map(self.judge, self.answers) if drift.why)
-        return next((f"answers the same rows otherwise: {each}" for each in told), "")
+        reasons = (drift.why for drift in map(self.judge, self.answers) if drift.why)
+        return next((f"answers the same rows otherwise: {each}" for each in reasons), "")
 
     def described(self) -> dict[str, Any]:
         return {

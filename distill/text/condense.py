@@ -389,8 +389,8 @@ def transcript(message: Message) -> str:
 
 def _focus(messages: Sequence[Message]) -> str:
     """Content of the last user message or, if there is none, of the last message."""
-    said = [m for m in messages if m["role"] == "user"] or messages
-    return str(said[-1].get("content") or "")
+    user_messages = [m for m in messages if m["role"] == "user"] or messages
+    return str(user_messages[-1].get("content") or "")
 
 
 def _content_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> int:

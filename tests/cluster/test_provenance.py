@@ -251,7 +251,7 @@ def test_groups_of_a_reward_model_that_changed_are_sampled_again(path: Path) -> 
     assert run.canary(0, True).proven == 1 and run.canary(8, True).proven == 3
     scoring = read_scoring(path)
     assert scoring is not None and scoring.holds and scoring.trained == 6
-    assert {r.who: r.trained for r in scoring.replicas if r.said["replica"] in (7, 8)} == {
+    assert {r.who: r.trained for r in scoring.replicas if r.start_event["replica"] in (7, 8)} == {
         "reward model": 4
     }
     assert replay(path).ledger is not None and audit(path).problems == []
