@@ -75,7 +75,7 @@ _TEACHER_METRICS = {
 }
 
 
-class Keep(Protocol):
+class SampleRecorder(Protocol):
     """Stores samples of the rollouts for inspection."""
 
     def chosen(self, step: int, group_ids: Sequence[int]) -> Collection[int]:
@@ -97,7 +97,7 @@ class Keep(Protocol):
         ...
 
 
-class Record(Protocol):
+class StepRecorder(Protocol):
     """Stores the inputs of steps, so that they can be replayed."""
 
     def taken(self, step: int, taken: StepGroups, groups_P: Sequence[TrajectoryGroup]) -> None:
@@ -138,9 +138,9 @@ class PolicyLoop:
         pushes_adapter: bool = False,
         teach: Publish | None = None,
         trace: Tracing = NO_TRACE,
-        keep: Keep | None = None,
+        keep: SampleRecorder | None = None,
         sleep: Callable[[int], None] | None = None,
-        record: Record | None = None,
+        record: StepRecorder | None = None,
         peek: Peek | None = None,
         resume_from: Checkpoint | None = None,
     ) -> None:

@@ -95,7 +95,7 @@ def _use(directory: Path) -> None:
     # Set before TMPDIR: later servers reuse compiled kernels, so they must outlive the directory.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-    # Otherwise SGLang's process titles overwrite the environment, by which the keeper recognises
+    # Otherwise SGLang's process titles overwrite the environment, by which the cleaner recognises
     # processes of this server.
     os.environ["SPT_NOENV"] = "1"
     # Prefix of named semaphores of this process and its children: /dev/shm/sem.NAME-...

@@ -1,11 +1,11 @@
 """Temporary files of one server: a directory and shared memory, removed when the server has ended.
 
-    launcher   `private_directory`: creates the directory and starts the keeper
-    keeper     `python -m actors.sglang.private_files DIRECTORY PID`: reads a pipe, which the kernel
+    launcher   `private_directory`: creates the directory and starts the cleaner
+    cleaner    `python -m actors.sglang.private_files DIRECTORY PID`: reads a pipe, which the kernel
                closes however the launcher ends; then kills the remaining processes of the server,
                and removes the directory and their files in /dev/shm
 
-The keeper is not a child of the server, and has its own session. So it survives when SGLang kills
+The cleaner is not a child of the server, and has its own session. So it survives when SGLang kills
 its children or Ray kills an actor's process group, and can clean up afterwards.
 """
 
@@ -32,7 +32,7 @@ _LONGEST_PARENT = 64
 _SHARED_MEMORY = Path("/dev/shm")
 # Names of shared memory that contain the id of the process of SGLang or torch that created it.
 _BY_PID = re.compile(r"(?:sgl_shm_.+|torch)_(\d+)_")
-# Seconds between the keeper's lists of the server's processes, which it needs for these names.
+# Seconds between the cleaner's lists of the server's processes, which it needs for these names.
 _NOTE_S = 5.0
 _POLL_S = 0.02
 # Longer than a process takes from fork to the end of exec. Only then is its TMPDIR visible.
@@ -42,7 +42,7 @@ _EXEC_S = 0.2
 def private_directory() -> Path:
     """Create a directory for this process and its children; removed after this process has ended.
 
-    The caller must set TMPDIR to the directory before it starts processes. The keeper recognises
+    The caller must set TMPDIR to the directory before it starts processes. The cleaner recognises
     processes of the server by TMPDIR, in addition to those that it has seen as children.
     """
     parent = tempfile.gettempdir()
@@ -76,9 +76,9 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def main() -> None:
-    """Run the keeper, in a forked process that is not a child of the server."""
+    """Run the cleaner, in a forked process that is not a child of the server."""
     directory, server = Path(sys.argv[1]), psutil.Process(int(sys.argv[2]))
-    # The keeper must outlive the server. A shutdown of the machine sends these signals first.
+    # The cleaner must outlive the server. A shutdown of the machine sends these signals first.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():

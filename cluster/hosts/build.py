@@ -23,7 +23,7 @@ from cluster.handles.mailbox import with_mailbox
 from cluster.handles.node import node_address
 from cluster.hosts.actors import deferred, early_setting_on_gpus, local_node_options, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
-from cluster.hosts.keeper import Keeper
+from cluster.hosts.group_recorder import GroupRecorder
 from cluster.hosts.learner_actor import publishers_to, rollout_log, teacher_weights
 from cluster.hosts.learners import (
     LEADER_GROUPS,
@@ -350,7 +350,7 @@ class RolloutCast:
         policies: Mapping[str, Any],
         teachers: Mapping[str, Any],
     ) -> LearnerActors:
-        """Create the learner's workers; with rollout_only=True the keeper that replaces them.
+        """Create the learner's workers; with rollout_only=True the recorder that replaces them.
 
         Args:
             policies, teachers: policy engines, and engines of a following teacher, that receive
@@ -358,7 +358,7 @@ class RolloutCast:
         """
         config, device = self.config, self.config.cluster.device
         if config.only_keeps:
-            return self._keeper(start, queue)
+            return self._recorder(start, queue)
         probe_every, prove_every = config.verify.of_pushes(device)
         push = PushSettings(
             choice=config.weights.transport,
@@ -393,10 +393,10 @@ class RolloutCast:
             publishers=partial(publishers_to, config, policies, teachers, queue, push),
         )
 
-    def _keeper(self, start: LearnerStart, queue: GroupQueue) -> LearnerActors:
+    def _recorder(self, start: LearnerStart, queue: GroupQueue) -> LearnerActors:
         config, directory = self.config, self.directory
-        keeper = self._make(
-            Keeper,
+        recorder = self._make(
+            GroupRecorder,
             self._local_options()
             | {"concurrency_groups": LEADER_GROUPS, "name": self._name(KEEPER, 0, start.attempt)},
             config,
@@ -407,4 +407,4 @@ class RolloutCast:
             stop_event=self.inputs.stops.event,
             resume_from=start.resume_from,
         )
-        return LearnerActors(leader=keeper, followers=[], meeting_point=None)
+        return LearnerActors(leader=recorder, followers=[], meeting_point=None)

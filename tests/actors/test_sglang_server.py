@@ -134,7 +134,7 @@ def gloo_address() -> str:
 
 
 def private_directory_of(processes: Sequence[psutil.Process]) -> Path:
-    """Directory in the arguments of the launcher's keeper; the launcher comes first."""
+    """Directory in the arguments of the launcher's cleaner; the launcher comes first."""
     launcher = str(processes[0].pid)
     told = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
     [directory] = [line[-2] for line in told if PRIVATE_FILES in line and line[-1] == launcher]

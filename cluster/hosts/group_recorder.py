@@ -1,4 +1,4 @@
-"""Keeper of each step's groups, which replaces the learner with rollout_only=True.
+"""Recorder of each step's groups, which replaces the learner with rollout_only=True.
 
     step   waits for: the step's groups    unblocked by: the rollout workers' puts
 
@@ -34,7 +34,7 @@ from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint
 
 
-class Keeper:
+class GroupRecorder:
     """Keeps the groups of one step at a time. Has the methods of `LearnerActor` that a run calls.
 
     Args:
