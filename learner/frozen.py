@@ -153,7 +153,7 @@ class FrozenModel(Teacher):
         else:
             initial = InitialWeights(path, group, dtype=dtype)
             self.model = initial.model.requires_grad_(False)
-            shares = group.agree(initial.probe() if group.rank == 0 else None)
+            shares = group.broadcast(initial.probe() if group.rank == 0 else None)
             self._root = shard(self.model, group, compute_dtype or dtype, initial)
         self._forward = Forward(
             self.model, dtype=compute_dtype, root=self._root, shares=shares, event=event

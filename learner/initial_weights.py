@@ -25,7 +25,7 @@ from distill.models.checkpoint_values import CheckpointValues, allocate, reads_b
 from distill.models.loading import load_causal_lm, meta_causal_lm
 from distill.models.reward import HEAD_WEIGHT, meta_reward_model, start_reward_model
 from learner.process_group import WorkerGroup
-from learner.sharding import hand_out, layers_of
+from learner.sharding import layers_of, scatter_tensor
 
 
 class InitialWeights:
@@ -63,7 +63,7 @@ class InitialWeights:
         else:
             self.model = self._whole()
         plan = self._plan() if group.rank == 0 else None
-        self._dtypes: dict[str, torch.dtype] = group.agree(plan)
+        self._dtypes: dict[str, torch.dtype] = group.broadcast(plan)
         # Modules, not parameters or names: sharding replaces parameters, adapters rename modules.
         self._places = {name: _place(self.model, name) for name in self._dtypes}
 
@@ -79,12 +79,12 @@ class InitialWeights:
     def fill(self, group: WorkerGroup) -> None:
         if self._values is None:
             for name, dtype in self._dtypes.items():
-                hand_out(None, dtype, self._sharded(name), group)
+                scatter_tensor(None, dtype, self._sharded(name), group)
             return
         names = list(self._dtypes)
         for name, tensor in self._values.read(names):
             assert name == names.pop(0), f"{name} was read out of turn"
-            hand_out(tensor, self._dtypes[name], self._sharded(name), group)
+            scatter_tensor(tensor, self._dtypes[name], self._sharded(name), group)
         assert not names, f"{names[0]} was not read"
 
     def _sharded(self, name: str) -> Tensor:

@@ -275,9 +275,9 @@ def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         room = room // sharers + CONTEXT_BYTES
         plan = memory.plan(room, request)
     plan = plan or asked
-    if group.total(float(plan.gradient_checkpointing)):
+    if group.sum_over_workers(float(plan.gradient_checkpointing)):
         plan = plan._replace(gradient_checkpointing=True)
-    if group.total(float(not plan.reduces_once)):
+    if group.sum_over_workers(float(not plan.reduces_once)):
         plan = plan._replace(reduces_once=False)
     if plan[:2] != asked[:2]:
         logger.warning(

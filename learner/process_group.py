@@ -133,11 +133,11 @@ class WorkerGroup:
         """Number of workers that share one replica of the model."""
         return self.size // self.replicas
 
-    def total(self, value: float) -> float:
+    def sum_over_workers(self, value: float) -> float:
         """Sum of the values of all workers; NaN and infinities propagate."""
         return self._reduced(value, dist.ReduceOp.SUM)
 
-    def most(self, value: float) -> float:
+    def max_over_workers(self, value: float) -> float:
         """Maximum of the values of all workers."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
@@ -147,7 +147,7 @@ class WorkerGroup:
             dist.all_reduce(reduced, by, group=self.collectives)
         return reduced.item()
 
-    def agree(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast the leader's value. For the start, when the leader cannot call workers yet."""
         agreed = [value]
         if self.size > 1:

@@ -247,8 +247,8 @@ class RolloutShare:
         mean_kl = None
         if self.objective.reference_kl_coef:
             segments = [self._segment(place) for place in self._trained()]
-            tokens = self.group.total(float(sum(s.num_actions for s in segments)))
-            gap = self.group.total(reference_gap_sum(segments))
+            tokens = self.group.sum_over_workers(float(sum(s.num_actions for s in segments)))
+            gap = self.group.sum_over_workers(reference_gap_sum(segments))
             mean_kl = gap / tokens if tokens else None
         prefetched, self._for_this_step = self._for_this_step, {}
         for share in self._shares:

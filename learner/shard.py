@@ -90,10 +90,10 @@ class ModelShard:
             initial = InitialWeights(config.model, group, reward_padding=config.reward_padding)
         self.model = self._load() if initial is None else initial.model
         names = Names.of(self.model, config.model) if group.rank == 0 else None
-        self.names: Names = group.agree(names)
+        self.names: Names = group.broadcast(names)
         self.files = self._files()
         probe = partial(shares_prefixes, self.model.eval()) if initial is None else initial.probe
-        shares = group.agree(probe() if group.rank == 0 else None)
+        shares = group.broadcast(probe() if group.rank == 0 else None)
         if config.learner.liger:
             use_liger(self.model)
         self.lora = add_lora(self.model, config.lora) if config.lora.trains_adapter else None

@@ -122,8 +122,8 @@ def _agree_on_tensors(model: PreTrainedModel, group: WorkerGroup) -> None:
         for tensors in (model.named_buffers(), model.named_parameters())
         for name, tensor in tensors
     ]
-    leaders: list[tuple[str, tuple[int, ...]]] = group.agree(ours)
-    if group.total(float(leaders != ours)):
+    leaders: list[tuple[str, tuple[int, ...]]] = group.broadcast(ours)
+    if group.sum_over_workers(float(leaders != ours)):
         difference = sorted(set(leaders).symmetric_difference(ours))
         raise CheckpointError(
             "the leader's model has other tensors than a worker makes from its config: "
@@ -156,7 +156,7 @@ def _spread(parameters: Iterable[nn.Parameter], group: WorkerGroup) -> None:
 
 
 @torch.no_grad()
-def hand_out(
+def scatter_tensor(
     whole: Tensor | None, dtype: torch.dtype, parameter: Tensor, group: WorkerGroup
 ) -> None:
     """Copy the leader's whole tensor into a sharded parameter; each worker receives only its shard.

@@ -185,14 +185,14 @@ class LearnerWorker(ModelShard):
             norm = whole(torch.nn.utils.get_total_norm(gradients)).item()
             # One value for all replicas, which computed it separately: their weights stay equal to
             # the last bit.
-            grad_norm = self._group.most(norm)
+            grad_norm = self._group.max_over_workers(norm)
             torch.nn.utils.clip_grads_with_norm_(
                 self.model.parameters(),
                 self._config.learner.max_grad_norm,
                 torch.tensor(grad_norm),
             )
             lr = self.optimizer.param_groups[0]["lr"]
-            bad = self._group.total(float(not finite))
+            bad = self._group.sum_over_workers(float(not finite))
             if not bad and math.isfinite(grad_norm):
                 self._update()
         return UpdateShare(grad_norm=grad_norm, lr=lr, seconds=self._stages.take())
@@ -302,7 +302,7 @@ class LearnerWorker(ModelShard):
         """
         budget, packs = self.passes.token_budget, self.packs
         batches = list(split_by_token_budget(rows, budget, 1, self.most_mask, packs))
-        missing = int(self._group.most(len(batches))) - len(batches)
+        missing = int(self._group.max_over_workers(len(batches))) - len(batches)
         padding = [[rows[0] if rows else self.rollouts.any_row]] * missing
         scored = self.logprobs([*batches, *padding])
         by_row = {
