@@ -59,7 +59,7 @@ class GroupSource(TrajectorySource, Protocol):
         """
         ...
 
-    def lose(self, ids: Collection[int], reason: str) -> None:
+    def mark_lost(self, ids: Collection[int], reason: str) -> None:
         """Report taken groups whose trajectories are lost, so that they are sampled again."""
         ...
 
@@ -284,7 +284,7 @@ class PolicyLoop:
                     self._record.taken(self.step_count + 1, taken, groups_P)
             if not lost:
                 return taken, plan
-            self._source.lose(list(lost), "; ".join(sorted(set(lost.values()))))
+            self._source.mark_lost(list(lost), "; ".join(sorted(set(lost.values()))))
 
     def _learn(self, plan: StepPlan) -> dict[str, float]:
         """Run the step's optimizer updates: one, or `num_substeps`, each on a part of the groups.

@@ -111,7 +111,7 @@ class GroupRecorder:
             groups_P, lost = opened(self._queue, taken.groups_P)
             if not lost:
                 return taken, groups_P
-            self._queue.lose(list(lost), "; ".join(sorted(set(lost.values()))))
+            self._queue.mark_lost(list(lost), "; ".join(sorted(set(lost.values()))))
 
     def _show(
         self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]

@@ -274,7 +274,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "take":
             ledger.take()
         case "lost":
-            ledger.lose(event["ids"], event["reason"])
+            ledger.mark_lost(event["ids"], event["reason"])
         case "push":
             ledger.push(event["version"], ledger.trained.after(*step_of(event)))
         case "train":

@@ -438,10 +438,10 @@ class Ledger:
         if leased:
             self._last_reason = reason
             self.record("expire", ids=leased, reason=reason)
-            self._lose(leased, reason)
+            self._requeue_lost(leased, reason)
         return leased
 
-    def _lose(self, ids: list[int], reason: str) -> None:
+    def _requeue_lost(self, ids: list[int], reason: str) -> None:
         for group_id in ids:
             self._leased.pop(group_id, None)
             self._put_back(group_id, self.faults.lost(group_id, reason))
@@ -613,7 +613,7 @@ class Ledger:
             self.record("take", ids=step.group_ids, skipped=_by_text(step.set_aside), **replaced)
         return step
 
-    def lose(self, ids: Iterable[int], reason: str) -> list[int]:
+    def mark_lost(self, ids: Iterable[int], reason: str) -> list[int]:
         """Record that taken groups cannot be fetched, because their node is gone.
 
         Each is leased again and counts as an expired lease. Returns the ids that were held.
@@ -628,7 +628,7 @@ class Ledger:
                 self._constant.pop(group_id, None)
             self.provenance.drop(gone)
             self._forget_kept(gone)
-            self._lose(gone, reason)
+            self._requeue_lost(gone, reason)
         return gone
 
     def missing(self) -> list[int]:

@@ -314,13 +314,13 @@ class GroupQueueActor:
         ids = new_ids()
         return None if ids is None else [self._delivered[i].meta for i in ids]
 
-    async def lose(self, ids: Sequence[int], reason: str) -> None:
+    async def mark_lost(self, ids: Sequence[int], reason: str) -> None:
         """Record that taken groups cannot be fetched.
 
         If only a group's hidden states are lost, and its columns still exist, the group is scored
         again. A worker that finds no columns samples the group again.
         """
-        for group_id in self._ledger.lose(ids, reason):
+        for group_id in self._ledger.mark_lost(ids, reason):
             delivery = self._delivered.pop(group_id)
             if self._ledger.is_in_progress(group_id):
                 self._to_score[group_id] = delivery

@@ -175,8 +175,8 @@ class KeptGroupSource:
             self._kept.taken(self._steps.pop(0), self._here)
         return self._here.trajectories(places)
 
-    def lose(self, ids: Collection[int], reason: str) -> None:
-        self._here.lose(ids, reason)
+    def mark_lost(self, ids: Collection[int], reason: str) -> None:
+        self._here.mark_lost(ids, reason)
 
 
 def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:

@@ -49,5 +49,5 @@ class GroupsHere:
         groups = self._groups
         return Fetched({at: groups[at.group_id].trajectories_G[at.member] for at in places}, {})
 
-    def lose(self, ids: Collection[int], reason: str) -> None:
+    def mark_lost(self, ids: Collection[int], reason: str) -> None:
         raise AssertionError(f"groups {sorted(ids)} of this process are lost: {reason}")

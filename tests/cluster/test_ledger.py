@@ -224,18 +224,18 @@ class LedgerMachine(RuleBasedStateMachine):
     # nodes
 
     @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
+    def mark_lost(self, data: st.DataObject) -> None:
         """Lose payloads of the taken step; only the learner notices such a loss."""
         taken = set(self.taken.group_ids) if self.taken else set()
         asked = data.draw(st.sets(st.sampled_from(sorted(self.leases) or [0])))
         gone = sorted(asked & taken & self.held)
-        assert self.ledger.lose(asked, "its node died") == gone
+        assert self.ledger.mark_lost(asked, "its node died") == gone
         self.held -= set(gone)
         self.constant -= set(gone)
         for group_id in gone:
             self.on_disk.pop(group_id, None)
         assert set(gone) <= set(self.status().pending) | self.set_aside().keys()
-        assert self.ledger.lose(asked, "its node died") == []
+        assert self.ledger.mark_lost(asked, "its node died") == []
 
     # the learner
 
@@ -540,7 +540,7 @@ def test_a_taken_group_that_comes_back_constant_makes_no_room_for_another() -> N
     [first] = ledger.lease("a", 9)
     assert ledger.deliver(first)
     taken = ledger.take()
-    assert taken is not None and ledger.lose(taken.group_ids, "its node died") == [0]
+    assert taken is not None and ledger.mark_lost(taken.group_ids, "its node died") == [0]
     [again] = ledger.lease("a", 9)
     assert ledger.deliver(again, "a", 1.0)
     assert ledger.take() == taken

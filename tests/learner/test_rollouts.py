@@ -376,7 +376,7 @@ class Losing(World):
             return Fetched(found, {})
         return Fetched({at: t for at, t in found.items() if at.group_id}, {0: "its node is gone"})
 
-    def lose(self, ids: Collection[int], reason: str) -> None:
+    def mark_lost(self, ids: Collection[int], reason: str) -> None:
         self.lost.append((sorted(ids), reason))
 
 
