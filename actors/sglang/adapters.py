@@ -28,14 +28,14 @@ from distill.weights.adapter import AdapterTensors
 logger = logging.getLogger(__name__)
 
 
-class Traffic:
+class CallCounter:
     """Counter of the calls in progress, with waits for a first call and for the end of all."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._last = time.monotonic()
-        self._begun, self._ended = asyncio.Event(), asyncio.Event()
-        self._ended.set()
+        self._busy, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
 
     @property
     def idle_s(self) -> float:
@@ -49,24 +49,24 @@ class Traffic:
     @contextmanager
     def call(self) -> Iterator[None]:
         self._calls += 1
-        self._begun.set()
-        self._ended.clear()
+        self._busy.set()
+        self._idle.clear()
         try:
             yield
         finally:
             self._calls -= 1
             if self._calls == 0:
                 self._last = time.monotonic()
-                self._begun.clear()
-                self._ended.set()
+                self._busy.clear()
+                self._idle.set()
 
-    async def begun(self) -> None:
+    async def wait_for_call(self) -> None:
         """Wait until a call is in progress."""
         while not self._calls:  # the call may have ended since the event was set
-            await self._begun.wait()
+            await self._busy.wait()
 
-    async def ended(self) -> None:
-        await self._ended.wait()
+    async def wait_until_idle(self) -> None:
+        await self._idle.wait()
 
 
 class Adapters:
@@ -79,7 +79,9 @@ class Adapters:
 
     def __init__(self, admin: ServerAdmin) -> None:
         self._admin = admin
-        self._held: dict[str, Traffic] = {}  # adapter name -> its requests; oldest adapter first
+        self._held: dict[
+            str, CallCounter
+        ] = {}  # adapter name -> its requests; oldest adapter first
         self._loads = 0
         self._loading = asyncio.Lock()
         self.newest: str | None = None
@@ -124,7 +126,7 @@ class Adapters:
             "expected_checksums": dict(adapter.checksums),
         }
         allowance_s = loading_s(len(payload) * facts.ranks)
-        self._held[name] = Traffic()
+        self._held[name] = CallCounter()
         try:
             await self._admin.order(
                 "/load_lora_adapter_from_tensors", body, allowance_s=allowance_s
@@ -143,7 +145,7 @@ class Adapters:
         SGLang unregisters the name before it unloads. If the request does not reach the server,
         SGLang evicts the adapter when it is full: an unused adapter is the least recently used one.
         """
-        await self._held[name].ended()
+        await self._held[name].wait_until_idle()
         try:
             await self._admin.order("/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:

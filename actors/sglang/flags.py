@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from actors.sglang.config import SglangConfig
-from actors.sglang.installed import knows_flag
+from actors.sglang.installed import declares_flag
 from distill.errors import ConfigError
 
 if TYPE_CHECKING:  # settings must not import torch
@@ -105,7 +105,7 @@ def _cpu_defaults() -> Flags:
 
 def _cuda_defaults(cache_tokens: int | None, sleeps: bool) -> Flags:
     flags: Flags = {}
-    if knows_flag(_FLOAT32_HEAD):
+    if declares_flag(_FLOAT32_HEAD):
         # bfloat16 has 8 bits of precision: a step of 0.1 at a logit of 20, noise in every log-prob.
         flags[_FLOAT32_HEAD] = []
     if cache_tokens is not None:

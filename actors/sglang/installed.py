@@ -37,7 +37,7 @@ def require_sglang() -> None:
         )
 
 
-def knows_flag(name: str) -> bool:
+def declares_flag(name: str) -> bool:
     """True if the installed SGLang declares a command-line flag, according to its source."""
     field = name.removeprefix("--").replace("-", "_")
     return _declares(field, "server_args.py", "arg_groups/fields/*.py")

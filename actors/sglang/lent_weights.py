@@ -36,7 +36,7 @@ from distill.weights.lending import CudaMemory, LentBucket
 from distill.weights.shared_memory import block_bytes, starts_of
 
 
-class _Given(NamedTuple):
+class _Bucket(NamedTuple):
     number: int
     handles: Sequence[LentBucket]
     loaded: asyncio.Future[None]
@@ -47,20 +47,20 @@ class LentBuckets:
 
     def __init__(self, push: str) -> None:
         self.push = push
-        self._queue: asyncio.Queue[_Given] = asyncio.Queue()
-        self._current: _Given | None = None
+        self._queue: asyncio.Queue[_Bucket] = asyncio.Queue()
+        self._current: _Bucket | None = None
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def give(self, number: int, handles: Sequence[LentBucket]) -> None:
+    async def put(self, number: int, handles: Sequence[LentBucket]) -> None:
         """Provide a bucket; return when it has been loaded and no rank reads it any more.
 
         Raises:
             EngineError: the push was closed before the bucket was loaded.
         """
-        given = _Given(number, handles, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(given)
-        await asyncio.wait([given.loaded, self._closed], return_when=asyncio.FIRST_COMPLETED)
-        if not given.loaded.done():
+        bucket = _Bucket(number, handles, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(bucket)
+        await asyncio.wait([bucket.loaded, self._closed], return_when=asyncio.FIRST_COMPLETED)
+        if not bucket.loaded.done():
             raise EngineError(self._closed.result())
 
     async def next(self, number: int, timeout_s: float, ranks: int) -> Sequence[LentBucket]:
@@ -118,13 +118,13 @@ class Lendings:
             self._buckets = LentBuckets(push)
         return self._buckets
 
-    async def give(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
+    async def put(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
         """Provide a bucket of a push; return when it is loaded and no rank reads it any more.
 
         Raises:
             EngineError: the bucket was not loaded.
         """
-        await self.of(push).give(number, handles)
+        await self.of(push).put(number, handles)
 
     def end(self, why: str, push: str | None = None) -> None:
         """Close the current push, if it is `push` or `push` is None."""

@@ -133,7 +133,7 @@ class TurnTakingEngine(HostedSglangEngine):
                     await session.sleep(whole=True)
                 turn.release()
                 slept_s = time.monotonic() - began
-                await session.waiters.begun()
+                await session.waiters.wait_for_call()
                 await turn.acquire_async()
                 began = time.monotonic()
                 with self._measuring("turns/seconds"):

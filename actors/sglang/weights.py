@@ -46,7 +46,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from actors.sglang.adapters import Adapters, Traffic
+from actors.sglang.adapters import Adapters, CallCounter
 from actors.sglang.admin import ServerAdmin
 from actors.sglang.client import SglangClient
 from actors.sglang.config import OnWeightUpdate
@@ -118,14 +118,14 @@ class WeightSession:
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
-        self.waiters = Traffic()
-        self._generations, self._scorings = Traffic(), Traffic()
+        self.waiters = CallCounter()
+        self._generations, self._scorings = CallCounter(), CallCounter()
         self._count = 0  # number of loads and sleeps
         self._released: frozenset[str] = frozenset()
         self._still_since = 0.0  # time.perf_counter() of the last pause
 
     @contextmanager
-    def _use(self, traffic: Traffic) -> Iterator[Use]:
+    def _use(self, traffic: CallCounter) -> Iterator[Use]:
         """Context manager for a call: counts the call and yields the weights that it uses."""
         with traffic.call(), self._adapters.use() as fields:
             if fields:
@@ -278,9 +278,9 @@ class WeightSession:
 
     async def _quiet(self, *, whole: bool = False) -> None:
         """Wait for the requests in progress that a load must not interrupt."""
-        await self._scorings.ended()
+        await self._scorings.wait_until_idle()
         if whole or self._on_weight_update == "finish":
-            await self._generations.ended()
+            await self._generations.wait_until_idle()
         self._count += 1
 
     async def _pause(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from actors.sglang.flags import ROUTED_EXPERTS
-from actors.sglang.installed import knows_flag
+from actors.sglang.installed import declares_flag
 from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.models.loading import load_config, meta_causal_lm
@@ -50,7 +50,9 @@ def _check(config: RolloutConfig) -> None:
             "seen to replay; leave one of them out",
             field="learner.routing_replay",
         )
-    if config.engine.kind_on(config.cluster.device) == "sglang" and not knows_flag(ROUTED_EXPERTS):
+    if config.engine.kind_on(config.cluster.device) == "sglang" and not declares_flag(
+        ROUTED_EXPERTS
+    ):
         raise ConfigError(
             f"routing_replay=True: the SGLang that is installed here has no {ROUTED_EXPERTS}; "
             "install a newer one, or use routing_replay=False",

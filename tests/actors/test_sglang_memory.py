@@ -19,7 +19,7 @@ from actors.sglang import start
 from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.installed import knows_flag, sglang_installed
+from actors.sglang.installed import declares_flag, sglang_installed
 from actors.sglang.memory import ASLEEP_BYTES, ServerMemory, cache_bytes_per_token, served_bytes
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
@@ -219,5 +219,5 @@ def test_logits_are_float32_where_the_server_can(
 
 @pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 def test_flags_are_read_in_the_source_of_sglang() -> None:
-    assert knows_flag("--enable-fp32-lm-head") and knows_flag("--tp-size")
-    assert not knows_flag("--enable-fp32") and not knows_flag("--no-such-flag")
+    assert declares_flag("--enable-fp32-lm-head") and declares_flag("--tp-size")
+    assert not declares_flag("--enable-fp32") and not declares_flag("--no-such-flag")
