@@ -211,7 +211,7 @@ class Run:
         Raises:
             RunFailed: the step failed; the learner's weights may be those of half a step.
         """
-        self.actors.end_waits()
+        self.actors.cancel_waits()
         if self._step_call is None:
             return
         try:

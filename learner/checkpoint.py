@@ -43,7 +43,7 @@ from distill.gpu import readable
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,})$")
-_BEST, _HELD, _TRUSTED = "best.json", "held.json", "trusted.json"
+_BEST, _HELD, _PROVEN = "best.json", "held.json", "trusted.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class CheckpointStore:
         held = self._held()  # before `best`: the held checkpoint may become the best between them
         best = self.best()
         complete = self.complete()
-        trusted = self._newest_trusted(complete)
+        trusted = self._newest_proven(complete)
         first = self._first_needed(complete)
         return [
             old
@@ -180,15 +180,15 @@ class CheckpointStore:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def trust(self, step: int) -> None:
+    def mark_proven(self, step: int) -> None:
         """Record that weights up to this step are proven, and keep the newest such checkpoint.
 
         Raises CheckpointError if the mark cannot be written.
         """
-        self._mark(_TRUSTED, {"step": step})
+        self._mark(_PROVEN, {"step": step})
 
-    def _newest_trusted(self, complete: Sequence[Checkpoint]) -> int | None:
-        up_to = self._marked(_TRUSTED)
+    def _newest_proven(self, complete: Sequence[Checkpoint]) -> int | None:
+        up_to = self._marked(_PROVEN)
         return max(
             (c.step for c in complete if up_to is not None and c.step <= up_to), default=None
         )

@@ -219,7 +219,7 @@ class Driver:
             return None
         return f"has not got on for {self.deadline_s:.0f} s"
 
-    def until_started(self, roles: Sequence[str]) -> None:
+    def wait_until_started(self, roles: Sequence[str]) -> None:
         """Wait until every actor of the roles has answered; report missing ones periodically.
 
         Raises:

@@ -120,7 +120,7 @@ class Fleet(LearnerAlone):
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = list(self._specs)
         self.canaries = Canaries(
-            self, self.queue, config, self.frozen, found=found, trusted=self._trust
+            self, self.queue, config, self.frozen, found=found, trusted=self._mark_proven
         )
         self.admission = Admission(
             self,
@@ -198,10 +198,10 @@ class Fleet(LearnerAlone):
         self._create(self._asked_roles)
         self._create_learner(resume_from)
         self._create([name for name in self._specs if name not in self._asked_roles])
-        self.driver.until_started([QUEUE, LEARNER, *self._specs])
+        self.driver.wait_until_started([QUEUE, LEARNER, *self._specs])
         self.supervisor.run_started = True
         if resume_from is not None and self._config.verify.canary_every and self.frozen:
-            self._trust(resume_from.step)
+            self._mark_proven(resume_from.step)
         # The first handshake checks their weights.
         for role in (*self._engine_roles, EVALUATION):
             for member in self.supervisor.members(role, State.READY):
@@ -246,7 +246,7 @@ class Fleet(LearnerAlone):
         self.driver.background.start(self._follow_queue())
         self._begin_joining()
 
-    def end_waits(self) -> None:
+    def cancel_waits(self) -> None:
         self.queue.actor.close.remote()
 
     def settle(self) -> None:
@@ -348,7 +348,7 @@ class Fleet(LearnerAlone):
         finally:
             self.scaling.waited()
 
-    def until_pushed(self) -> None:
+    def wait_until_pushed(self) -> None:
         """Wait until all engines hold the learner's weights; call it while the learner is idle."""
         self._pushed(wait=True)
 
@@ -477,9 +477,9 @@ class Fleet(LearnerAlone):
         except (RunFailed, EngineError, errors.RayError) as error:
             self._print_line(f"the last canaries were not answered: {error}")
 
-    def _trust(self, step: int) -> None:
+    def _mark_proven(self, step: int) -> None:
         try:
-            self._directory.store.trust(step)
+            self._directory.store.mark_proven(step)
         except CheckpointError as error:  # full disk: the checkpoint is dropped as usual
             self._print_line(f"WARNING: {error}")
 

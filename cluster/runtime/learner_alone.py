@@ -82,7 +82,7 @@ class LearnerAlone:
             RunFailed: an actor did not start.
         """
         self._create_learner(resume_from)
-        self.driver.until_started([LEARNER])
+        self.driver.wait_until_started([LEARNER])
         self.supervisor.run_started = True
 
     def recover(self, lost: LearnerLost) -> int:
@@ -97,7 +97,7 @@ class LearnerAlone:
         """
         since = time.monotonic()
         checkpoint = self._restart(lost)
-        self.driver.until_started([LEARNER])
+        self.driver.wait_until_started([LEARNER])
         self._rejoin(checkpoint, lost)
         title, seconds = self._learner_spec.title(0), time.monotonic() - since
         self._directory.append_event("restart", who=title, seconds=seconds)
@@ -180,7 +180,7 @@ class LearnerAlone:
         """Metrics `turns/*` since the last call; empty if no engines take turns on GPUs."""
         return {}
 
-    def end_waits(self) -> None:
+    def cancel_waits(self) -> None:
         """End the learner's wait for groups."""
 
     def ask_canaries(self, step: int) -> None:

@@ -161,12 +161,12 @@ class House:
             config,
             [REFERENCE],
             found=self.found.append,
-            trusted=self._trust,
+            trusted=self._mark_proven,
         )
         self.trained = TrainedGroups()
         self.version = 0
 
-    def _trust(self, step: int) -> None:
+    def _mark_proven(self, step: int) -> None:
         self.trusted = step
 
     def add(self, role: str, index: int, handle: Any) -> Member:

@@ -61,7 +61,7 @@ def driver(supervisor: Any, deadline_s: float) -> Driver:
 def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
     supervisor = Starting()
-    driver(supervisor, 60).until_started(["engine", "worker"])
+    driver(supervisor, 60).wait_until_started(["engine", "worker"])
     said = supervisor.said
     assert said[0].startswith("starting: 0 of 6 actors have answered")
     assert said[0].endswith("waiting for engine 0, engine 1, engine 2, worker 0 and 2 more")
@@ -73,21 +73,21 @@ def test_a_start_that_waits_for_a_node_is_told_from_one_that_takes_long(
 ) -> None:
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
     supervisor = Starting(room=2)
-    driver(supervisor, 60).until_started(["engine", "worker"])
+    driver(supervisor, 60).wait_until_started(["engine", "worker"])
     *_, worker_1, worker_2 = supervisor.said
     assert "worker 1," in worker_1 and "worker 2 (no node" in worker_2
 
 
 def test_who_does_not_start_in_time_is_named() -> None:
     with pytest.raises(RunFailed):
-        driver(Starting(answered=4), 0.3).until_started(["engine", "worker"])
+        driver(Starting(answered=4), 0.3).wait_until_started(["engine", "worker"])
 
 
 def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
     supervisor = Starting(answered=4, start_deadline_s=0.5)
     began = time.monotonic()
     with pytest.raises(RunFailed):
-        driver(supervisor, 0.1).until_started(["engine", "worker"])
+        driver(supervisor, 0.1).wait_until_started(["engine", "worker"])
     assert time.monotonic() - began >= 0.5
 
 

@@ -113,7 +113,7 @@ class Actors(LearnerAlone):
         self.leader, self.next_step = self._make(), 1
         return 0
 
-    def end_waits(self) -> None:
+    def cancel_waits(self) -> None:
         self._told.append("end")
 
     def start(self, resume_from: Checkpoint | None) -> None:
