@@ -211,7 +211,7 @@ def test_a_server_on_a_shared_gpu_has_a_token_limit(
 def test_logits_are_float32_where_the_server_can(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.sglang.flags.knows_flag", lambda name: known)
+    monkeypatch.setattr("actors.sglang.flags.declares_flag", lambda name: known)
     for device in ("cpu", "cuda"):
         made = server_flags(SglangConfig(model="m", dtype="bfloat16", device=device), 64)
         assert ("--enable-fp32-lm-head" in made) == (known and device == "cuda")

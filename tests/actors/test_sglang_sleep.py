@@ -224,7 +224,7 @@ async def test_an_engine_with_kept_weights_serves_after_their_verification(
 
     async with asyncio.timeout(DEADLINE_S):
         await session.sleep()
-        wanted = asyncio.create_task(session.waiters.begun())
+        wanted = asyncio.create_task(session.waiters.wait_for_call())
         await asyncio.sleep(0.01)
         assert not wanted.done() and session.asleep
         waiting = asyncio.create_task(session.score(server.score))
@@ -261,7 +261,7 @@ async def test_requests_that_waited_or_were_cancelled_wake_no_engine(directory: 
         gone = asyncio.create_task(session.score(server.score))
         await asyncio.sleep(0.01)
         gone.cancel()
-        wanted = asyncio.create_task(session.waiters.begun())
+        wanted = asyncio.create_task(session.waiters.wait_for_call())
         await asyncio.sleep(0.01)
         assert not wanted.done()
         waiting = asyncio.create_task(session.score(server.score))
@@ -280,7 +280,7 @@ async def test_a_server_that_cannot_take_its_memory_back_serves_nothing(director
     async with asyncio.timeout(DEADLINE_S):
         await session.sleep()
         waiting = asyncio.create_task(session.score(server.score))
-        await session.waiters.begun()
+        await session.waiters.wait_for_call()
         with pytest.raises(EngineError):
             await session.wake(prove)
         with pytest.raises(EngineLost):

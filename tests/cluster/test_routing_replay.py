@@ -58,7 +58,7 @@ def test_what_cannot_be_is_left_out_or_refused(
         settled(opd(student=mixture, routing_replay=True, compile=True))
     assert settled(opd(student=mixture, compile=True))[0] is False
     monkeypatch.setattr("actors.config.require_sglang", lambda: None)
-    monkeypatch.setattr(routing, "knows_flag", lambda _: False)
+    monkeypatch.setattr(routing, "declares_flag", lambda _: False)
     with pytest.raises(ConfigError):
         with_routing_replay(opd(student=mixture, routing_replay=True, engine="sglang"))
     assert (
