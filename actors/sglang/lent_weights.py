@@ -1,7 +1,7 @@
 """Lent weights in the engine that hosts a server: the buckets of a push, and the ranks' payloads.
 
     learner    load_bucket(push, i, handles) ----> give: waits until the bucket is loaded
-    load       next(i) <-------------------------- the handles; loaded() makes `give` return
+    load       next(i) <-------------------------- the handles; loaded() makes `put` return
     learner    end_push(push, why)  -------------> close: waiting calls raise with the reason
 
 Any later load closes a load that still waits for a bucket, so a learner that has died blocks

@@ -84,7 +84,7 @@ class GroupQueue:
         """Take the next step after the groups that `trained` accounts for.
 
         A repeated call returns the same step, until `publish` reports weights that contain the
-        step, or `lose` reports that groups are lost.
+        step, or `mark_lost` reports that groups are lost.
 
         Raises:
             QueueClosed: the queue was closed.

@@ -439,8 +439,8 @@ def _first_fit(units: Sequence[_RowUnit[Row]], token_budget: int) -> list[list[R
 def _orders(units: Sequence[_RowUnit[Row]], most_mask: int) -> list[list[_RowUnit[Row]]]:
     """Three orders of units: by context; by length; paying groups by context, then by length.
 
-    A group has the units of one context; it pays if `_pays`. Groups, and the units within each
-    group, are sorted from short to long.
+    A group has the units of one context; it pays if `_saves_tokens`. Groups, and the units within
+    each group, are sorted from short to long.
     """
     groups = _by_context(units)
     paying = [group for group in groups if _saves_tokens(group, most_mask)]
