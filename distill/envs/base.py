@@ -208,8 +208,8 @@ class EnvGroupBuilder(ProblemFacts, ABC):
 
         Args:
             models: models that environments may query, by name: `policy`, the run's `teacher` (or
-                its teachers by their names), its `reference` if `EnvConfig.queried_models` names it, and its
-                `reward_model` (`distill.rewards.model_reward.scores_of`).
+                its teachers by their names), its `reference` if `EnvConfig.queried_models` names
+                it, and its `reward_model` (`distill.rewards.model_reward.scores_of`).
         """
 
     async def group_rewards(
