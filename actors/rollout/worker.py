@@ -209,9 +209,8 @@ class RolloutWorker:
 
     async def _run(self) -> None:
         if not self.runs_user_code:
-            await self.sink.report_user_code(
-                {}
-            )  # once: without any report all groups would be suspects
+            # Once: without any report all groups would be suspects.
+            await self.sink.report_user_code({})
         async with task_group() as tasks:
             while leases := await self._lease():
                 for lease in leases:

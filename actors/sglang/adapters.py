@@ -79,9 +79,8 @@ class Adapters:
 
     def __init__(self, admin: ServerAdmin) -> None:
         self._admin = admin
-        self._held: dict[
-            str, CallCounter
-        ] = {}  # adapter name -> its requests; oldest adapter first
+        # Adapter name -> its requests; oldest adapter first.
+        self._held: dict[str, CallCounter] = {}
         self._loads = 0
         self._loading = asyncio.Lock()
         self.newest: str | None = None
