@@ -146,7 +146,7 @@ class _RecentWindows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Proposal:
     """Target size of a pool, and its reason; the current size if a rule forbids a change."""
 
     pool: PoolName
@@ -210,11 +210,11 @@ class Autoscaler:
         self._changed_at = -math.inf
         self._targets: dict[PoolName, int] = {}
         self._ready: dict[str, int] = {}
-        self._short = _RecentWindows(up_after_s)
-        self._ample = _RecentWindows(down_after_s)
+        self._shortage = _RecentWindows(up_after_s)
+        self._surplus = _RecentWindows(down_after_s)
         self._memory: dict[PoolName, _Memory] = {name: _Memory() for name in self._pools}
         self._growth: _Growth | None = None
-        self._futile: dict[PoolName, float] = {}  # until when
+        self._futile_until: dict[PoolName, float] = {}
 
     def observe(self, observation: Observation) -> Decision:
         """Target sizes of the pools after this window. `sizes` and `ready` name every pool.
@@ -225,59 +225,59 @@ class Autoscaler:
         self._gather(observation)
         if not self._targets:
             self._targets = {name: observation.sizes[name] for name in self._pools}
-            wishes = self._within_limits()
+            proposals = self._within_limits()
         elif observation.exhausted:
-            wishes = self._end(observation)
-        elif self._short.is_enough:
-            wishes = self._grow(observation)
-        elif self._ample.is_enough:
-            wishes = self._shrink(observation)
+            proposals = self._end(observation)
+        elif self._shortage.is_enough:
+            proposals = self._grow(observation)
+        elif self._surplus.is_enough:
+            proposals = self._shrink(observation)
         else:
-            wishes = []
-        return self._decide(wishes)
+            proposals = []
+        return self._decide(proposals)
 
     def _gather(self, observation: Observation) -> None:
         ready = dict(observation.ready)
         if ready != self._ready:  # observations of other members do not apply to these
-            self._short.clear()
-            self._ample.clear()
+            self._shortage.clear()
+            self._surplus.clear()
             self._unsettled = self._settling_windows if self._ready else 0
             self._ready = ready
         if self._unsettled:
             self._unsettled -= 1
             return
         if observation.learner_wait > _WAIT_HIGH:
-            self._short.add(observation)
+            self._shortage.add(observation)
         else:
-            self._short.clear()
+            self._shortage.clear()
             self._growth = None
         if observation.learner_wait < _WAIT_LOW and observation.credit_starved > _STARVED_HIGH:
-            self._ample.add(observation)
+            self._surplus.add(observation)
         else:
-            self._ample.clear()
+            self._surplus.clear()
 
-    def _decide(self, wishes: Sequence[_Wish]) -> Decision:
-        """Grant all wishes, or none while the last change is recent."""
+    def _decide(self, proposals: Sequence[_Proposal]) -> Decision:
+        """Grant all proposals, or none while the last change is recent."""
         granted: dict[PoolName, str] = {}
         if self._now - self._changed_at >= self._cooldown_s:
-            for wish in wishes:
-                self._remember(wish)
-                self._targets[wish.pool] = wish.size
-                granted[wish.pool] = wish.reason
+            for proposal in proposals:
+                self._remember(proposal)
+                self._targets[proposal.pool] = proposal.size
+                granted[proposal.pool] = proposal.reason
         if granted:
             self._changed_at = self._now
-            self._short.clear()
-            self._ample.clear()
+            self._shortage.clear()
+            self._surplus.clear()
         return Decision(targets=dict(self._targets), reasons=granted)
 
-    def _within_limits(self) -> list[_Wish]:
+    def _within_limits(self) -> list[_Proposal]:
         return [
-            _Wish(name, pool.clamp(self._targets[name]), "its size is outside its limits")
+            _Proposal(name, pool.clamp(self._targets[name]), "its size is outside its limits")
             for name, pool in self._pools.items()
             if pool.clamp(self._targets[name]) != self._targets[name]
         ]
 
-    def _end(self, observation: Observation) -> list[_Wish]:
+    def _end(self, observation: Observation) -> list[_Proposal]:
         """Target sizes at the end of the run, when no group is left to start.
 
         A group may return to the policy from its environment; its worker holds it until its end;
@@ -288,7 +288,7 @@ class Autoscaler:
         sampled = math.ceil(observation.sampling + observation.environment)
         needed = {"policy": sampled, "teacher": total, "rollout": total}
         return [
-            _Wish(
+            _Proposal(
                 name,
                 size,
                 f"nothing is left to be started, and {needed[name]} groups may still come here",
@@ -297,10 +297,10 @@ class Autoscaler:
             if (size := pool.clamp(needed[name])) < self._targets[name]
         ]
 
-    def _grow(self, observation: Observation) -> list[_Wish]:
+    def _grow(self, observation: Observation) -> list[_Proposal]:
         self._judge_last_growth(observation)
         name = max(_STAGES, key=self._urgency)
-        groups, wait = self._short.groups(name), self._short.wait
+        groups, wait = self._shortage.groups(name), self._shortage.wait
         pool = self._pools.get(name)
         if pool is None or not groups:
             return []  # no group is in progress, or only in stages whose pools are fixed
@@ -311,40 +311,40 @@ class Autoscaler:
             f"the learner waits {wait:.0%} of the time, and most groups ({groups:.1f} on average) "
             f"are {_STAGES[name]}"
         )
-        size = max(now + 1, min(math.ceil(now / self._short.supply), 2 * now))
-        return [_Wish(name, pool.clamp(size), why)]
+        size = max(now + 1, min(math.ceil(now / self._shortage.supply), 2 * now))
+        return [_Proposal(name, pool.clamp(size), why)]
 
     def _urgency(self, name: PoolName) -> tuple[bool, float]:
-        groups = self._short.groups(name)
+        groups = self._shortage.groups(name)
         return groups > 0 and not self._is_futile(name), groups
 
     def _is_futile(self, name: PoolName) -> bool:
-        return self._now < self._futile.get(name, -math.inf)
+        return self._now < self._futile_until.get(name, -math.inf)
 
     def _judge_last_growth(self, observation: Observation) -> None:
         """Evaluate the last growth, once all its members work."""
         grown = self._growth
         if grown is None or observation.ready[grown.pool] < self._targets[grown.pool]:
             return
-        if grown.helped(self._short.supply):
-            self._futile.clear()  # another pool may have limited an earlier growth
+        if grown.helped(self._shortage.supply):
+            self._futile_until.clear()  # another pool may have limited an earlier growth
         else:
-            self._futile[grown.pool] = self._now + self._memory_s
+            self._futile_until[grown.pool] = self._now + self._memory_s
         self._growth = None
 
-    def _shrink(self, observation: Observation) -> list[_Wish]:
+    def _shrink(self, observation: Observation) -> list[_Proposal]:
         """Pool with the fewest groups per member among those that may shrink."""
         able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
         if not able:
             return []
-        name = min(able, key=lambda pool: self._ample.groups(pool) / self._targets[pool])
+        name = min(able, key=lambda pool: self._surplus.groups(pool) / self._targets[pool])
         return [
-            _Wish(
+            _Proposal(
                 name,
                 self._targets[name] - 1,
-                f"the learner waits {self._ample.wait:.0%} of the time, "
+                f"the learner waits {self._surplus.wait:.0%} of the time, "
                 f"{observation.queue_depth} finished groups are queued, workers lack credit, and "
-                f"this pool has the fewest groups ({self._ample.groups(name):.1f} on average) "
+                f"this pool has the fewest groups ({self._surplus.groups(name):.1f} on average) "
                 "a member",
             )
         ]
@@ -354,14 +354,16 @@ class Autoscaler:
         known_too_few = smaller <= memory.too_few and self._now < memory.until
         return smaller >= self._pools[name].minimum and not known_too_few
 
-    def _remember(self, wish: _Wish) -> None:
+    def _remember(self, proposal: _Proposal) -> None:
         """Update the pool's memory; call it before the change."""
-        memory, now = self._memory[wish.pool], self._targets[wish.pool]
-        if wish.size < now:
+        memory, now = self._memory[proposal.pool], self._targets[proposal.pool]
+        if proposal.size < now:
             memory.shrunk_at = self._now
-        elif self._short.is_enough:
+        elif self._shortage.is_enough:
             undone = self._now - memory.shrunk_at < self._memory_s
             memory.times = memory.times + 1 if undone else 0
             memory.too_few = now
             memory.until = self._now + self._memory_s * 2**memory.times
-            self._growth = _Growth(wish.pool, self._short.supply, wish.size / max(now, 1))
+            self._growth = _Growth(
+                proposal.pool, self._shortage.supply, proposal.size / max(now, 1)
+            )
