@@ -31,8 +31,8 @@ from rich.progress import Progress
 from actors.config import running_engines
 from actors.rollout.text_endpoint import (
     LONGEST_PAUSE_S,
+    AnswerLimits,
     EndpointAddress,
-    Patience,
     TextEndpoint,
     UselessAnswer,
     text_endpoint,
@@ -348,7 +348,7 @@ def _completed(written: Mapping[str, Any], each: SampledAnswer) -> dict[str, Any
 
 @asynccontextmanager
 async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
-    patience = Patience(
+    patience = AnswerLimits(
         attempt_s=config.timeout_s,
         all_s=_ATTEMPTS * (config.timeout_s + LONGEST_PAUSE_S),
         attempts=_ATTEMPTS,

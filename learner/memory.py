@@ -30,7 +30,7 @@ from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
 from distill.weights.shared_memory import block_bytes
 
 
-class Holding(NamedTuple):
+class BytesPerParameter(NamedTuple):
     """Bytes held per parameter, without activations, which depend on token_budget."""
 
     what: str
@@ -43,15 +43,15 @@ class Holding(NamedTuple):
         return self.weights + self.gradients + self.moments
 
 
-TRAINED = Holding("weights, gradients and AdamW in fp32", 4, 4, 8)
-TRAINED_AND_TEACHER = Holding(
+TRAINED = BytesPerParameter("weights, gradients and AdamW in fp32", 4, 4, 8)
+TRAINED_AND_TEACHER = BytesPerParameter(
     "weights, a lagged or EMA teacher, gradients and AdamW in fp32", 8, 4, 8
 )
 # The base of an adapter. The adapter itself is small, and is neglected.
-FROZEN = Holding("frozen weights in fp32", 4)
+FROZEN = BytesPerParameter("frozen weights in fp32", 4)
 
 
-def holding_of(*, adapter: bool, followed: bool) -> Holding:
+def holding_of(*, adapter: bool, followed: bool) -> BytesPerParameter:
     """Bytes per parameter of a learner.
 
     `followed`: it also holds an EMA or lagged teacher (`learner.own_teacher`).
@@ -66,7 +66,7 @@ class MemoryEstimate:
     """Memory estimate for a model in the learner."""
 
     parameters: int
-    holding: Holding
+    holding: BytesPerParameter
 
     @property
     def bytes(self) -> int:
@@ -79,7 +79,7 @@ class MemoryEstimate:
         )
 
 
-def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
+def estimate_memory(model: str, holding: BytesPerParameter = TRAINED) -> MemoryEstimate | None:
     """Estimate from the shapes of the model's tensors; None if they are unknown."""
     shapes = known_shapes(model)
     if shapes is None:
@@ -87,9 +87,9 @@ def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | 
     return MemoryEstimate(parameters=sum(map(prod, shapes.values())), holding=holding)
 
 
-def frozen_in(dtype: torch.dtype) -> Holding:
+def frozen_in(dtype: torch.dtype) -> BytesPerParameter:
     """Bytes per parameter of a model that is not trained (`learner.frozen`)."""
-    return Holding(f"a frozen model's weights in {dtype}", dtype.itemsize)
+    return BytesPerParameter(f"a frozen model's weights in {dtype}", dtype.itemsize)
 
 
 def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
@@ -143,7 +143,7 @@ def largest_bucket(model: str, dtype: torch.dtype) -> int:
 
 
 def check_fits(
-    model: str, device: str, holding: Holding = TRAINED, share: float = 1.0,
+    model: str, device: str, holding: BytesPerParameter = TRAINED, share: float = 1.0,
     room: int | None = None,
 ) -> None:  # fmt: skip
     """Raise ConfigError if a share of the learner's `model` exceeds the memory of `device`.
@@ -165,7 +165,9 @@ def check_fits(
         )
 
 
-def check_offload_fits(model: str, holding: Holding, workers: int, workers_here: int) -> None:
+def check_offload_fits(
+    model: str, holding: BytesPerParameter, workers: int, workers_here: int
+) -> None:
     """Raise ConfigError if main memory is too small for the moments of this host's workers.
 
     `workers`: number of workers that share a replica.

@@ -17,7 +17,7 @@ from distill.models.loading import load_config
 from learner.config import TOKEN_BUDGET, LearnerConfig, Precision
 from learner.memory import (
     TRAINED,
-    Holding,
+    BytesPerParameter,
     check_fits,
     check_offload_fits,
     estimate_memory,
@@ -75,7 +75,7 @@ class LearnerMemory:
     model: ModelSize
     dtype: Precision
     device: str
-    holding: Holding = TRAINED
+    holding: BytesPerParameter = TRAINED
     frozen: int = 0
     workers: int = 1
     replicas: int = 1

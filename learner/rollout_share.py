@@ -73,7 +73,7 @@ class Shares(NamedTuple):
     shares: Sequence[TrajectoryShare]
 
 
-class Built(NamedTuple):
+class RowStats(NamedTuple):
     """Statistics of the rows that a worker has built.
 
     Attributes:
@@ -242,7 +242,7 @@ class RolloutShare:
             )
             self._trajectories[place] = replace(trajectory, segments=segments)
 
-    def build(self, _: None) -> Built:
+    def build(self, _: None) -> RowStats:
         """Build the rows of the trajectories. Collective if there is a reference term."""
         mean_kl = None
         if self.objective.reference_kl_coef:
@@ -256,7 +256,7 @@ class RolloutShare:
             made = prefetched[share.place].rows_for(share) if share.place in prefetched else ()
             for number, row in enumerate(made or self._rows_of(share, trajectory, mean_kl or 0.0)):
                 self._rows[RowPlace(*share.place, number)] = row
-        return Built(
+        return RowStats(
             advantages=advantage_stats([self._rows[place] for place in self._trained()]),
             mean_kl=mean_kl,
             trajectories=len(self._shares),

@@ -31,7 +31,7 @@ from distill.types import TrajectoryGroup
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
-from learner.rollout_share import Built, KeptRow, Shares, TrajectoryShare
+from learner.rollout_share import KeptRow, RowStats, Shares, TrajectoryShare
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Rollouts:
         """Make the workers build the rows; return metrics of the advantages, if any."""
         if not plan.groups_P:
             return {}
-        built: list[Built] = self._learner.on_all("rollouts.build")
+        built: list[RowStats] = self._learner.on_all("rollouts.build")
         if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
             self._learner.on_all("rollouts.add_proximal")
         metrics = advantage_metrics([each.advantages for each in built], self._objective)

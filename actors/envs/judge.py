@@ -19,9 +19,9 @@ from actors.envs.verdicts import BEST, COMPARING, PREFERENCES, SCORING, WORST, M
 from actors.rollout.text_endpoint import (
     LONGEST_PAUSE_S,
     Answer,
+    AnswerLimits,
     EndpointAddress,
     EndpointRefused,
-    Patience,
     TextEndpoint,
     UselessAnswer,
 )
@@ -218,7 +218,7 @@ class Judge:
         attempts = self.retries + 1
         return TextEndpoint.open(
             self._address,
-            patience=Patience(
+            patience=AnswerLimits(
                 attempt_s=self.timeout_s,
                 all_s=attempts * (self.timeout_s + LONGEST_PAUSE_S),
                 attempts=attempts,

@@ -63,7 +63,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class AnswerLimits:
     """Time and retry limits for one answer.
 
     Attributes:
@@ -190,7 +190,7 @@ class UselessAnswer(EngineError):
     """An unusable answer: it has no text, or was ended by a filter."""
 
 
-class _MayPass(EngineError):
+class _TransientError(EngineError):
     """A transient failure; `wait_s` is the pause that the server requests before a retry."""
 
     def __init__(self, words: str, wait_s: float | None = None) -> None:
@@ -200,7 +200,7 @@ class _MayPass(EngineError):
 
 @asynccontextmanager
 async def text_endpoint(
-    address: EndpointAddress, *, patience: Patience, max_concurrent: int
+    address: EndpointAddress, *, patience: AnswerLimits, max_concurrent: int
 ) -> AsyncIterator[TextEndpoint]:
     """Context manager for an open endpoint. Raises the errors of `TextEndpoint.open`."""
     endpoint = TextEndpoint.open(address, patience=patience, max_concurrent=max_concurrent)
@@ -236,7 +236,7 @@ async def _bound(response: httpx.Response) -> None:
         raise httpx.DecodingError("the answer is compressed, which was not asked for")
     inner = response.stream
 
-    class Bounded(httpx.AsyncByteStream):
+    class BoundedStream(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
             assert isinstance(inner, httpx.AsyncByteStream)
             size = 0
@@ -250,7 +250,7 @@ async def _bound(response: httpx.Response) -> None:
             assert isinstance(inner, httpx.AsyncByteStream)
             await inner.aclose()
 
-    response.stream = Bounded()
+    response.stream = BoundedStream()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,12 +259,12 @@ class TextEndpoint:
 
     client: AsyncOpenAI
     address: EndpointAddress
-    patience: Patience
+    patience: AnswerLimits
     places: asyncio.Semaphore
 
     @classmethod
     def open(
-        cls, address: EndpointAddress, *, patience: Patience, max_concurrent: int
+        cls, address: EndpointAddress, *, patience: AnswerLimits, max_concurrent: int
     ) -> TextEndpoint:
         """Open an endpoint; its key is read from the address's `key_variable`.
 
@@ -337,7 +337,7 @@ class TextEndpoint:
                 useless += 1
                 if useless >= self.patience.useless:
                     raise
-            except _MayPass as error:
+            except _TransientError as error:
                 troubles.append(str(error))
                 if done >= (self.patience.attempts or math.inf):
                     raise
@@ -357,7 +357,7 @@ class TextEndpoint:
             async with asyncio.timeout(self.patience.attempt_s):
                 return await request
         except TimeoutError:
-            raise _MayPass(
+            raise _TransientError(
                 f"{self.address} did not answer within {self.patience.attempt_s:g} s"
             ) from None
         except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
@@ -385,7 +385,7 @@ class TextEndpoint:
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
             return EndpointRefused(f"{self.address} refuses the request: {reason}", status)
-        return _MayPass(f"{self.address} does not answer: {reason}", _retry_after(error))
+        return _TransientError(f"{self.address} does not answer: {reason}", _retry_after(error))
 
     def _read(self, made: Any) -> Answer:
         completes = self.address.completes
@@ -393,7 +393,7 @@ class TextEndpoint:
         choice = choices[0] if isinstance(choices, list) and choices else None
         body = choice if completes else getattr(choice, "message", None)
         if body is None:
-            raise _MayPass(
+            raise _TransientError(
                 f"{self.address} answered with no choice; the API may have another path than "
                 f"{self.address.base_url}"
             )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from actors.rollout.text_endpoint import (
+    AnswerLimits,
     EndpointAddress,
-    Patience,
     TextEndpoint,
     text_endpoint,
 )
@@ -49,7 +49,7 @@ class TextTeacher:
         Raises:
             ConfigError: see `text_endpoint`.
         """
-        patience = Patience(
+        patience = AnswerLimits(
             attempt_s=min(_ATTEMPT_S, self.deadline_s / 2), all_s=self.deadline_s / 2
         )
         async with text_endpoint(

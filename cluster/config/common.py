@@ -49,7 +49,7 @@ from learner.config import (
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
-    from learner.memory import Holding
+    from learner.memory import BytesPerParameter
     from learner.memory_plan import LearnerMemory
 
 
@@ -285,7 +285,7 @@ class CommonConfig(
         return None
 
     @property
-    def learner_holding(self) -> Holding:
+    def learner_holding(self) -> BytesPerParameter:
         """Bytes per parameter of the learner."""
         from learner.memory import holding_of  # imports torch
 

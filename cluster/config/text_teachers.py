@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from actors.rollout.text_endpoint import EndpointAddress, Patience, UselessAnswer, text_endpoint
+from actors.rollout.text_endpoint import AnswerLimits, EndpointAddress, UselessAnswer, text_endpoint
 from actors.rollout.text_teacher import TextTeacher
 from cluster.config.on_policy import RolloutConfig
 from distill.data.example_encoder import ExampleEncoder
@@ -16,7 +16,7 @@ from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import TrainSampling
 
 # The endpoint may have to load its model before the first answer.
-_PATIENCE = Patience(attempt_s=120.0, all_s=180.0, attempts=3, useless=1)
+_PATIENCE = AnswerLimits(attempt_s=120.0, all_s=180.0, attempts=3, useless=1)
 # Largest number of tokens of the test request's answer, which is not used.
 _FEW = 16
 # Number of prompts per teacher that are rendered with an answer: a template rejects all, or few.

@@ -15,7 +15,7 @@ from torch import Tensor
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import rows_by_group
 from distill.objective.settings import Normalisation
-from distill.objective.whole_groups import GroupsHere
+from distill.objective.whole_groups import LocalGroups
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.plan import Part
 from learner.policy_loss import TeacherSamplesLoss
@@ -119,7 +119,7 @@ def blame(
 
 def _trained(loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup]) -> KeptRollouts:
     """Groups that the loop would train on, with their rows."""
-    source = GroupsHere()
+    source = LocalGroups()
     weights = loop.rollouts.teacher_weights
     rollouts = Rollouts(loop.learner, source, loop.loss, weights)
     plan = rollouts.plan(source.taken(groups_P).groups_P)

@@ -31,7 +31,7 @@ from cluster.store.group_format import UNREADABLE, read_groups, write_groups
 from cluster.store.group_store import GROUPS
 from distill.durable_files import write_whole
 from distill.errors import ConfigError, DataError, described
-from distill.objective.whole_groups import GroupsHere
+from distill.objective.whole_groups import LocalGroups
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -134,7 +134,7 @@ class KeptSteps:
         """Groups that `step` trained on."""
         return self._read(step)[0]
 
-    def taken(self, step: int, source: GroupsHere) -> StepGroups:
+    def taken(self, step: int, source: LocalGroups) -> StepGroups:
         """Data that `step` trained on, registered with `source`."""
         groups_P, choice = self._read(step)
         for name in _BY_ID:
@@ -165,7 +165,7 @@ class KeptGroupSource:
 
     def __init__(self, kept: KeptSteps, steps: Sequence[int]) -> None:
         self._kept, self._steps = kept, list(steps)
-        self._here = GroupsHere()
+        self._here = LocalGroups()
 
     def take(self, trained: TrainedGroups) -> StepGroups:
         return self._kept.taken(self._steps.pop(0), self._here)

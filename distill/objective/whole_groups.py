@@ -27,7 +27,7 @@ def opened(
     return whole, lost
 
 
-class GroupsHere:
+class LocalGroups:
     """`TrajectorySource` of groups in this process: the groups of the last call of `taken`."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from aiohttp import web
 import actors.rollout.text_endpoint
 import actors.sglang.client
 from actors.envs.judge import Judge
-from actors.rollout.text_endpoint import EndpointAddress, Patience, text_endpoint
+from actors.rollout.text_endpoint import AnswerLimits, EndpointAddress, text_endpoint
 from actors.sglang.client import SglangClient
 from distill.errors import EngineError
 from distill.sampling import TrainSampling
@@ -58,7 +58,7 @@ async def judges(url: str) -> None:
 
 async def writes(url: str) -> None:
     address = EndpointAddress(url=url, name="m", url_setting="samples_from", name_setting="n")
-    patience = Patience(attempt_s=30, all_s=30, attempts=1)
+    patience = AnswerLimits(attempt_s=30, all_s=30, attempts=1)
     sampling = TrainSampling(temperature=1.0, max_new_tokens=4)
     async with text_endpoint(address, patience=patience, max_concurrent=1) as endpoint:
         await endpoint.answer("1 + 1 = ?", sampling)

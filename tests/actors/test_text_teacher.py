@@ -12,9 +12,9 @@ import pytest
 
 from actors.rollout.text_endpoint import (
     Answer,
+    AnswerLimits,
     EndpointAddress,
     EndpointRefused,
-    Patience,
     UselessAnswer,
     in_a_line,
     text_endpoint,
@@ -34,7 +34,7 @@ from tests.samples import ids
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
 SAMPLING = TrainSampling(temperature=0.7, max_new_tokens=12)
-PATIENCE = Patience(attempt_s=5.0, all_s=30.0)
+PATIENCE = AnswerLimits(attempt_s=5.0, all_s=30.0)
 CHAT = [{"role": "user", "content": "1 + 1?"}]
 
 
@@ -52,7 +52,7 @@ def address(url: str, name: str = MODEL) -> EndpointAddress:
 
 
 def ask(
-    where: EndpointAddress, shown: Any = "1 + 1 =", patience: Patience = PATIENCE, **more: Any
+    where: EndpointAddress, shown: Any = "1 + 1 =", patience: AnswerLimits = PATIENCE, **more: Any
 ) -> Answer:
     async def answer() -> Answer:
         async with text_endpoint(where, patience=patience, max_concurrent=4) as endpoint:
@@ -154,13 +154,16 @@ def test_errors_of_key_path_and_name_differ_and_hide_the_key(
 def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
     server.script = lambda body: 503
     with pytest.raises(EngineError) as trouble:
-        ask(address(server.url), patience=Patience(attempt_s=1.0, all_s=1.2))
+        ask(address(server.url), patience=AnswerLimits(attempt_s=1.0, all_s=1.2))
     assert API_KEY not in str(trouble.value)  # which the server repeats
     server.script = lambda body: 60.0
     with pytest.raises(EngineError):
-        ask(address(server.url), patience=Patience(attempt_s=0.3, all_s=20.0, attempts=2))
+        ask(address(server.url), patience=AnswerLimits(attempt_s=0.3, all_s=20.0, attempts=2))
     with pytest.raises(EngineError):
-        ask(address("http://127.0.0.1:9/v1"), patience=Patience(attempt_s=9, all_s=9, attempts=1))
+        ask(
+            address("http://127.0.0.1:9/v1"),
+            patience=AnswerLimits(attempt_s=9, all_s=9, attempts=1),
+        )
 
 
 def test_a_pause_that_is_no_number_is_not_taken(server: TextServer) -> None:

@@ -23,7 +23,7 @@ from cluster.store.group_format import read_groups, write_groups
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import Normalisation, ObjectiveConfig
-from distill.objective.whole_groups import GroupsHere
+from distill.objective.whole_groups import LocalGroups
 from distill.records import TrainedGroups
 from distill.settings import changed
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
@@ -269,7 +269,7 @@ def save(store: CheckpointStore, step: int) -> None:
 
 def take(log: ReplayLog, step: int) -> None:
     groups = [group(step)]
-    log.taken(step, GroupsHere().taken(groups, set_aside={}), groups)
+    log.taken(step, LocalGroups().taken(groups, set_aside={}), groups)
 
 
 NO_PRINTS: Fingerprints = {"gradient": {}, "weights": {}}

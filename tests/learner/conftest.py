@@ -16,7 +16,7 @@ from distill.data.held_out import HeldOut
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import RowMeta
 from distill.objective.settings import ObjectiveConfig
-from distill.objective.whole_groups import GroupsHere
+from distill.objective.whole_groups import LocalGroups
 from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
@@ -76,7 +76,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
-class World(GroupsHere):
+class World(LocalGroups):
     """Both ends of the loop in memory: provides groups, receives weights, records the order."""
 
     def __init__(

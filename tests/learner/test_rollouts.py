@@ -23,7 +23,7 @@ from distill.objective.rows import (
 )
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.sums import meta_of
-from distill.objective.whole_groups import GroupsHere
+from distill.objective.whole_groups import LocalGroups
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
@@ -234,7 +234,7 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     config = learner_config(tiny_pair.student, **{"lora_rank": 2} if base_is_reference else {})
     alone = steps(Learner(config, str(tmp_path / "failed")), given)
     losses = loss, TeacherSamplesLoss(normalisation=objective.normalisation)
-    everywhere = GroupsHere()
+    everywhere = LocalGroups()
     everywhere.taken(groups, set_aside={})
     together = on_workers(
         steps, config, tmp_path, losses, given, source=everywhere, workers=workers
@@ -273,7 +273,7 @@ def test_a_worker_without_samples_of_the_policy_scores_the_reference_with_the_ot
     config = learner_config(tiny_pair.student, lora_rank=2)
     alone = one_step(Learner(config, str(tmp_path / "failed")), given)
     losses = loss, TeacherSamplesLoss(normalisation="token")
-    everywhere = GroupsHere()
+    everywhere = LocalGroups()
     everywhere.taken(groups, set_aside={})
     together = on_workers(one_step, config, tmp_path, losses, given, source=everywhere)
     assert untimed(together) == pytest.approx(untimed(alone), rel=1e-5, abs=1e-6)
