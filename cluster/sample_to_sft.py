@@ -34,7 +34,7 @@ from actors.rollout.text_endpoint import (
     AnswerLimits,
     EndpointAddress,
     TextEndpoint,
-    UselessAnswer,
+    UnusableAnswer,
     text_endpoint,
 )
 from actors.sglang.address import is_url
@@ -348,14 +348,14 @@ def _completed(written: Mapping[str, Any], each: SampledAnswer) -> dict[str, Any
 
 @asynccontextmanager
 async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
-    patience = AnswerLimits(
+    limits = AnswerLimits(
         attempt_s=config.timeout_s,
         all_s=_ATTEMPTS * (config.timeout_s + LONGEST_PAUSE_S),
         attempts=_ATTEMPTS,
-        useless=1,
+        max_unusable=1,
     )
     async with text_endpoint(
-        config.address(), patience=patience, max_concurrent=config.max_concurrent
+        config.address(), limits=limits, max_concurrent=config.max_concurrent
     ) as endpoint:
 
         async def respond(asked: SamplePrompt) -> list[SampledAnswer]:
@@ -371,7 +371,7 @@ async def _answer(
     """Request a response. An unusable answer counts as a response that was cut off."""
     try:
         answer = await endpoint.answer(asked.shown, config.decoder(), asked.tools)
-    except UselessAnswer:
+    except UnusableAnswer:
         return SampledAnswer.by(THINK, THINK.response(""), ended=False)
     return SampledAnswer.by(THINK, THINK.response(answer.text), ended=answer.ended)
 

@@ -23,7 +23,7 @@ from actors.rollout.text_endpoint import (
     EndpointAddress,
     EndpointRefused,
     TextEndpoint,
-    UselessAnswer,
+    UnusableAnswer,
 )
 from actors.together import together
 from distill.errors import ConfigError, DataError, EngineError
@@ -194,7 +194,7 @@ class Judge:
         sampling = EvalSampling(temperature=0, max_new_tokens=self.max_tokens)
         try:
             return await self._connected().answer(messages, sampling)
-        except UselessAnswer as error:
+        except UnusableAnswer as error:
             raise DataError(str(error), field="env.judge_url") from None
         except EndpointRefused as error:
             if error.status in _REFUSED_SETTINGS:
@@ -218,11 +218,11 @@ class Judge:
         attempts = self.retries + 1
         return TextEndpoint.open(
             self._address,
-            patience=AnswerLimits(
+            limits=AnswerLimits(
                 attempt_s=self.timeout_s,
                 all_s=attempts * (self.timeout_s + LONGEST_PAUSE_S),
                 attempts=attempts,
-                useless=2,
+                max_unusable=2,
             ),
             max_concurrent=self.max_concurrent,
         )

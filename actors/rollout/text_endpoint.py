@@ -70,13 +70,13 @@ class AnswerLimits:
         attempt_s: time limit of one attempt, in seconds.
         all_s: time limit of all attempts of one answer, pauses included, in seconds.
         attempts: maximum number of attempts; None: limited by `all_s` only.
-        useless: number of unusable answers (`UselessAnswer`) after which the request fails.
+        max_unusable: number of unusable answers (`UnusableAnswer`) after which the request fails.
     """
 
     attempt_s: float
     all_s: float
     attempts: int | None = None
-    useless: int = 4
+    max_unusable: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class EndpointRefused(EngineError):
         self.status = status
 
 
-class UselessAnswer(EngineError):
+class UnusableAnswer(EngineError):
     """An unusable answer: it has no text, or was ended by a filter."""
 
 
@@ -200,10 +200,10 @@ class _TransientError(EngineError):
 
 @asynccontextmanager
 async def text_endpoint(
-    address: EndpointAddress, *, patience: AnswerLimits, max_concurrent: int
+    address: EndpointAddress, *, limits: AnswerLimits, max_concurrent: int
 ) -> AsyncIterator[TextEndpoint]:
     """Context manager for an open endpoint. Raises the errors of `TextEndpoint.open`."""
-    endpoint = TextEndpoint.open(address, patience=patience, max_concurrent=max_concurrent)
+    endpoint = TextEndpoint.open(address, limits=limits, max_concurrent=max_concurrent)
     async with endpoint.client:
         yield endpoint
 
@@ -259,19 +259,19 @@ class TextEndpoint:
 
     client: AsyncOpenAI
     address: EndpointAddress
-    patience: AnswerLimits
+    limits: AnswerLimits
     places: asyncio.Semaphore
 
     @classmethod
     def open(
-        cls, address: EndpointAddress, *, patience: AnswerLimits, max_concurrent: int
+        cls, address: EndpointAddress, *, limits: AnswerLimits, max_concurrent: int
     ) -> TextEndpoint:
         """Open an endpoint; its key is read from the address's `key_variable`.
 
         Raises:
             ConfigError: the library `openai` is not installed, or the key is invalid.
         """
-        return cls(_client(address), address, patience, asyncio.Semaphore(max_concurrent))
+        return cls(_client(address), address, limits, asyncio.Semaphore(max_concurrent))
 
     async def models(self) -> Any:
         """Return the answer to GET .../models, in one attempt. Raises EngineError on failure."""
@@ -287,18 +287,18 @@ class TextEndpoint:
 
         Raises:
             EndpointRefused: the endpoint rejects the request; the message includes its reason.
-            UselessAnswer: `Patience.useless` answers were unusable.
-            EngineError: there was no answer within the limits of `Patience`; the message includes
-                the last failure.
+            UnusableAnswer: `AnswerLimits.max_unusable` answers were unusable.
+            EngineError: there was no answer within the limits of `AnswerLimits`; the message
+                includes the last failure.
         """
         asked, troubles = self._asked(shown, sampling, tools), ["it is still at the first"]
         async with self.places:
             try:
-                async with asyncio.timeout(self.patience.all_s):
+                async with asyncio.timeout(self.limits.all_s):
                     return await self._attempts(asked, troubles)
             except TimeoutError:
                 raise EngineError(
-                    f"{self.address} gave no answer within {self.patience.all_s:g} s, for all "
+                    f"{self.address} gave no answer within {self.limits.all_s:g} s, for all "
                     f"attempts; of the last: {troubles[-1]}"
                 ) from None
 
@@ -324,7 +324,7 @@ class TextEndpoint:
         )
 
     async def _attempts(self, asked: Mapping[str, Any], troubles: list[str]) -> Answer:
-        done, useless, pause_s = 0, 0, _FIRST_PAUSE_S
+        done, unusable, pause_s = 0, 0, _FIRST_PAUSE_S
         while True:
             done += 1
             try:
@@ -333,13 +333,13 @@ class TextEndpoint:
                 if _NEWER_LIMIT not in str(error) or _LIMIT not in asked:
                     raise
                 asked = {_NEWER_LIMIT if n == _LIMIT else n: v for n, v in asked.items()}
-            except UselessAnswer:
-                useless += 1
-                if useless >= self.patience.useless:
+            except UnusableAnswer:
+                unusable += 1
+                if unusable >= self.limits.max_unusable:
                     raise
             except _TransientError as error:
                 troubles.append(str(error))
-                if done >= (self.patience.attempts or math.inf):
+                if done >= (self.limits.attempts or math.inf):
                     raise
                 await asyncio.sleep(pause_s if error.wait_s is None else error.wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -354,11 +354,11 @@ class TextEndpoint:
         import openai
 
         try:
-            async with asyncio.timeout(self.patience.attempt_s):
+            async with asyncio.timeout(self.limits.attempt_s):
                 return await request
         except TimeoutError:
             raise _TransientError(
-                f"{self.address} did not answer within {self.patience.attempt_s:g} s"
+                f"{self.address} did not answer within {self.limits.attempt_s:g} s"
             ) from None
         except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
             raise self._engine_error(error) from None  # the original message may contain the key
@@ -400,13 +400,13 @@ class TextEndpoint:
         reason = getattr(choice, "finish_reason", None)
         text = getattr(body, "text" if completes else "content", None)
         if not isinstance(text, str) or not text.strip():
-            raise UselessAnswer(
+            raise UnusableAnswer(
                 f"{self.address} answered without a text (finish_reason={reason}), asked "
-                f"{self.patience.useless} times: one that thinks may need a larger "
+                f"{self.limits.max_unusable} times: one that thinks may need a larger "
                 "max_new_tokens before it says anything, or nothing is to be said to the prompt"
             )
         if reason not in ("stop", "length", None):
-            raise UselessAnswer(
+            raise UnusableAnswer(
                 f"{self.address} did not end its answer (finish_reason={reason}): what a filter "
                 "or a call of a tool has ended is no response"
             )

@@ -49,11 +49,11 @@ class TextTeacher:
         Raises:
             ConfigError: see `text_endpoint`.
         """
-        patience = AnswerLimits(
+        limits = AnswerLimits(
             attempt_s=min(_ATTEMPT_S, self.deadline_s / 2), all_s=self.deadline_s / 2
         )
         async with text_endpoint(
-            self.address, patience=patience, max_concurrent=_MOST_AT_ONCE
+            self.address, limits=limits, max_concurrent=_MOST_AT_ONCE
         ) as endpoint:
             yield OpenTextTeacher(endpoint, self.encoder)
 
@@ -73,8 +73,8 @@ class OpenTextTeacher:
 class TextSampler:
     """Sampler of responses to one prompt; the prompt tokens of a request are ignored.
 
-    A wait ends when the endpoint's `Patience` is exhausted. An answer shows no progress before it
-    is complete, so the calls of `alive` report only that the wait continues.
+    A wait ends when the endpoint's `AnswerLimits` are exhausted. An answer shows no progress before
+    it is complete, so the calls of `alive` report only that the wait continues.
     """
 
     endpoint: TextEndpoint

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from actors.rollout.text_endpoint import AnswerLimits, EndpointAddress, UselessAnswer, text_endpoint
+from actors.rollout.text_endpoint import (
+    AnswerLimits,
+    EndpointAddress,
+    UnusableAnswer,
+    text_endpoint,
+)
 from actors.rollout.text_teacher import TextTeacher
 from cluster.config.on_policy import RolloutConfig
 from distill.data.example_encoder import ExampleEncoder
@@ -16,7 +21,7 @@ from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import TrainSampling
 
 # The endpoint may have to load its model before the first answer.
-_PATIENCE = AnswerLimits(attempt_s=120.0, all_s=180.0, attempts=3, useless=1)
+_LIMITS = AnswerLimits(attempt_s=120.0, all_s=180.0, attempts=3, max_unusable=1)
 # Largest number of tokens of the test request's answer, which is not used.
 _FEW = 16
 # Number of prompts per teacher that are rendered with an answer: a template rejects all, or few.
@@ -98,9 +103,9 @@ async def _ask_once(address: EndpointAddress, prompt: Prompt, sampling: TrainSam
         temperature=sampling.temperature, max_new_tokens=min(_FEW, sampling.max_new_tokens)
     )
     try:
-        async with text_endpoint(address, patience=_PATIENCE, max_concurrent=1) as endpoint:
+        async with text_endpoint(address, limits=_LIMITS, max_concurrent=1) as endpoint:
             await endpoint.answer(prompt.for_text_teacher, short)
-    except UselessAnswer:
+    except UnusableAnswer:
         pass  # a reasoning model has written no answer within so few tokens
     except EngineError as error:
         raise ConfigError(

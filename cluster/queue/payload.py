@@ -1,7 +1,7 @@
 """Columns of delivered groups, from their rollout worker to the learner workers that train on them.
 
     worker    `offered`       keeps the parts of a large group until `deliver` has returned
-    queue     `taken_over`    calls the worker for the parts, owns them, and never opens them
+    queue     `claim_all`     calls the worker for the parts, owns them, and never opens them
     learner   `open_parts`    fetches the parts with the trajectories that it trains
     queue     `whole_columns` fetches all parts, in a thread, to keep the group on disk; `restored`
                               creates a delivery from a group that was read from disk
@@ -169,23 +169,23 @@ def in_arguments(deliveries: Sequence[Delivery]) -> list[list[Delivery]]:
     return batches
 
 
-async def taken_over(deliveries: Sequence[Delivery]) -> list[Delivery]:
+async def claim_all(deliveries: Sequence[Delivery]) -> list[Delivery]:
     """Return the deliveries with parts that this process owns. Called by the queue."""
-    return await asyncio.gather(*map(_taken_over, deliveries))
+    return await asyncio.gather(*map(_claim, deliveries))
 
 
-async def _taken_over(delivery: Delivery) -> Delivery:
+async def _claim(delivery: Delivery) -> Delivery:
     if delivery.holder is None:
         return delivery
     returns = 1 + len(delivery.payload.parts)
     call = delivery.holder.__ray_call__.options(num_returns=returns)
-    done, *parts = call.remote(_hand_over, delivery.name)
+    done, *parts = call.remote(_transfer, delivery.name)
     await done  # a small object; once it is here, the parts are stored
     payload = replace(delivery.payload, parts=tuple(parts))
     return replace(delivery, payload=payload, holder=None, name="")
 
 
-def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
+def _transfer(_: Any, name: str) -> tuple[Any, ...]:
     """Acknowledgement and the parts, each as one object. Runs in the worker's process."""
     return None, *_OFFERED[name]
 

@@ -25,9 +25,9 @@ from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.payload import (
     Delivery,
     Payload,
+    claim_all,
     restored,
     select_payloads,
-    taken_over,
     whole_columns,
 )
 from cluster.store.group_format import GroupRow
@@ -184,7 +184,7 @@ class GroupQueueActor:
 
     async def deliver(self, worker: str, *batches: Sequence[Delivery]) -> None:
         # Batches are separate arguments, because Ray sends arguments of at most 100 kB in the call.
-        deliveries = await taken_over(list(chain(*batches)))  # before the journal records them
+        deliveries = await claim_all(list(chain(*batches)))  # before the journal records them
         suspects = self._ledger.faults.any_suspected
         new: dict[int, Delivery] = {}
         with self._journal.together():

@@ -58,9 +58,9 @@ async def judges(url: str) -> None:
 
 async def writes(url: str) -> None:
     address = EndpointAddress(url=url, name="m", url_setting="samples_from", name_setting="n")
-    patience = AnswerLimits(attempt_s=30, all_s=30, attempts=1)
+    limits = AnswerLimits(attempt_s=30, all_s=30, attempts=1)
     sampling = TrainSampling(temperature=1.0, max_new_tokens=4)
-    async with text_endpoint(address, patience=patience, max_concurrent=1) as endpoint:
+    async with text_endpoint(address, limits=limits, max_concurrent=1) as endpoint:
         await endpoint.answer("1 + 1 = ?", sampling)
 
 

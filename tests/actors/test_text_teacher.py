@@ -15,7 +15,7 @@ from actors.rollout.text_endpoint import (
     AnswerLimits,
     EndpointAddress,
     EndpointRefused,
-    UselessAnswer,
+    UnusableAnswer,
     in_a_line,
     text_endpoint,
 )
@@ -52,10 +52,10 @@ def address(url: str, name: str = MODEL) -> EndpointAddress:
 
 
 def ask(
-    where: EndpointAddress, shown: Any = "1 + 1 =", patience: AnswerLimits = PATIENCE, **more: Any
+    where: EndpointAddress, shown: Any = "1 + 1 =", limits: AnswerLimits = PATIENCE, **more: Any
 ) -> Answer:
     async def answer() -> Answer:
-        async with text_endpoint(where, patience=patience, max_concurrent=4) as endpoint:
+        async with text_endpoint(where, limits=limits, max_concurrent=4) as endpoint:
             return await endpoint.answer(shown, SAMPLING, **more)
 
     return asyncio.run(answer())
@@ -105,7 +105,7 @@ def test_temporary_failures_and_empty_answers_are_retried(server: TextServer) ->
 )
 def test_repeated_useless_answers_are_an_error(server: TextServer, said: Says) -> None:
     server.script = lambda body: said
-    with pytest.raises(UselessAnswer):
+    with pytest.raises(UnusableAnswer):
         ask(address(server.url))
     assert len(server.chats) == 4
 
@@ -154,15 +154,15 @@ def test_errors_of_key_path_and_name_differ_and_hide_the_key(
 def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
     server.script = lambda body: 503
     with pytest.raises(EngineError) as trouble:
-        ask(address(server.url), patience=AnswerLimits(attempt_s=1.0, all_s=1.2))
+        ask(address(server.url), limits=AnswerLimits(attempt_s=1.0, all_s=1.2))
     assert API_KEY not in str(trouble.value)  # which the server repeats
     server.script = lambda body: 60.0
     with pytest.raises(EngineError):
-        ask(address(server.url), patience=AnswerLimits(attempt_s=0.3, all_s=20.0, attempts=2))
+        ask(address(server.url), limits=AnswerLimits(attempt_s=0.3, all_s=20.0, attempts=2))
     with pytest.raises(EngineError):
         ask(
             address("http://127.0.0.1:9/v1"),
-            patience=AnswerLimits(attempt_s=9, all_s=9, attempts=1),
+            limits=AnswerLimits(attempt_s=9, all_s=9, attempts=1),
         )
 
 
