@@ -172,7 +172,7 @@ class FrozenModel(Teacher):
         chunk of positions at a time together with the learner's own. If the model is sharded, the
         result holds a copy of its vocabulary projection, so that it gathers nothing.
         """
-        seen = collate([as_seen(row) for row in batch.rows], self._device)
+        seen = collate([teacher_row(row) for row in batch.rows], self._device)
         copies = "none" if self._root is None else "all"
         try:
             return self._forward.distribution_of(seen, copies=copies)
@@ -266,7 +266,7 @@ def _shortest(row: TrainingRow) -> TrainingRow:
     )
 
 
-def as_seen(row: TrainingRow) -> TrainingRow:
+def teacher_row(row: TrainingRow) -> TrainingRow:
     """The row as its teacher sees it: with the privileged context, if any.
 
     Its trained tokens are those of the row, in the same order. The experts that the engine chose

@@ -307,7 +307,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     # Servers identify modules by the last part of their names.
     known = sorted({_last(name) for name in adaptable})
     if settings.targets in (None, ALL_LINEAR):
-        targets = _but_for_experts(known, model)
+        targets = _without_experts(known, model)
     else:
         targets = [target.strip() for target in settings.targets.split(",")]
     for target in targets:
@@ -328,7 +328,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
 
 
-def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
+def _without_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
     """The names that peft does not map to the experts of a mixture.
 
     In some architectures the Linears of a shared expert have the names that the experts had before

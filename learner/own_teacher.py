@@ -29,7 +29,7 @@ from distill.objective.batching import Batch, collate
 from distill.objective.objectives import TeacherDistribution
 from learner.config import ShadowRule
 from learner.forward import Forward
-from learner.frozen import as_seen
+from learner.frozen import teacher_row
 from learner.sharding import local
 
 # Suffix of the shadow's tensors, which are saved with AdamW's moments of the same weights.
@@ -94,7 +94,7 @@ class OwnTeacher:
 
         The result is for the learner's next pass over the batch.
         """
-        batch_seen = collate([as_seen(row) for row in batch.rows], self.device)
+        batch_seen = collate([teacher_row(row) for row in batch.rows], self.device)
         if self.shadow is None:
             return self._read(batch_seen, "none")
         self.shadow.swap()

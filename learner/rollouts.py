@@ -141,7 +141,7 @@ class Rollouts:
     def hold(self, plan: StepPlan) -> dict[int, str]:
         """Make each worker fetch its share; return the reasons of lost groups, by group id."""
         self.turn += 1
-        return _united(self._learner.on_each("rollouts.hold", self._by_worker(plan, self.turn)))
+        return _merged(self._learner.on_each("rollouts.hold", self._by_worker(plan, self.turn)))
 
     def prefetch(self, groups_P: Sequence[TrajectoryGroupMeta], turn: int) -> None:
         """Make each worker prefetch its share of groups for the step after `turn`, and build rows.
@@ -158,7 +158,7 @@ class Rollouts:
 
     def add_reference(self) -> None:
         """Make the workers score their segments with the model without its adapter."""
-        scored = _united(self._learner.on_all("rollouts.score_reference"))
+        scored = _merged(self._learner.on_all("rollouts.score_reference"))
         self._learner.on_all("rollouts.add_reference", scored)
 
     def build(self, plan: StepPlan) -> dict[str, float]:
@@ -195,7 +195,7 @@ class Rollouts:
         ]
         if any(places):
             sums = self._learner.on_each("rollouts.sums", [sorted(mine) for mine in places])
-            self._learner.on_all("rollouts.join", _united(sums))
+            self._learner.on_all("rollouts.join", _merged(sums))
 
     def kept(self, plan: StepPlan, group_ids: Collection[int]) -> KeptRollouts:
         """Groups of the step with the rows that were trained."""
@@ -270,5 +270,5 @@ class Prefetcher:
             logger.warning("the next step's rollouts are not prefetched: %s", error)
 
 
-def _united(of_workers: Sequence[Mapping[Key, Value]]) -> dict[Key, Value]:
+def _merged(of_workers: Sequence[Mapping[Key, Value]]) -> dict[Key, Value]:
     return {key: value for one in of_workers for key, value in one.items()}

@@ -56,7 +56,7 @@ def write_tensors(
     """
     # safetensors supports only contiguous tensors; the moments of a transposed weight are strided.
     contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
-    with _plainly(f"cannot write tensors to {path}"):
+    with _as_checkpoint_error(f"cannot write tensors to {path}"):
         save(
             contiguous,
             storage_writer=HuggingFaceStorageWriter(
@@ -88,7 +88,7 @@ def read_tensors(
     Raises:
         CheckpointError: the tensors cannot be read.
     """
-    with _plainly(f"cannot read the tensors in {path}"):
+    with _as_checkpoint_error(f"cannot read the tensors in {path}"):
         load(
             dict(wanted),
             storage_reader=HuggingFaceStorageReader(path),
@@ -155,7 +155,7 @@ def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @contextmanager
-def _plainly(what: str) -> Iterator[None]:
+def _as_checkpoint_error(what: str) -> Iterator[None]:
     """Context manager that converts torch's errors to CheckpointErrors that begin with `what`."""
     try:
         yield

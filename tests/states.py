@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import TrainingRow
 from distill.states import HiddenStates, joined
-from learner.frozen import as_seen
+from learner.frozen import teacher_row
 from tests.tiny import VOCAB_SIZE
 
 
@@ -30,7 +30,7 @@ def states_request(
 @torch.no_grad()
 def with_states(model: PreTrainedModel, row: TrainingRow) -> TrainingRow:
     """Row with the states of a teacher, which may see its own context."""
-    seen = as_seen(row)
+    seen = teacher_row(row)
     ids_1T = torch.from_numpy(seen.tokens_T.astype(np.int64))[None]
     hidden_TH = model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
     trained_T = torch.from_numpy(seen.loss_mask_T)

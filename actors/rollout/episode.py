@@ -88,7 +88,7 @@ async def rollout_group(
     for member, episode in enumerate(episodes_G if waits else ()):
         note(member, episode)
     trajectories_G = tuple(
-        _ruled(_trajectory(segments_G[member], episode), episode, lengths)
+        _apply_length_rules(_trajectory(segments_G[member], episode), episode, lengths)
         for member, episode in enumerate(episodes_G)
         if _is_trained(episode)
     )
@@ -128,7 +128,9 @@ def _trajectory(segments: tuple[Segment, ...], episode: Episode) -> Trajectory:
     )
 
 
-def _ruled(trajectory: Trajectory, episode: Episode, rules: LengthRules | None) -> Trajectory:
+def _apply_length_rules(
+    trajectory: Trajectory, episode: Episode, rules: LengthRules | None
+) -> Trajectory:
     """Apply length rules to the reward: subtract the penalty of the longest turn.
 
     The penalty is recorded as the metric `overlong`.

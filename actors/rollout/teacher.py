@@ -163,7 +163,7 @@ class Scorer:
         scored = await self._scorers.score(segments)
         self._fields |= {id(s): fields for s, fields in zip(segments, scored, strict=True)}
 
-    def no_more(self) -> None:
+    def finish(self) -> None:
         """Score the queued segments immediately: all trajectories have ended."""
         self._all_ended.set()
 
@@ -219,7 +219,7 @@ class TeacherSampler:
         self._firsts.append(prompt_T)
         return self._context_T
 
-    def signed(self, group: TrajectoryGroup) -> TrajectoryGroup:
+    def mark_sampled(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """The group, marked as sampled by the teacher.
 
         The engines that sampled it are recorded as its scorers: their log-probs are the teacher's,

@@ -99,7 +99,7 @@ class TextSampler:
         )
 
     @staticmethod
-    def signed(group: TrajectoryGroup) -> TrajectoryGroup:
+    def mark_sampled(group: TrajectoryGroup) -> TrajectoryGroup:
         """The group, marked as sampled by the teacher, as text."""
         return replace(group, by_teacher=True, as_text=True)
 

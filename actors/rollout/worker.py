@@ -291,7 +291,7 @@ class RolloutWorker:
             group = await self._rollout(policy, active, builder, scorer.ended)
             sampled = time.perf_counter()
             active.enter("scoring")
-            scorer.no_more()
+            scorer.finish()
         timings = {"time/rollout": sampled - started}
         if scorers:
             timings["time/teacher"] = time.perf_counter() - sampled
@@ -317,7 +317,7 @@ class RolloutWorker:
         started = time.perf_counter()
         teacher = self._teacher_sampler(active, builder)
         stage: Stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
-        group = teacher.signed(await self._rollout(teacher, active, builder, stage=stage))
+        group = teacher.mark_sampled(await self._rollout(teacher, active, builder, stage=stage))
         return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 
     def _teacher_sampler(

@@ -204,7 +204,8 @@ class EnginePool:
         self._members: dict[str, _PooledEngine] = {}
         self._removed: list[tuple[str, _PooledEngine]] = []  # removed engines with pending requests
         self.answers = 0  # number of answers so far
-        self._homes: dict[str, _PooledEngine] = {}  # session -> its engine, the latest last
+        # Session -> its engine, the latest last.
+        self._session_engines: dict[str, _PooledEngine] = {}
         self.update(members)
 
     def update(
@@ -288,7 +289,7 @@ class EnginePool:
         return await self._send("rewards", len(conversations), list(conversations))
 
     async def _choose(self, able: Sequence[_PooledEngine], session: str) -> _PooledEngine:
-        home = self._homes.get(session)
+        home = self._session_engines.get(session)
         others = [member for member in able if member is not home]
         if home is None or home not in able:
             pair = _RANDOM.sample(others, 2) if len(others) > 1 else others
@@ -301,10 +302,10 @@ class EnginePool:
         else:
             chosen = home
         if session:
-            self._homes.pop(session, None)
-            self._homes[session] = chosen  # moves the session to the end
-            while len(self._homes) > _MOST_SESSIONS:
-                del self._homes[next(iter(self._homes))]
+            self._session_engines.pop(session, None)
+            self._session_engines[session] = chosen  # moves the session to the end
+            while len(self._session_engines) > _MOST_SESSIONS:
+                del self._session_engines[next(iter(self._session_engines))]
         return chosen
 
     async def info(self) -> EngineInfo:

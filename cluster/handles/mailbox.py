@@ -55,7 +55,7 @@ class _Box:
     collecting: int = 0
     collected_at: float = field(default_factory=time.monotonic)
 
-    def is_left(self, for_s: float) -> bool:
+    def is_abandoned(self, for_s: float) -> bool:
         """True if no request is in progress, and nothing was collected for `for_s` seconds."""
         idle_s = time.monotonic() - self.collected_at
         return not self.in_progress and not self.collecting and idle_s >= for_s
@@ -77,7 +77,9 @@ class Mailbox:
         self, client: str, numbers: Sequence[int], requests: Sequence[GenerateRequest]
     ) -> None:
         self._boxes = {
-            name: box for name, box in self._boxes.items() if not box.is_left(self._forget_after_s)
+            name: box
+            for name, box in self._boxes.items()
+            if not box.is_abandoned(self._forget_after_s)
         }
         box = self._boxes.setdefault(client, _Box())
         for number, request in zip(numbers, requests, strict=True):

@@ -51,7 +51,7 @@ from distill.handshake.comparison import (
     Comparison,
     Suspicion,
     compare,
-    looser,
+    looser_dtype,
     other_weights,
 )
 from distill.handshake.identity import fact_differences
@@ -220,7 +220,7 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
             probes, so its decode is compared with the arbiter; the decode of any other engine is
             compared with that engine's prefill.
     """
-    name, dtype = answers.name, looser(answers.dtype, arbiter.dtype)
+    name, dtype = answers.name, looser_dtype(answers.dtype, arbiter.dtype)
     lawful = all(law.agrees for law in answers.laws())
     decoded, given = [], []
     for t in answers.temperatures:

@@ -302,9 +302,9 @@ class Ledger:
     def _blame(self, group_id: int, reason: str) -> None:
         """Count a failure of the group itself."""
         del self._leased[group_id]
-        self._put_back(group_id, self.faults.failed(group_id, reason))
+        self._requeue(group_id, self.faults.failed(group_id, reason))
 
-    def _put_back(self, group_id: int, verdict: str | None) -> None:
+    def _requeue(self, group_id: int, verdict: str | None) -> None:
         """Make a group pending again, or set it aside if `verdict` gives a reason."""
         if verdict is None:
             self._pending.add(group_id)
@@ -444,7 +444,7 @@ class Ledger:
     def _requeue_lost(self, ids: list[int], reason: str) -> None:
         for group_id in ids:
             self._leased.pop(group_id, None)
-            self._put_back(group_id, self.faults.lost(group_id, reason))
+            self._requeue(group_id, self.faults.lost(group_id, reason))
         self._meter()
 
     def _mark_set_aside(self, group_id: int, reason: str) -> None:

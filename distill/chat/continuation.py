@@ -89,7 +89,7 @@ def served_continuation(
     if not len(before_T):
         return encode_chat(tokenizer, text)
     last = added.get(int(before_T[-1]))
-    tokens_T = None if last is None else _behind(tokenizer, last, text)
+    tokens_T = None if last is None else _encoded_after(tokenizer, last, text)
     return continuation(tokenizer, before_T, text) if tokens_T is None else tokens_T
 
 
@@ -106,7 +106,7 @@ def _whole(
     tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
 ) -> TokenArray | None:
     for anchor in _anchors(tokenizer, before_T):
-        tokens_T = _behind(tokenizer, anchor, text)
+        tokens_T = _encoded_after(tokenizer, anchor, text)
         if tokens_T is not None:
             joined = added_text(tokenizer, before_T, tokens_T)
             if joined is not None and _normal(joined) == _normal(text):
@@ -143,7 +143,7 @@ def _anchors(tokenizer: PreTrainedTokenizerBase, before_T: TokenArray) -> Iterat
     yield from _ANCHORS
 
 
-def _behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> TokenArray | None:
+def _encoded_after(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> TokenArray | None:
     """Tokens of `text` when encoded after `anchor`; None if a token spans the boundary."""
     if not anchor:
         return encode_chat(tokenizer, text)

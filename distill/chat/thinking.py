@@ -225,7 +225,9 @@ def _around(turn: str, prompt: str, plain: str) -> ThinkingMarks | None:
     closes = _first_mark(after) or between.strip()
     if not (thought and answered and opens and closes):
         return None
-    answer = _behind(before.removesuffix(opens), between.strip().removeprefix(closes).strip())
+    answer = _without_header(
+        before.removesuffix(opens), between.strip().removeprefix(closes).strip()
+    )
     return ThinkingMarks(opens=opens, closes=closes, answer=answer, ends=_first_mark(behind))
 
 
@@ -270,7 +272,7 @@ def _first_mark(text: str) -> str:
     return mark[0] if mark else ""
 
 
-def _behind(header: str, text: str) -> str:
+def _without_header(header: str, text: str) -> str:
     """Text without its beginning, as far as that repeats the end of the header."""
     header = header.rstrip()
     starts = range(len(header) + 1)

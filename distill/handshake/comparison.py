@@ -41,7 +41,7 @@ SECOND_TEMPERATURE_FACTOR = 1.5
 FLOOR = -80.0
 
 
-def looser(*dtypes: str) -> str:
+def looser_dtype(*dtypes: str) -> str:
     """The dtype that allows the larger difference."""
     return max(dtypes, key=TOLERANCE.__getitem__)
 

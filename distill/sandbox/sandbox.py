@@ -137,11 +137,11 @@ async def run_python(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            **_surroundings(report_end, limits),
+            **_process_options(report_end, limits),
         )
         run = _SandboxedProgram(process, limits)
         try:
-            await run.until_its_end(spec + stdin.encode("utf-8", "replace"))
+            await run.wait_until_end(spec + stdin.encode("utf-8", "replace"))
         finally:
             await run.end()
         os.set_blocking(report, False)
@@ -168,7 +168,7 @@ def _failure(isolation: Isolation) -> str | None:
             input=spec,
             capture_output=True,
             timeout=60,
-            **_surroundings(report_end, limits),
+            **_process_options(report_end, limits),
         )
         os.set_blocking(report, False)
         try:
@@ -176,7 +176,7 @@ def _failure(isolation: Isolation) -> str | None:
         except ConfigError as error:
             return str(error)
     if outcome.get("exit_code") != 0:
-        return _cannot_be_made(f"{outcome or done.returncode}: {done.stderr.decode()[-400:]}")
+        return _sandbox_error(f"{outcome or done.returncode}: {done.stderr.decode()[-400:]}")
     return None
 
 
@@ -219,7 +219,7 @@ def _command(spec: bytes, report_end: int, limits: SandboxLimits) -> list[str]:
     return guarded(launcher) if limits.isolation == "process" else launcher
 
 
-def _surroundings(report_end: int, limits: SandboxLimits) -> dict[str, Any]:
+def _process_options(report_end: int, limits: SandboxLimits) -> dict[str, Any]:
     descriptors = (report_end, lifeline()) if limits.isolation == "process" else (report_end,)
     return {"env": {}, "cwd": "/", "start_new_session": True, "pass_fds": descriptors}
 
@@ -236,11 +236,11 @@ def _read_report(report: int) -> dict[str, Any]:
         return {}
     outcome = json.loads(line)
     if "error" in outcome:
-        raise ConfigError(_cannot_be_made(outcome["error"]))
+        raise ConfigError(_sandbox_error(outcome["error"]))
     return outcome
 
 
-def _cannot_be_made(why: str) -> str:
+def _sandbox_error(why: str) -> str:
     return (
         f"the sandbox cannot be created on this machine: {why}. It needs Linux 5.14 and user "
         "namespaces: `sysctl user.max_user_namespaces` above 0, on Ubuntu "
@@ -259,7 +259,7 @@ class _SandboxedProgram:
         self._outputs: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._ended: Outcome | None = None
 
-    async def until_its_end(self, given: bytes) -> None:
+    async def wait_until_end(self, given: bytes) -> None:
         try:
             async with asyncio.timeout(self._limits.wall_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._feed(given))

@@ -98,7 +98,7 @@ def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int
     kinds = _Kinds.of(text)
     return [
         _chunk(text, span, kinds, tokenizer, max_tokens)
-        for span in _led(spans, text, tokenizer, max_tokens)
+        for span in _join_headings(spans, text, tokenizer, max_tokens)
     ]
 
 
@@ -154,7 +154,7 @@ def _split(
     ]
 
 
-def _led(
+def _join_headings(
     spans: Sequence[tuple[int, int]],
     text: str,
     tokenizer: PreTrainedTokenizerBase,

@@ -316,7 +316,7 @@ async def condense_history(
     total = num_tokens(messages)
     if total <= max_tokens:
         return list(messages)
-    head, middle, tail = _parted(messages, keep_last)
+    head, middle, tail = _split_messages(messages, keep_last)
     fixed = num_tokens([*head, _summary_message(""), *tail]) if middle else total
     if fixed > max_tokens:
         raise TooLongToCondense(
@@ -354,7 +354,7 @@ async def condense_history(
     return condensed
 
 
-def _parted(
+def _split_messages(
     messages: Sequence[Message], keep_last: int
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split messages into the system message, those to condense, and the last ones that stay."""

@@ -94,7 +94,7 @@ async def _run(
     failure: Failure | None = None
     try:
         tool = _known(call.name, tools)
-        result = await _result(tool, _fitting(call, tool), limits.timeout_s)
+        result = await _result(tool, _checked_arguments(call, tool), limits.timeout_s)
     except _RefusedCall as refused:
         failure, result = refused.failure, f"Error: {refused}"
     seconds = time.monotonic() - began
@@ -127,7 +127,7 @@ def _known(name: str, tools: Mapping[str, Tool]) -> Tool:
 _MORE_NAMES = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
-def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
+def _checked_arguments(call: ToolCall, tool: Tool) -> dict[str, Any]:
     """Return the arguments if they fit the tool's schema; else raise _RefusedCall."""
     if isinstance(call.arguments, str):
         raise _RefusedCall("arguments", _not_an_object(call.arguments, tool))

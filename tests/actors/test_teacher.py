@@ -39,7 +39,7 @@ async def score_rollout(
             scorer = Scorer(tasks, scorers)
             for member in group.trajectories_G:
                 scorer.ended(member.segments)
-            scorer.no_more()
+            scorer.finish()
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return scorer.filled(group)

@@ -18,7 +18,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import TokenArray, TrajectoryGroup
-from learner.frozen import LocalTeachers, as_seen
+from learner.frozen import LocalTeachers, teacher_row
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_distribution
 from tests.samples import group, ids, sample, training_row, trajectory
@@ -122,7 +122,7 @@ def test_served_and_local_teachers_see_the_same(
             await engine.close()
 
     by_engine = asyncio.run(asyncio.wait_for(served(), 60)).segments()
-    seen = [as_seen(row) for row in policy_rows([made], FULL)]
+    seen = [teacher_row(row) for row in policy_rows([made], FULL)]
     assert [row.tokens_T.tolist() for row in seen] == [
         [90, 91, 92, 93, 94, 10, 11, 4, 5, 20, 21], [90, 91, 92, 93, 94, 11, 6, 30], [7, 8, 31],
     ]  # fmt: skip
