@@ -236,7 +236,7 @@ def test_deadlines_follow_the_measured_pace() -> None:
     assert pace.allowance_s(1000) == 250
 
 
-class AnswerLimits(SlowServer):
+class Patience(SlowServer):
     """A client that records the deadlines of its requests."""
 
     allowed: list[float]
@@ -247,7 +247,7 @@ class AnswerLimits(SlowServer):
 
 
 def test_the_deadline_of_a_request_grows_with_its_tokens(loop: SimulatedLoop) -> None:
-    client = AnswerLimits(loop, float("inf"))
+    client = Patience(loop, float("inf"))
     client.allowed = []
     engine = SlowEngine(client)
     loop.run_until_complete(engine.generate(SAMPLE))

@@ -64,9 +64,9 @@ def test_groups_restart_only_if_the_step_can_then_start() -> None:
     rule, started = StepRule(horizon=2, window=9), {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
     held_up = view(1, started, 4, 5)  # four groups of version 0 have two places left
     assert rule.choose_restarts(held_up, [3, 5, 1, 0], 1) == [3, 1]
-    assert rule.choose_restarts(held_up, [3], 1) == [], "the step would still wait for another group"
+    assert rule.choose_restarts(held_up, [3], 1) == [], "the step would still wait"
     assert rule.choose_restarts(view(1, started, 0, 1), [3], 1) == []  # the step can start as it is
-    assert rule.choose_restarts(view(1, started, 4), [0, 1, 2, 3], 1) == []  # the step lacks a group
+    assert rule.choose_restarts(view(1, started, 4), [0, 1, 2, 3], 1) == []  # a group is missing
 
 
 @given(
