@@ -94,7 +94,7 @@ class House:
         fleet: Any = SimpleNamespace(
             driver=self.driver, supervisor=supervisor, pool=lambda *_, **__: None,
             admission=SimpleNamespace(
-                pin=lambda: (7, dict(self.serving)), admit_waiting=lambda: None
+                push_to_evaluators=lambda: (7, dict(self.serving)), admit_waiting=lambda: None
             ),
             evaluator_calls=SimpleNamespace(ask=self._ask),
         )  # fmt: skip
