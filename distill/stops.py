@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import chz
 import numpy as np
@@ -18,10 +18,7 @@ import numpy as np
 from distill.errors import ConfigError
 from distill.lookup import known_names
 from distill.settings import Section
-from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import TokenArray, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ class StopTokens:
         """The ids that form one outcome; empty if each is an outcome of its own."""
         return self.ids if self.one_event else ()
 
-    def described(self, tokenizer: PreTrainedTokenizerBase) -> str:
+    def described(self, tokenizer: Tokenizer) -> str:
         """Text for users: the tokens, their ids, and whether they are one event."""
         names = [f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in self.ids]
         return (", ".join(names) or "none") + (", as one event" if self.one_event else "")
@@ -75,9 +72,7 @@ class StopSettings:
         "tokens of all the run's models. Written to generation_config.json in final/",
     )
 
-    def stops(
-        self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[Collection[int] | None]
-    ) -> StopTokens:
+    def stops(self, tokenizer: Tokenizer, ends: Iterable[Collection[int] | None]) -> StopTokens:
         """The run's stop tokens; `ends` as in `StopTokens.of`.
 
         Raises:
@@ -96,7 +91,7 @@ def merged(event: Collection[int]) -> int:
     return max(0, len(event) - 1)
 
 
-def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def parse_stop_tokens(text: str, tokenizer: Tokenizer) -> set[int]:
     """Ids of tokens given as text or by id, separated by commas.
 
     Raises:

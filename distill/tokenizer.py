@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from distill.errors import CheckpointError, ConfigError, first_line
 from distill.model_paths import run_remedy
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> Tokenizer:
     """Load a checkpoint's tokenizer. Code in the checkpoint is never run.
 
     Raises:
@@ -44,7 +41,7 @@ class Fingerprint:
     chat_template_hash: str | None
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
+def fingerprint(tokenizer: Tokenizer) -> Fingerprint:
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     template = tokenizer.chat_template
     return Fingerprint(
@@ -82,7 +79,7 @@ class TokenizerProbe:
         return _hash(json.dumps([self.texts, self.chat]))
 
 
-def probe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
+def probe_tokenizer(tokenizer: Tokenizer) -> TokenizerProbe:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
@@ -95,9 +92,7 @@ def probe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
     return TokenizerProbe(texts=tuple(encode(text) for text in PROBE_TEXTS), chat=chat)
 
 
-def check_same_tokenizer(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase
-) -> None:
+def check_same_tokenizer(student: Tokenizer, teacher: Tokenizer) -> None:
     """Check that two tokenizers agree: a teacher scores the student's token ids unchanged.
 
     Raises:
@@ -113,8 +108,8 @@ def check_same_tokenizer(
 
 
 def first_difference(
-    a: PreTrainedTokenizerBase,
-    b: PreTrainedTokenizerBase,
+    a: Tokenizer,
+    b: Tokenizer,
     to_a: str = "to the student",
     to_b: str = "to the teacher",
 ) -> str | None:
@@ -134,5 +129,5 @@ def first_difference(
     return None
 
 
-def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def _tokens_by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.get_vocab().items()}

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.embedded.engine import EmbeddedEngine
 from cluster.handles import calls, errors
@@ -25,7 +24,7 @@ from distill.objective.batching import TrainingRow
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer
-from distill.types import FloatArray, StopReason, TokenArray
+from distill.types import FloatArray, StopReason, TokenArray, Tokenizer
 
 # A text, encoded unchanged; the messages of a chat, for the model's template; or token ids.
 Prompt = str | Sequence[Mapping[str, Any]] | TokenArray
@@ -199,7 +198,7 @@ class Sampler(Samples):
             CheckpointError: the checkpoint cannot be loaded.
             ConfigError: a stop token is not in the vocabulary.
         """
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
+        self.tokenizer: Tokenizer = load_tokenizer(model)
         ends = [ends_of(model, self.tokenizer)]
         chosen = StopSettings(stop_tokens=stop_tokens).stops(self.tokenizer, ends)
         # For the sampler and for `Policy`, each stop token is a separate outcome.

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
+from distill.types import Tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner
 from learner.state import StateCopy
@@ -40,7 +39,7 @@ class CheckpointWriter:
     def __init__(
         self,
         learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         store: CheckpointStore,
         *,
         background: bool | None = None,

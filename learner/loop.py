@@ -22,7 +22,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
@@ -34,7 +33,7 @@ from distill.objective.metrics import (
 )
 from distill.objective.whole_groups import opened
 from distill.records import StepGroups, TrainedGroups, TrajectorySource
-from distill.types import TrajectoryGroup
+from distill.types import Tokenizer, TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
@@ -126,7 +125,7 @@ class PolicyLoop:
         self,
         *,
         learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         source: GroupSource,
         publish: Publish,
         store: CheckpointStore,

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import EngineError
 from distill.pace import Progress
+from distill.types import Tokenizer
 from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace, LentBucket
 from distill.weights.model_weights import Weights, by_dtype, joined, save_weights, total_bytes
@@ -161,7 +161,7 @@ class ShardedModel:
         (`learner.export.RoundedUpdate`); None without an adapter."""
         return None if self.worker.lora is None else self.worker.rounded.lost_share
 
-    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def save(self, path: Path, tokenizer: Tokenizer) -> None:
         """Write a checkpoint of the weights and the training state.
 
         The weights are written as a Hugging Face checkpoint to `model/`. An adapter is merged into
@@ -176,7 +176,7 @@ class ShardedModel:
         self.on_all("save_optimizer", str(path / "optimizer"))
         write_trainer(path, self._trainer_state())
 
-    def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
+    def copied(self, tokenizer: Tokenizer) -> StateCopy:
         """Copy the state that `save` writes into main memory.
 
         The copy takes 12 bytes per trained parameter: 8 for moments, sharded over the workers, and
@@ -211,7 +211,7 @@ class ShardedModel:
             schedule=self.worker.schedule.state_dict(), rng=self.on_all("rng_state")
         )
 
-    def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def export(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         """Write the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
 
         Tensors of the initial checkpoint that servers use and the model's class ignores are copied.
@@ -220,9 +220,7 @@ class ShardedModel:
         """
         self._export(tokenizer, model_dir, self.weights())
 
-    def _export(
-        self, tokenizer: PreTrainedTokenizerBase, model_dir: Path, weights: Weights
-    ) -> None:
+    def _export(self, tokenizer: Tokenizer, model_dir: Path, weights: Weights) -> None:
         model_dir.mkdir()
         self.worker.files.write(model_dir, tokenizer)
         save_weights(model_dir, joined(weights, self.worker.carried_over()))

@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.held_out import HeldOut
 from distill.data.order import MixedPart, MixedStream
 from distill.durable_files import whole_write
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
-from distill.types import FloatArray
+from distill.types import FloatArray, Tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.forward import LossFunction
@@ -90,7 +89,7 @@ class SupervisedLoop:
         self,
         *,
         learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         stream: RowStream,
         loss: LossFunction,
         store: CheckpointStore,

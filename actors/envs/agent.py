@@ -48,11 +48,9 @@ from distill.json_values import is_number
 from distill.rewards.registry import RewardFunction, verdict
 from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.rules import above, at_least, setting
-from distill.types import StopReason, TokenArray
+from distill.types import StopReason, TokenArray, Tokenizer
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
     from actors.envs.agent_endpoint import AgentEndpoint
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class AgentSetting:
     """
 
     program: AgentProgram
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     reward: RewardFunction
     max_tokens: int
     max_turns: int

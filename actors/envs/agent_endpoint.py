@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.envs.agent_chat import ChatApi
 from actors.envs.agent_completions import CompletionsApi
@@ -54,7 +53,7 @@ from distill.envs.base import Turn
 from distill.envs.history import Histories, PendingAnswer
 from distill.envs.raw_prompts import PendingText, RawPrompts
 from distill.errors import DataError, IsothermError
-from distill.types import StopReason, TokenArray
+from distill.types import StopReason, TokenArray, Tokenizer
 
 LOOPBACK = "127.0.0.1"
 _LARGEST_BODY = 64 << 20
@@ -89,7 +88,7 @@ class AgentEndpoint:
     def __init__(
         self,
         ask: Ask,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         *,
         max_tokens: int,
         max_turns: int,

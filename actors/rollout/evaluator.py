@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +39,7 @@ from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode, source_of
 from distill.errors import DataError, EngineError, IsothermError, described
 from distill.rewards.accuracy import interval, majority, pass_at_k, ratio_interval
 from distill.sampling import EvalSampling, TrainSampling
-from distill.types import StopReason
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import StopReason, Tokenizer
 
 # Seed of the samples of every evaluation, so that two evaluations of the same weights agree.
 _SEED = 20_000
@@ -103,7 +100,7 @@ class Evaluator:
     def __init__(
         self,
         problems: EnvDataset,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         user_code_file: str | None = None,
     ) -> None:
         self._problems = problems

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.sglang.address import is_url
 from cluster.config.checkpoint_facts import check_weights
@@ -28,6 +27,7 @@ from distill.models.loading import (
 from distill.sampling import UNSCALED
 from distill.states import HiddenStates
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
+from distill.types import Tokenizer
 from learner.lora import check_lora
 from learner.routers import check_balances
 
@@ -51,7 +51,7 @@ class CheckedScorer:
     model: str
     vocab_size: int
     context_length: int
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Tokenizer | None = None
     ends: frozenset[int] | None = None
     chat: tuple[int, ...] | None = None
     scores_given: bool = True
@@ -59,7 +59,7 @@ class CheckedScorer:
     scores_at_t: bool = True
 
 
-def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> CheckedScorer:
+def check_scorer(role: str, model: str, tokenizer: Tokenizer) -> CheckedScorer:
     """Check a checkpoint or a running server, which must have the student's tokenizer.
 
     Raises:
@@ -161,9 +161,7 @@ async def _one_state(url: str) -> HiddenStates:
         await engine.close()
 
 
-def check_holds_tokenizer(
-    role: str, model: str, size: int, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def check_holds_tokenizer(role: str, model: str, size: int, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if a model's vocabulary of `size` is smaller than the tokenizer's."""
     if size < len(tokenizer):
         raise ConfigError(

@@ -9,8 +9,6 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from actors.rollout.teacher import States
 from actors.rollout.text_teacher import TextTeacher
 from actors.sglang.address import is_url
@@ -60,6 +58,7 @@ from distill.rules import get
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens, merged
 from distill.tokenizer import load_tokenizer, probe_tokenizer
+from distill.types import Tokenizer
 from learner.export import check_export
 
 
@@ -73,7 +72,7 @@ class LearnerInputs:
         sft_parts: name, number of rows and weight of each source.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stops: StopTokens
     longest_row: int
     sft_rows_D: list[TrainingRow]
@@ -168,7 +167,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     )
 
 
-def _check_student(config: RolloutConfig) -> tuple[Any, PreTrainedTokenizerBase, object]:
+def _check_student(config: RolloutConfig) -> tuple[Any, Tokenizer, object]:
     """The student's config, its tokenizer with the run's chat template, and its own template."""
     path = config.model.path
     config.engine.kind_on(config.cluster.device)
@@ -186,9 +185,7 @@ def _check_student(config: RolloutConfig) -> tuple[Any, PreTrainedTokenizerBase,
     return student, tokenizer, own_template
 
 
-def _check_scorers(
-    config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, CheckedScorer]:
+def _check_scorers(config: RolloutConfig, tokenizer: Tokenizer) -> dict[str, CheckedScorer]:
     """Check the teachers and the reference; return them by the names of their settings."""
     named = {
         teacher_setting(name): teacher.model for name, teacher in config.teacher_models().items()
@@ -244,7 +241,7 @@ def _check_stops(
     config: RolloutConfig,
     stops: StopTokens,
     own: frozenset[int],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> None:
     """Raise ConfigError if an SGLang server of the student would stop at further tokens."""
     missing = own - set(stops.ids)
@@ -328,10 +325,10 @@ def _check_top(
 
 def _load_problems(
     config: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     student: Any,
     scorers: Sequence[CheckedScorer],
-    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
+    teacher_tokenizers: Mapping[str, Tokenizer],
     read: RowReader,
 ) -> tuple[EnvDataset, EnvDataset]:
     """Problems to train on, and held-out problems. Each fits the context of every model."""
@@ -505,8 +502,8 @@ def _for_teacher_messages(
     config: RolloutConfig,
     teacher: CheckedScorer,
     own_template: object,
-    run: PreTrainedTokenizerBase,
-) -> PreTrainedTokenizerBase:
+    run: Tokenizer,
+) -> Tokenizer:
     """Tokenizer with the chat template for `teacher_messages` of a teacher.
 
     The template of a running server is not available. If it renders a known chat differently from

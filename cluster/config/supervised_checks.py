@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
 from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.model_checks import (
     check_adapter,
@@ -39,6 +38,7 @@ from distill.models.reward import HEAD_WEIGHT, meta_reward_model, padding_token
 from distill.objective.batching import TrainingRow
 from distill.stops import StopTokens, hits
 from distill.tokenizer import load_tokenizer
+from distill.types import Tokenizer
 from learner.export import check_export
 
 
@@ -56,7 +56,7 @@ class SupervisedInputs:
         warning: message for the user.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     rows_D: list[TrainingRow]
     stops: StopTokens
     parts: list[MixedPart]
@@ -143,7 +143,7 @@ def _supervised_inputs(
     read: RowReader,
     load: Callable[[str], Sequence[ExampleRows]],
     stops: StopTokens,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> SupervisedInputs:
     """Load the rows to train on, and the held-out rows.
 
@@ -233,7 +233,7 @@ def _rows_apart(
 
 
 def _without_end(
-    rows_D: Sequence[TrainingRow], stops: StopTokens, tokenizer: PreTrainedTokenizerBase
+    rows_D: Sequence[TrainingRow], stops: StopTokens, tokenizer: Tokenizer
 ) -> str | None:
     """Warning if rows have no trained token at which a server of the model would stop, or None."""
     endless = [row for row in rows_D if not hits(row.tokens_T[row.loss_mask_T], stops.ids).any()]

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from actors.rollout.evaluator import Evaluation, Evaluator
 from cluster.handles.engine_pool import EnginePool
 from cluster.supervision.supervise import WorkDone
 from distill.envs.base import EnvDataset
 from distill.sampling import EvalSampling, TrainSampling
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 Models = Mapping[str, EnginePool]
 
@@ -22,9 +19,7 @@ Models = Mapping[str, EnginePool]
 class EvaluatorActor:
     """Hosts an `Evaluator`, which its arguments build, in an actor."""
 
-    def __init__(
-        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, user_code_file: str
-    ) -> None:
+    def __init__(self, problems: EnvDataset, tokenizer: Tokenizer, user_code_file: str) -> None:
         self._evaluator = Evaluator(problems, tokenizer, user_code_file)
         self._asked: list[EnginePool] = []  # by calls in progress
         self._answers = 0  # of pools whose calls have ended

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import chz
 from rich.console import Console
@@ -32,9 +32,7 @@ from distill.chat.token_text import decode
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.rules import ends_in, setting
 from distill.tokenizer import fingerprint
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 
 @chz.chz
@@ -113,7 +111,7 @@ def _number_kept(run: RunFiles) -> int:
     return sum(len(group.trajectories_G) for group in run.groups)
 
 
-def _tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
+def _tokenizer(run: RunFiles) -> Tokenizer:
     try:
         return run_tokenizer(run)
     except CheckpointError as error:
@@ -123,7 +121,7 @@ def _tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _rows(taken: Sequence[_Taken], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+def _rows(taken: Sequence[_Taken], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """One row per segment. Of segments with equal tokens and masks, only the first is a row."""
     vocab_hash = fingerprint(tokenizer).vocab_hash
     written: set[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = set()

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
@@ -24,6 +23,7 @@ from cluster.run_files.trackers import Trackers
 from cluster.run_files.tracking import Progression
 from cluster.runtime.driver import Signals
 from distill.errors import CheckpointError
+from distill.types import Tokenizer
 from learner.checkpoint import Checkpoint
 
 # Number of kinds of failures in the console's last lines.
@@ -35,7 +35,7 @@ class RunContext:
     """A run that has begun: its directory, records, summary and signals."""
 
     config: CommonConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     directory: RunDirectory
     resume_from: Checkpoint | None
     console: Console

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.config.common import CommonConfig
 from cluster.config.disk_plan import DiskPlan
@@ -17,6 +16,7 @@ from cluster.placement.layout import describe_layout
 from cluster.placement.places import Places
 from cluster.run_files.fork import Fork
 from cluster.run_files.run_directory import RunDirectory
+from distill.types import Tokenizer
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
 from learner.memory import estimate_memory
@@ -42,7 +42,7 @@ class RunPlan:
     """
 
     config: CommonConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     longest_row: int
     directory: RunDirectory
     resume_from: Checkpoint | None

@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from cluster.config.common import CommonConfig
 from cluster.config.files import at_path
 from cluster.config.run_record import RunRecord
 from distill.errors import ConfigError, DataError
 from distill.models.loading import load_config
 from distill.tokenizer import first_difference, load_tokenizer
+from distill.types import Tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore, link_or_copy
 from learner.config import LoraSettings
 from learner.lora import check_same_form
@@ -79,7 +78,7 @@ class Fork:
 def find_fork(
     config: CommonConfig,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     print_line: Callable[[str], None],
 ) -> Fork | None:
     """Find and check the checkpoint that `fork_from` names; None if it is not set. Writes nothing.
@@ -193,7 +192,7 @@ def check_fork(
     checkpoint: Checkpoint,
     *,
     model: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     lora: LoraSettings,
 ) -> None:
     """Check that a model, its tokenizer and its adapter match those of the checkpoint.

@@ -28,10 +28,9 @@ from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
 from distill.chat.token_text import decode
 from distill.errors import DataError, first_line
 from distill.libraries import require_library
+from distill.types import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
     from cluster.config.output import TrackingSettings
     from cluster.run_files.run_directory import RunDirectory
 
@@ -126,7 +125,7 @@ class Trackers:
             text, step = redacted(_ALERTS[event].format_map(given)), self._step
             self._each(lambda tracker: tracker.alert(text, step))
 
-    def show_rollouts(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def show_rollouts(self, tokenizer: Tokenizer) -> None:
         """Show the rollouts that were kept since the last call."""
         if not self._shows:
             return
@@ -206,7 +205,7 @@ class _Threaded:
             )
 
 
-def _texts(group: KeptGroup, tokenizer: PreTrainedTokenizerBase) -> Iterator[RolloutText]:
+def _texts(group: KeptGroup, tokenizer: Tokenizer) -> Iterator[RolloutText]:
     for member in group.trajectories_G:
         first = member.segments[0]
         start = first.actions[0][0] if first.actions else len(first.tokens_T)

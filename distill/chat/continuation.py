@@ -10,17 +10,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from distill.chat.template import encode_chat
 from distill.chat.token_text import decode, end_of_prompt
 from distill.errors import DataError
-from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import TokenArray, Tokenizer
 
 # The text of a token depends on neighbours at most this many tokens away.
 _NEIGHBOURS = 8
@@ -28,9 +24,7 @@ _NEIGHBOURS = 8
 _ANCHORS = ("\n", "0", ":", "e", ")")
 
 
-def continuation(
-    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
-) -> TokenArray | None:
+def continuation(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray | None:
     """Tokens that add exactly `text` to the text of `before_T`; None if no encoding does.
 
     Texts are compared in Unicode's normal form NFC, which many tokenizers apply.
@@ -39,9 +33,7 @@ def continuation(
     return _in_parts(tokenizer, before_T, text) if tokens_T is None else tokens_T
 
 
-def require_continuation(
-    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
-) -> TokenArray:
+def require_continuation(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray:
     """Like `continuation`, for text that must be encoded.
 
     Raises:
@@ -58,21 +50,19 @@ def require_continuation(
     return tokens_T
 
 
-def closest_continuation(
-    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
-) -> TokenArray:
+def closest_continuation(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray:
     """Like `continuation`; if no encoding keeps the text, its tokens when encoded by itself."""
     tokens_T = continuation(tokenizer, before_T, text)
     return encode_chat(tokenizer, text) if tokens_T is None else tokens_T
 
 
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def added_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Texts of the tokenizer's added tokens by id."""
     return {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
 
 
 def served_continuation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     before_T: TokenArray,
     text: str,
     *,
@@ -93,18 +83,14 @@ def served_continuation(
     return continuation(tokenizer, before_T, text) if tokens_T is None else tokens_T
 
 
-def added_text(
-    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, tokens_T: TokenArray
-) -> str | None:
+def added_text(tokenizer: Tokenizer, before_T: TokenArray, tokens_T: TokenArray) -> str | None:
     """Text that `tokens_T` add to the text of `before_T`; None if they change that text."""
     end_T, before = end_of_prompt(tokenizer, before_T, _NEIGHBOURS)
     both = decode(tokenizer, np.concatenate([end_T, tokens_T]))
     return both[len(before) :] if both.startswith(before) else None
 
 
-def _whole(
-    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
-) -> TokenArray | None:
+def _whole(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray | None:
     for anchor in _anchors(tokenizer, before_T):
         tokens_T = _encoded_after(tokenizer, anchor, text)
         if tokens_T is not None:
@@ -114,9 +100,7 @@ def _whole(
     return None
 
 
-def _in_parts(
-    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
-) -> TokenArray | None:
+def _in_parts(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray | None:
     """Tokens of the text, encoded in parts between its added tokens.
 
     Some tokenizers put a space after each added token, which this avoids.
@@ -136,14 +120,14 @@ def _in_parts(
     return tokens_T.astype(np.int32)
 
 
-def _anchors(tokenizer: PreTrainedTokenizerBase, before_T: TokenArray) -> Iterator[str]:
+def _anchors(tokenizer: Tokenizer, before_T: TokenArray) -> Iterator[str]:
     """Anchors to try: none, the text of the last tokens, others."""
     yield ""
     yield end_of_prompt(tokenizer, before_T, _NEIGHBOURS)[1]
     yield from _ANCHORS
 
 
-def _encoded_after(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> TokenArray | None:
+def _encoded_after(tokenizer: Tokenizer, anchor: str, text: str) -> TokenArray | None:
     """Tokens of `text` when encoded after `anchor`; None if a token spans the boundary."""
     if not anchor:
         return encode_chat(tokenizer, text)

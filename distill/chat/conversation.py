@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +31,7 @@ from distill.chat.tool_calls import (
 from distill.chat.tool_formats import ToolFormat
 from distill.engine import Sample
 from distill.errors import DataError
-from distill.types import StopReason, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import StopReason, TokenArray, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +95,7 @@ class Conversation:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] = (),

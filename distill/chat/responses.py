@@ -6,24 +6,19 @@ tokens except the final stop token: special tokens are kept, and spaces are not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from distill.chat.continuation import added_text
 from distill.chat.thinking import Response, thinking_marks
 from distill.chat.token_text import decode, end_of_prompt
 from distill.engine import Sample
-from distill.types import StopReason, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import StopReason, TokenArray, Tokenizer
 
 # Most tokens of a thinking mark at a prompt's end, even if each letter is a token.
 _LONGEST_MARK = 64
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample) -> str:
+def response_text(tokenizer: Tokenizer, prompt_T: TokenArray, sample: Sample) -> str:
     """Text that the sampled tokens add to the prompt, without the final stop token."""
     tokens_T = np.asarray(sample.tokens_T, np.int32)
     if sample.stop_reason is StopReason.EOS:
@@ -32,9 +27,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, samp
     return decode(tokenizer, tokens_T) if text is None else text
 
 
-def read_response(
-    tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample
-) -> Response:
+def read_response(tokenizer: Tokenizer, prompt_T: TokenArray, sample: Sample) -> Response:
     """Response to a prompt, split into thinking and answer by the marks of the chat template."""
     marks = thinking_marks(tokenizer)
     _, end = end_of_prompt(tokenizer, prompt_T, _LONGEST_MARK)

@@ -7,17 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from distill.chat.messages import REASONING, Message, is_sharegpt, normal_message, parsed_json
 from distill.errors import DataError
-from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
+from distill.types import TokenArray, Tokenizer
 
 # Attribute of a tokenizer, and variable of templates, with the time that templates use as now.
 _CHAT_TIME = "chat_time"
@@ -32,7 +28,7 @@ _STRFTIME_NOW = (
 )
 
 
-def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
+def render_text(tokenizer: Tokenizer, text: str) -> TokenArray:
     """Tokens of a plain string, with the special tokens that the tokenizer puts before any text.
 
     These special tokens are not repeated if the text itself begins with them, like the output of a
@@ -57,7 +53,7 @@ def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
     return np.asarray(plain if has_them else [*added, *plain], dtype=np.int32)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     """Token ids of `text`.
 
     Raises:
@@ -79,7 +75,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
 
 
 def render_messages(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -129,7 +125,7 @@ def answered(messages: Sequence[Message], answer: str | Message) -> list[Message
     return [*before, {**begun, **message, "content": begun["content"] + message["content"]}]
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
+def encode_chat(tokenizer: Tokenizer, text: str) -> TokenArray:
     """Tokens of a rendered chat; no special tokens are added, because the text includes them.
 
     Raises:
@@ -139,7 +135,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -178,7 +174,7 @@ def chat_text(
 
 
 def _with_calls(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     arguments: Sequence[Mapping[str, Any] | str],
     settings: Mapping[str, Any],
@@ -203,14 +199,12 @@ def _with_calls(
     return written if any(each in texts for each in objects) else texts
 
 
-def set_chat_time(tokenizer: PreTrainedTokenizerBase, time: datetime) -> None:
+def set_chat_time(tokenizer: Tokenizer, time: datetime) -> None:
     """Set the date that chat templates print. The setting is kept when the tokenizer is pickled."""
     vars(tokenizer)[_CHAT_TIME] = time
 
 
-def _written(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: Mapping[str, Any]
-) -> str:
+def _written(tokenizer: Tokenizer, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
     conversation: Any = [*messages]
     template = tokenizer.get_chat_template(None, settings["tools"])
     dated = {}

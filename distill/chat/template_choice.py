@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import chz
 
@@ -21,9 +21,7 @@ from distill.errors import ConfigError
 from distill.json_values import read_object
 from distill.rules import readable_as, setting
 from distill.settings import Section
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -68,7 +66,7 @@ class ChatTemplateSettings:
         """Time that chat templates receive: the start of `chat_date`, or the current time."""
         return datetime.now() if self.chat_date is None else datetime.fromisoformat(self.chat_date)
 
-    def choose_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    def choose_template(self, tokenizer: Tokenizer) -> Tokenizer:
         """Set the run's chat template in the tokenizer, and return the tokenizer.
 
         Raises:
@@ -95,9 +93,7 @@ class ChatTemplateSettings:
         set_chat_time(tokenizer, self.chat_day())
         return tokenizer
 
-    def choose_teacher_template(
-        self, teacher: PreTrainedTokenizerBase, own: object, run: PreTrainedTokenizerBase
-    ) -> PreTrainedTokenizerBase:
+    def choose_teacher_template(self, teacher: Tokenizer, own: object, run: Tokenizer) -> Tokenizer:
         """Tokenizer whose template renders `teacher_messages`.
 
         This is the teacher's tokenizer with its own template and those of the arguments that the

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.chat.template import Message, chat_text
 from distill.chat.token_text import agreement
 from distill.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +166,7 @@ _LAST_MARK = re.compile(rf"(?:{_MARK.pattern})[^<>\[\]\n]*\Z")
 _found: dict[str, ThinkingMarks] = {}
 
 
-def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
+def thinking_marks(tokenizer: Tokenizer) -> ThinkingMarks:
     """Marks of the tokenizer's chat template; `THINK` if none are detected."""
     template = str(tokenizer.chat_template or "")
     if template not in _found:
@@ -176,7 +174,7 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
     return _found[template]
 
 
-def _detected(tokenizer: PreTrainedTokenizerBase, template: str) -> ThinkingMarks:
+def _detected(tokenizer: Tokenizer, template: str) -> ThinkingMarks:
     prompt = _turn(_rendered(tokenizer)) or ""
     answer_turn = {"role": "assistant", "content": _ANSWER}
     plain = _turn(_rendered(tokenizer, answer_turn)) or ""
@@ -231,9 +229,7 @@ def _around(turn: str, prompt: str, plain: str) -> ThinkingMarks | None:
     return ThinkingMarks(opens=opens, closes=closes, answer=answer, ends=_first_mark(behind))
 
 
-def _reads_inline(
-    tokenizer: PreTrainedTokenizerBase, turn: str, thought: Message, marks: ThinkingMarks
-) -> bool:
+def _reads_inline(tokenizer: Tokenizer, turn: str, thought: Message, marks: ThinkingMarks) -> bool:
     """True if the template renders a thought within `content` equal to one in a field."""
     start = turn.rindex(marks.opens, 0, turn.index(_THOUGHT))
     content = turn[start : turn.index(_ANSWER, start) + len(_ANSWER)]
@@ -244,7 +240,7 @@ def _reads_inline(
     )
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str | None:
+def _rendered(tokenizer: Tokenizer, *messages: Message) -> str | None:
     """Render the probe's conversation with these messages; None if the template refuses them."""
     begun = not messages or messages[-1]["role"] == "user"
     try:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import TokenArray, Tokenizer
 
 # Decoders write this for bytes that are not (yet) a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -19,7 +15,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER, _STRAY = 4, 16
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) -> str:
+def decode(tokenizer: Tokenizer, ids: Sequence[int] | TokenArray) -> str:
     """Text of the tokens, including special tokens, without clean-up of spaces."""
     return str(
         tokenizer.decode(
@@ -29,7 +25,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) 
 
 
 @lru_cache(maxsize=256)
-def _end(tokenizer: PreTrainedTokenizerBase, ids: bytes, tokens: int) -> tuple[int, str]:
+def _end(tokenizer: Tokenizer, ids: bytes, tokens: int) -> tuple[int, str]:
     ids_T = np.frombuffer(ids, np.int32)
     for count in range(tokens, tokens + _CHARACTER):
         text = decode(tokenizer, ids_T[-count:])
@@ -39,7 +35,7 @@ def _end(tokenizer: PreTrainedTokenizerBase, ids: bytes, tokens: int) -> tuple[i
 
 
 def end_of_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, tokens: int
+    tokenizer: Tokenizer, prompt_T: TokenArray, tokens: int
 ) -> tuple[TokenArray, str]:
     """Last `tokens` tokens of a prompt and their text, which begins with a whole character.
 
@@ -52,9 +48,7 @@ def end_of_prompt(
     return prompt_T[-count:], text
 
 
-def token_spans(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int]
-) -> tuple[str, np.ndarray, np.ndarray]:
+def token_spans(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, np.ndarray, np.ndarray]:
     """Return the text, and the start and end of each token's part of it, in characters.
 
     Tokens that together spell one character, byte by byte, share its part, and so do stray bytes. A
@@ -82,7 +76,7 @@ def token_spans(
     return text, starts_T, stops_T
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> tuple[int, str] | None:
+def _cut(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str] | None:
     """Number of tokens before the last character of `text`, and their text; None if unknown."""
     for cut in range(len(ids) - 1, len(ids) - _CHARACTER, -1):
         before = decode(tokenizer, ids[:cut])
@@ -91,7 +85,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> tuple
     return None
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str | None]:
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
     """Text of each token; all texts joined are the whole text.
 
     None: the token shares the text of the token before it, a character of several tokens.

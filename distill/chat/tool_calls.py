@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.chat.template import chat_text
 from distill.chat.thinking import THINK, ThinkingMarks
@@ -21,9 +21,7 @@ from distill.chat.token_text import agreement
 from distill.chat.tool_formats import GRAMMARS, Grammar, ToolFormat
 from distill.chat.tool_readers import Piece, Schemas, ToolCall
 from distill.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +182,7 @@ class _Probe:
         return any([(call.name, call.arguments) for call in calls] == expected for calls in read)
 
 
-def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
+def detect_format(tokenizer: Tokenizer) -> ToolFormat:
     """Detect the tool format of the tokenizer's chat template.
 
     The template renders a turn with one call, one with words and a call, and one with two calls.
@@ -224,7 +222,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
     )
 
 
-def _require_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+def _require_tools(tokenizer: Tokenizer) -> None:
     shown, reason = _rendered(tokenizer, [_TOOL])
     without, _ = _rendered(tokenizer, None)
     if _NAME not in shown or _NAME in without:
@@ -235,9 +233,7 @@ def _require_tools(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _probed(
-    tokenizer: PreTrainedTokenizerBase, what: str, ids: Sequence[str], words: str = ""
-) -> _Probe:
+def _probed(tokenizer: Tokenizer, what: str, ids: Sequence[str], words: str = "") -> _Probe:
     calls = [
         _openai_call(call_id, _NAME, {"key": value})
         for call_id, value in zip(ids, _VALUES, strict=False)
@@ -254,7 +250,7 @@ def _probed(
     return _Probe(what=what, values=values, texts=texts, refusal=refusal, left_out=left_out)
 
 
-def _log_what_is_not_shown(tokenizer: PreTrainedTokenizerBase, probes: Sequence[_Probe]) -> None:
+def _log_what_is_not_shown(tokenizer: Tokenizer, probes: Sequence[_Probe]) -> None:
     for probe in probes:
         problem = f"the chat template does not render {probe.what} as it was sampled"
         reason = probe.refusal or probe.left_out
@@ -264,7 +260,7 @@ def _log_what_is_not_shown(tokenizer: PreTrainedTokenizerBase, probes: Sequence[
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *turn: Mapping[str, Any]
+    tokenizer: Tokenizer, tools: Schemas | None, *turn: Mapping[str, Any]
 ) -> tuple[str, str]:
     """Rendered probe conversation and "", or "" and the template's reason for refusing it."""
     messages = [{"role": "user", "content": _QUESTION}, *turn]

@@ -10,25 +10,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from distill.chat.messages import REASONING, Message, is_trained, normal_message
 from distill.chat.template import chat_text
 from distill.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "give chat_template=FILE, a template that renders it, or leave it out of the rows"
 # Shapes (including the template) that were checked, by tokenizer.
-_checked: WeakKeyDictionary[PreTrainedTokenizerBase, set[tuple]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Tokenizer, set[tuple]] = WeakKeyDictionary()
 
 
 def check_written(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -118,7 +116,7 @@ class _Marked:
             made.parts.append(parts)
         return made
 
-    def text(self, tokenizer: PreTrainedTokenizerBase, count: int) -> str | None:
+    def text(self, tokenizer: Tokenizer, count: int) -> str | None:
         """Rendered first `count` messages in lower case; None if the template refuses them."""
         try:
             text = chat_text(

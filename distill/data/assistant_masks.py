@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from distill.chat.continuation import added_tokens, served_continuation
 from distill.chat.messages import is_trained
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.errors import DataError
-from distill.types import BoolArray, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import BoolArray, TokenArray, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +39,7 @@ class _RenderedTurn:
 
 
 def conversation_chains(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     stop_ids: Collection[int],
@@ -89,7 +86,7 @@ def conversation_chains(
 
 
 def check_stops(
-    tokenizer: PreTrainedTokenizerBase, text: str, stop_ids: Collection[int], what: str, field: str
+    tokenizer: Tokenizer, text: str, stop_ids: Collection[int], what: str, field: str
 ) -> None:
     """Raise DataError if the text, described by `what`, has a stop token before its end."""
     added, text = added_tokens(tokenizer), text.rstrip()
@@ -103,7 +100,7 @@ def check_stops(
 
 
 def _turn(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     i: int,
     stop_ids: Collection[int],
@@ -144,7 +141,7 @@ def _turn(
 
 
 def _end_behind(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     upto: str,

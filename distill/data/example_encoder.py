@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from distill.chat.template import Message, check_vocabulary, render_text
 from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import MaskedTokens, check_stops, conversation_chains
 from distill.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ class ExampleEncoder:
             lacks characters; False: encode it as closely as the tokenizer can.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     vocab_size: int
     max_length: int
     stop_ids: Collection[int]

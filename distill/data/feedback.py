@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.chat.template import Message, render_messages, render_text
 from distill.errors import ConfigError, DataError
 from distill.lookup import known_names
-from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import TokenArray, Tokenizer
 
 RIGHT, WRONG = "right", "wrong"
 # Placeholders of a template: fields of the prompt's row, and facts of an episode's outcome.
@@ -117,7 +114,7 @@ class FeedbackContext:
     """
 
     template: FeedbackTemplate
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     prompt: str
     answer: str | None
     room: int
@@ -186,7 +183,7 @@ def last_of_user(messages: Sequence[Message]) -> int:
 
 def feedback_context(
     template: FeedbackTemplate,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     text: str,
     messages: Sequence[Message],

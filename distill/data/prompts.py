@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.chat.template import (
     Message,
@@ -26,10 +26,7 @@ from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
 from distill.json_values import is_number
 from distill.lookup import known_names
-from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import TokenArray, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +114,13 @@ class PromptContext:
         read: reads the rows of a source and renames the run's columns.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     vocab_size: int
     context_length: int
     max_new_tokens: int
     teachers: Collection[str] = ()
     teacher_context_length: int | None = None
-    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+    teacher_tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)
     feedback: FeedbackTemplate | None = None
     read: Callable[[str], Rows] = read_rows
 
@@ -132,7 +129,7 @@ class PromptContext:
         """Longest context of the teachers, in tokens."""
         return self.teacher_context_length or self.context_length
 
-    def tokenizer_of(self, teacher: str) -> PreTrainedTokenizerBase:
+    def tokenizer_of(self, teacher: str) -> Tokenizer:
         """Tokenizer whose chat template renders the teacher's context."""
         return self.teacher_tokenizers.get(teacher, self.tokenizer)
 
@@ -276,7 +273,7 @@ def _with_feedback(prompt: Prompt, context: PromptContext) -> Prompt:
 
 def _render(
     row: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prefix: str,
     chat: ChatStyle | None,
 ) -> tuple[TokenArray, Sequence[Message], Sequence[Mapping[str, Any]] | None]:

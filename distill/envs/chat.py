@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,13 +27,10 @@ from distill.text.condense import Condenser, TooLongToCondense, condense_history
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits, run_calls
 from distill.tools.read_block import Blocks, ReadBlock
-from distill.types import FloatArray, StopReason, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import FloatArray, StopReason, TokenArray, Tokenizer
 
 # (sampled tokens, tokenizer) -> float32, the reward of each token
-Oracle: TypeAlias = "Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]"
+Oracle: TypeAlias = "Callable[[TokenArray, Tokenizer], FloatArray]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +149,7 @@ class Condensing:
     async def __call__(
         self,
         messages: Sequence[Message],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         tools: Sequence[Mapping[str, Any]],
         models: Mapping[str, SamplingModel],
         blocks: Blocks | None = None,
@@ -179,7 +176,7 @@ class ChatSetting:
         condensing: condenses a history that is too long; None: the episode ends.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     tool_format: ToolFormat | None
     tool_names: frozenset[str]
     limits: ChatLimits

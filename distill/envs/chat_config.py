@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, 
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chz
 
@@ -49,9 +49,7 @@ from distill.text.condense import (
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.tools.read_block import Blocks, ReadBlock
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 # (the messages of each member; empty for one that never had a turn) -> additional reward of each
 Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
@@ -354,7 +352,7 @@ def _fixed_condenser(condenser: Condenser, _models: Mapping[str, SamplingModel])
 
 
 def _policy_condenser(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     sampling: EvalSampling,
     chunk_tokens: int,
     instruction: str,

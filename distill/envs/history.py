@@ -14,16 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.chat.conversation import Conversation
 from distill.chat.messages import Message, parsed_json
 from distill.chat.tool_calls import detect_format
 from distill.engine import Sample
 from distill.text.foreign import neutralised
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 # Fields of a message that are passed to the chat template; clients add fields of their own.
 _FIELDS = (
@@ -42,7 +40,7 @@ class Histories:
             the sampled tokens (`Conversation.prefix_breaks`).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._answered: dict[bytes, Conversation] = {}
         self._sent: set[bytes] = set()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,16 +21,13 @@ from distill.chat.template import render_text
 from distill.chat.token_text import decode
 from distill.engine import Sample
 from distill.errors import DataError
-from distill.types import StopReason, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import StopReason, TokenArray, Tokenizer
 
 
 class RawPrompts:
     """The raw prompts of one episode, with the tokens of their samples."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = added_tokens(tokenizer)
         self._tokens_by_text: dict[str, TokenArray] = {}
@@ -81,7 +77,7 @@ class PendingText:
     """
 
     prompts: RawPrompts
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     text: str
     observation_T: TokenArray
 

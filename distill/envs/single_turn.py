@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chz
 import numpy as np
@@ -29,10 +29,7 @@ from distill.rewards.registry import Reward, answer_of, exact_match, judge, verd
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.rewards.verdict import Verdict
 from distill.rules import at_least, needs, readable_as, setting
-from distill.types import FloatArray, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import FloatArray, TokenArray, Tokenizer
 
 NO_FORMAT = Format(pattern=None, reward=0.0)
 
@@ -56,7 +53,7 @@ class SingleTurnEnv(Env):
     """
 
     prompt: Prompt
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     reward: Reward
     format: Format
     models: Mapping[str, Any]
@@ -108,7 +105,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     """Builder of G environments on the same prompt."""
 
     prompt: Prompt
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     group_size: int
     reward: Reward = exact_match
     format: Format = NO_FORMAT
@@ -149,7 +146,7 @@ class PromptDataset(EnvDataset):
     def __init__(
         self,
         prompts_P: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         reward: Reward = exact_match,
         format: Format = NO_FORMAT,
     ) -> None:

@@ -23,13 +23,13 @@ from transformers import (
 )
 from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, ConfigError, first_line
 from distill.lookup import path_meant
 from distill.main_memory import require_main_memory
 from distill.model_paths import check_model_path, run_remedy
+from distill.types import Tokenizer
 from distill.weights.model_weights import TensorLayout
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
@@ -256,7 +256,7 @@ def stop_token_ids(path: str) -> frozenset[int]:
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
-def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def ends_of(path: str, tokenizer: Tokenizer) -> frozenset[int]:
     """Ids at which servers end a response: those of the checkpoint's configs, and the EOS token.
 
     Raises:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, first_line
 from distill.models.loading import load_config, processor_files
+from distill.types import Tokenizer
 
 _GENERATION = "generation_config.json"
 
@@ -42,7 +42,7 @@ class ModelFiles:
     generation: dict[str, Any] | None
     origin: str
 
-    def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def write(self, directory: Path, tokenizer: Tokenizer) -> None:
         """Write all files to a directory that exists."""
         self.config.save_pretrained(directory)
         if self.generation is not None:
@@ -94,7 +94,7 @@ def generation_settings(path: str, stops: Collection[int] | None = None) -> dict
     return settings if stops is None else {**settings, "eos_token_id": list(stops)}
 
 
-def check_model_files(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_model_files(path: str, tokenizer: Tokenizer) -> None:
     """Write the files of the model at `path` to a temporary directory, as a checkpoint would.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,9 +26,7 @@ from distill.models.loading import (
     load_config,
     require_complete,
 )
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 # Name of the scalar head in every decoder of transformers.
 HEAD = "score"
@@ -115,9 +113,7 @@ def check_reward_config(path: str) -> Any:
     return config
 
 
-def padding_token(
-    tokenizer: PreTrainedTokenizerBase, model_vocab: int, lasts: Collection[int]
-) -> int:
+def padding_token(tokenizer: Tokenizer, model_vocab: int, lasts: Collection[int]) -> int:
     """Id of the padding token of a reward model: the tokenizer's, unless it may end a row.
 
     Args:
@@ -137,7 +133,7 @@ def padding_token(
     )
 
 
-def _candidates(tokenizer: PreTrainedTokenizerBase) -> Iterable[int]:
+def _candidates(tokenizer: Tokenizer) -> Iterable[int]:
     """Ids to try: the padding token, special tokens named like one, other special tokens."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = [id_ for id_, token in sorted(added.items()) if token.special]

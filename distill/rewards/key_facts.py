@@ -5,21 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from distill.chat.token_text import token_spans
 from distill.errors import DataError
 from distill.rewards.token_rewards import spread
 from distill.text.bm25_words import CJK
-from distill.types import FloatArray, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import FloatArray, TokenArray, Tokenizer
 
 
 def key_fact_bonuses(
     tokens_T: TokenArray,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     facts: Sequence[str],
     value: float,
     answer: str | None = None,

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from distill.chat.token_text import decode, token_spans
-from distill.types import FloatArray, TokenArray
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import FloatArray, TokenArray, Tokenizer
 
 
 def phrase_bonuses(
-    tokens_T: TokenArray, tokenizer: PreTrainedTokenizerBase, bonuses: Mapping[str, float]
+    tokens_T: TokenArray, tokenizer: Tokenizer, bonuses: Mapping[str, float]
 ) -> FloatArray:
     """Compute token rewards, float32 (len(tokens_T),): each occurrence of a phrase earns its value.
 

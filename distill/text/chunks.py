@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal
 from distill.chat.template import encode
 from distill.errors import DataError
 from distill.libraries import require_library
+from distill.types import Tokenizer
 
 if TYPE_CHECKING:
     from semantic_text_splitter import MarkdownSplitter
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 ChunkKind = Literal["heading", "code", "paragraph", "sentence", "fragment"]
 
@@ -69,7 +69,7 @@ def require_splitter(feature: str) -> None:
     require_library("semantic_text_splitter", feature, "semantic-text-splitter")
 
 
-def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
     """Number of tokens of the text, without special tokens.
 
     Raises:
@@ -78,7 +78,7 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     return len(encode(tokenizer, text, add_special_tokens=False))
 
 
-def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Chunk]:
+def chunk_text(text: str, *, tokenizer: Tokenizer, max_tokens: int) -> list[Chunk]:
     """Split a text into chunks of at most `max_tokens`, as large as good boundaries allow.
 
     A section, block or sentence that fits is not cut, and a heading stays with the text after it if
@@ -102,7 +102,7 @@ def chunk_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int
     ]
 
 
-def cut_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+def cut_text(text: str, *, tokenizer: Tokenizer, max_tokens: int) -> str:
     """Cut a text to `max_tokens`: at a sentence's end or, if no sentence fits, at a character."""
     if count_tokens(tokenizer, text) <= max_tokens:
         return text
@@ -114,9 +114,7 @@ def cut_text(text: str, *, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
     return ""
 
 
-def _longest(
-    text: str, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> str:
+def _longest(text: str, ends: Sequence[int], tokenizer: Tokenizer, max_tokens: int) -> str:
     """Text up to the last of `ends` that fits; empty if none fits."""
 
     def num_tokens(end: int) -> int:
@@ -157,7 +155,7 @@ def _split(
 def _join_headings(
     spans: Sequence[tuple[int, int]],
     text: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_tokens: int,
 ) -> list[tuple[int, int]]:
     """Join pieces of only headings or opening fences to the next piece, within the budget."""
@@ -172,7 +170,7 @@ def _join_headings(
     return led
 
 
-def _size(tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Callable[[str], int]:
+def _size(tokenizer: Tokenizer, max_tokens: int) -> Callable[[str], int]:
     """Return a function that counts tokens; counts are exact near or below the budget."""
     enough = _READ_AHEAD * max_tokens
 
@@ -190,7 +188,7 @@ def _chunk(
     text: str,
     span: tuple[int, int],
     kinds: _Kinds,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_tokens: int,
 ) -> Chunk:
     start, stop = span

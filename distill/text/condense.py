@@ -28,11 +28,10 @@ from distill.sampling import Sampling
 from distill.text.bm25_words import words
 from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
 from distill.text.foreign import neutralised
-from distill.types import TokenArray
+from distill.types import TokenArray, Tokenizer
 
 if TYPE_CHECKING:
     import bm25s
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Beginning of the user message that replaces condensed messages.
 SUMMARY_PREFIX = "Summary of the conversation so far: "
@@ -67,9 +66,7 @@ class Condenser(Protocol):
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str: ...
 
 
-def load_condenser(
-    name: str, tokenizer: PreTrainedTokenizerBase, setting: str = "env.condenser"
-) -> Condenser:
+def load_condenser(name: str, tokenizer: Tokenizer, setting: str = "env.condenser") -> Condenser:
     """`keywords`, or the function at `package.module:function`, checked.
 
     The function takes (text, focus, max_tokens) and returns a string; it may be async.
@@ -95,7 +92,7 @@ class CheckedCondenser:
 
     name: str
     function: Callable[[str, str, int], Any]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
         loop = asyncio.get_running_loop()
@@ -116,7 +113,7 @@ class CheckedCondenser:
             )
         return result
 
-    def __reduce__(self) -> tuple[Callable[..., Condenser], tuple[str, PreTrainedTokenizerBase]]:
+    def __reduce__(self) -> tuple[Callable[..., Condenser], tuple[str, Tokenizer]]:
         return load_condenser, (self.name, self.tokenizer)
 
 
@@ -131,7 +128,7 @@ class KeywordCondenser:
         DataError: `max_tokens` is less than a single character needs.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
         loop = asyncio.get_running_loop()
@@ -226,7 +223,7 @@ class ModelCondenser:
     """
 
     sampler: SamplingModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     sampling: Sampling
     instruction: str = INSTRUCTION
     chunk_tokens: int = 2048
@@ -282,7 +279,7 @@ async def condense_history(
     messages: Sequence[Message],
     *,
     condenser: Condenser,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_tokens: int,
     keep_last: int,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -393,5 +390,5 @@ def _focus(messages: Sequence[Message]) -> str:
     return str(user_messages[-1].get("content") or "")
 
 
-def _content_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> int:
+def _content_tokens(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
     return sum(count_tokens(tokenizer, str(m.get("content") or "")) for m in messages)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING
 
 from distill.chat.template import encode
 from distill.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 # Characters to insert into a control token, in order of preference: the least visible that the
 # tokenizer supports is used.
@@ -22,7 +19,7 @@ _REPLACEMENTS = ("\N{REPLACEMENT CHARACTER}", "?", "_", " ")
 _ROUNDS = 8
 
 
-def neutralised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def neutralised(text: str, tokenizer: Tokenizer) -> str:
     """Return `text` without any added token of the tokenizer, special or not.
 
     Tool results and web pages may contain `<|im_end|>` or `<tool_call>`, which would end the turn
@@ -45,7 +42,7 @@ def neutralised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     raise AssertionError("text does not shrink for ever")
 
 
-def encodable(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def encodable(text: str, tokenizer: Tokenizer) -> str:
     """Return `text` with surrogates and characters that the tokenizer does not support replaced."""
     whole = text.encode("utf-8", "replace").decode()
     if _is_known(whole, tokenizer):
@@ -55,7 +52,7 @@ def encodable(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(instead if c in unknown else c for c in whole)
 
 
-def longest_prefix(text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def longest_prefix(text: str, max_tokens: int, tokenizer: Tokenizer) -> str:
     """Longest prefix of an `encodable` text with at most `max_tokens` tokens."""
     if count_tokens(text, tokenizer) <= max_tokens:
         return text
@@ -69,11 +66,11 @@ def longest_prefix(text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBas
     return text[:fits]
 
 
-def count_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+def count_tokens(text: str, tokenizer: Tokenizer) -> int:
     return len(_ids(text, tokenizer))
 
 
-def _is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _is_known(text: str, tokenizer: Tokenizer) -> bool:
     """True if the text encodes without the unknown token."""
     try:
         ids = _ids(text, tokenizer)
@@ -82,7 +79,7 @@ def _is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids
 
 
-def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+def _first(candidates: tuple[str, ...], tokenizer: Tokenizer) -> str:
     """First candidate that the tokenizer encodes as known tokens; empty if there is none."""
     for text in candidates:
         if _is_known(text, tokenizer) and _ids(text, tokenizer):
@@ -90,7 +87,7 @@ def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> s
     return ""
 
 
-def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+def _control_spans(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Spans of added tokens in the text, as written or after the tokenizer's normalisation."""
     added = {
         token.content: id_
@@ -115,5 +112,5 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)))
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _ids(text: str, tokenizer: Tokenizer) -> list[int]:
     return encode(tokenizer, text, add_special_tokens=False)

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from distill.chat.template import Message
 from distill.chat.tool_readers import ToolCall
@@ -20,9 +20,7 @@ from distill.json_values import loads, require_plain
 from distill.lookup import known_names
 from distill.text.foreign import encodable, longest_prefix, neutralised
 from distill.tools.base import Tool, ToolError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 Failure = Literal["unknown", "arguments", "failed", "timeout"]
 
@@ -71,7 +69,7 @@ async def run_calls(
     calls: Sequence[ToolCall],
     tools: Mapping[str, Tool],
     limits: ToolLimits,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> list[ToolOutcome]:
     """Run all calls concurrently; return the outcomes in the order of the calls.
 
@@ -88,7 +86,7 @@ async def _run(
     call: ToolCall,
     tools: Mapping[str, Tool],
     limits: ToolLimits,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> ToolOutcome:
     began = time.monotonic()
     failure: Failure | None = None
@@ -186,9 +184,7 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
         raise _RefusedCall("failed", f"{tool.name} failed: {message}") from error
 
 
-def _content(
-    text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, bool, bool]:
+def _content(text: str, max_tokens: int, tokenizer: Tokenizer) -> tuple[str, bool, bool]:
     """Return the text for the model, whether it was cut, and whether it had control tokens."""
     start = encodable(text[: max_tokens * _CHARACTERS_PER_TOKEN], tokenizer)
     neutral = neutralised(start, tokenizer)

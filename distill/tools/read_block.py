@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.chat.template import Message
 from distill.text.chunks import count_tokens
 from distill.text.condense import is_summary, transcript
 from distill.tools.base import Tool, ToolError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 # Number of a block's characters in the list of blocks.
 _HEAD = 48
@@ -20,7 +18,7 @@ _HEAD = 48
 class Blocks:
     """Messages that an episode has condensed, one block each, numbered from 1."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from cluster.config.files import at_path
 from cluster.inspect.report.run_files import RunFiles, run_tokenizer, why_no_rollouts
@@ -15,9 +15,7 @@ from cluster.run_files.redact import without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
 from distill.chat.token_text import decode, token_texts
 from distill.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 Item = TypeVar("Item")
 
@@ -382,7 +380,7 @@ def spread(groups: Sequence[Item], number: int) -> list[Item]:
     return [groups[round(i * (len(groups) - 1) / (number - 1))] for i in range(number)]
 
 
-def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def group_data(group: KeptGroup, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Data of a group, with the texts of its tokens.
 
     The tokens that all members share before their first turn are the group's `prompt`. They are
@@ -433,9 +431,7 @@ def _prompt_tokens(group: KeptGroup) -> int:
     return len(prompts.pop()) if several and len(prompts) == 1 else 0
 
 
-def _texts_of_alternatives(
-    group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[int, str] | None:
+def _texts_of_alternatives(group: KeptGroup, tokenizer: Tokenizer | None) -> dict[int, str] | None:
     """Texts of the teacher's likeliest tokens, by id; None without such tokens or a tokenizer."""
     ids = {
         id_
@@ -451,7 +447,7 @@ def _texts_of_alternatives(
 
 def _segment(
     segment: KeptSegment,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     special: set[int],
     prompt: int,
 ) -> dict[str, Any]:
@@ -476,12 +472,12 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name in metrics if (value := _number(metrics, name)) is not None}
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _special_ids(tokenizer: Tokenizer) -> set[int]:
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
-def _tokenizer(run: RunFiles) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+def _tokenizer(run: RunFiles) -> tuple[Tokenizer | None, str | None]:
     """The run's tokenizer, or an explanation why the page shows token ids."""
     try:
         return run_tokenizer(run), None

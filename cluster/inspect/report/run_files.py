@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.config.files import at_path
 from cluster.config.run_record import RunRecord
@@ -13,9 +13,7 @@ from cluster.jsonl_log import read_lines, read_object
 from cluster.run_files.rollouts import KeptGroups
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +132,7 @@ def _counts(response: Mapping[str, Any]) -> bool:
     return all(isinstance(response[name], int) for name in ("line", "num_tokens"))
 
 
-def run_tokenizer(run: RunFiles) -> PreTrainedTokenizerBase:
+def run_tokenizer(run: RunFiles) -> Tokenizer:
     """Load the tokenizer of the run's token ids: from its final/, or else the student's.
 
     Raises:

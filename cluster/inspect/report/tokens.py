@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.run_files.rollouts import KeptGroup
 from distill.chat.token_text import decode
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from distill.types import Tokenizer
 
 # Number of single tokens that are shown.
 _MOST = 20
 
 
 def furthest_apart(
-    groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
+    groups: Sequence[KeptGroup], tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
     """The sampled tokens with the largest |log p - log q| of student and teacher.
 
@@ -43,7 +41,7 @@ def furthest_apart(
 
 
 def largest_shares(
-    groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
+    groups: Sequence[KeptGroup], tokenizer: Tokenizer | None
 ) -> dict[str, Any] | None:
     """The tokens with the largest shares of the KL, in the newest step that kept such a list."""
     newest = next((group for group in reversed(groups) if group.step_tokens), None)
@@ -53,5 +51,5 @@ def largest_shares(
     return {"step": newest.step, "rows": rows}
 
 
-def _text(id_: int, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+def _text(id_: int, tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is None else decode(tokenizer, [id_])
