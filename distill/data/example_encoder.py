@@ -63,7 +63,7 @@ class ExampleEncoder:
         """
         check_stops(self.tokenizer, completion, self.ends, f"`{field}`", field)
         stripped = completion.rstrip()
-        ends = any(stripped.endswith(self.tokenizer.decode([end])) for end in self.ends)
+        ends = any(stripped.endswith(str(self.tokenizer.decode([end]))) for end in self.ends)
         return self.completion(prompt, stripped if ends else completion)
 
     @property
