@@ -21,7 +21,7 @@ from distill.types import Segment, StopReason, TokenArray, TopLogprobs, Trajecto
 from tests.tiny import VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from learner.loop import Keep
+    from learner.loop import SampleRecorder
 
 TEMPERATURE = 0.7
 
@@ -89,7 +89,9 @@ def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: A
     )
 
 
-def keep_step(log: Keep, step: int, groups: list[TrajectoryGroup], rows: list[TrainingRow]) -> None:
+def keep_step(
+    log: SampleRecorder, step: int, groups: list[TrajectoryGroup], rows: list[TrainingRow]
+) -> None:
     """Record the groups of a step in a log, as the loop does."""
     chosen = log.chosen(step, [made.group_id for made in groups])
     found = [pair for pair in rows_by_group(groups, rows) if pair[0].group_id in chosen]

@@ -63,7 +63,7 @@ from cluster.supervision.supervise import (
 )
 from cluster.weights.transport import PushSettings
 from distill.envs.base import EnvStream
-from distill.handshake.comparison import looser
+from distill.handshake.comparison import looser_dtype
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
 from distill.rewards.length import LengthRules
@@ -367,7 +367,7 @@ class RolloutCast:
             directory=str(self.directory.path / "weights"),
             model=config.model.path,
             temperature=config.sampling.temperature,
-            dtype=looser(
+            dtype=looser_dtype(
                 config.engine.dtype_on(device), choose_dtype(config.learner.dtype, device)
             ),
             probe_every=probe_every,

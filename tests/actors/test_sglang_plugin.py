@@ -37,10 +37,10 @@ from actors.sglang.plugin.listed_steps import (
     LISTED_OUTPUT_KEY,
     LISTED_OUTPUT_SWITCH,
     compute_logprobs,
-    note_wanted,
+    move_logprob_options,
     read_steps,
     sample,
-    take_over,
+    store_wanted,
 )
 from actors.sglang.plugin.row_temperatures import (
     Listed,
@@ -893,9 +893,9 @@ def step(reqs: Sequence[SimpleNamespace], logprobs_GV: Tensor, *, spec: bool = F
         spec_algorithm=SimpleNamespace(is_none=lambda: not spec),
         sampling_info=SimpleNamespace(),
     )
-    take_over(batch)
-    take_over(batch)  # as for the next chunk of a prompt
-    note_wanted(batch)
+    move_logprob_options(batch)
+    move_logprob_options(batch)  # as for the next chunk of a prompt
+    store_wanted(batch)
     processor, output = SimpleNamespace(), SimpleNamespace(customized_info={"other": []})
 
     def original(*_args: Any) -> str:
