@@ -1,4 +1,4 @@
-"""The date that chat templates print is the run's: given, or of the day on which it began."""
+"""The date in chat templates: given, or that of the run's first day."""
 
 import json
 from collections.abc import Callable
@@ -19,13 +19,13 @@ def began(out: Path, **settings: str) -> None:
     (out / "config.json").write_text(json.dumps({"recipe": "opd", "settings": {"model": settings}}))
 
 
-def test_a_run_that_begins_takes_today(opd: NewOpd, tmp_path: Path) -> None:
+def test_a_new_run_has_today_s_date(opd: NewOpd, tmp_path: Path) -> None:
     before = date.today()
     config = with_chat_date(opd(out=str(tmp_path / "run")))
     assert config.model.chat_date in {before.isoformat(), date.today().isoformat()}
 
 
-def test_a_resume_takes_the_runs_date(opd: NewOpd, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_date(opd: NewOpd, tmp_path: Path) -> None:
     out = tmp_path / "run"
     began(out, chat_date="2026-01-31")
     assert with_chat_date(opd(out=str(out))).model.chat_date == "2026-01-31"
@@ -34,6 +34,6 @@ def test_a_resume_takes_the_runs_date(opd: NewOpd, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ['{"settings": {}}', "[]", "no JSON", '{"settings": 1}'])
-def test_a_run_without_a_date_goes_on_without(opd: NewOpd, tmp_path: Path, written: str) -> None:
+def test_a_resumed_run_without_a_date_has_none(opd: NewOpd, tmp_path: Path, written: str) -> None:
     (tmp_path / "config.json").write_text(written)
     assert with_chat_date(opd(out=str(tmp_path))).model.chat_date is None

@@ -1,4 +1,4 @@
-"""Every bad input is found before anything starts, and the message says which and where."""
+"""Checks of models, rows and settings before a run starts: bad input is named by place."""
 
 import json
 import shutil
@@ -33,12 +33,22 @@ NewSft = Callable[..., SftConfig]
 
 @pytest.fixture
 def broken(tiny_pair: TinyPair, tmp_path: Path) -> Path:
-    """A copy of the teacher, for a test to break."""
+    """A copy of the teacher that a test may damage."""
     return Path(shutil.copytree(tiny_pair.teacher, tmp_path / "broken"))
 
 
 @pytest.fixture
+def short(tmp_path: Path) -> str:
+    """A model with a context of 32 tokens."""
+    made = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
+    save_tokenizer(made)
+    return made
+
+
+@pytest.fixture
 def prompts(tmp_path: Path) -> Callable[..., str]:
+    """prompts(*rows): a file with these rows or lines."""
+
     def write(*rows: dict | str) -> str:
         path = tmp_path / "prompts.jsonl"
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -59,7 +69,7 @@ def mixture(tmp_path: Path) -> str:
     return str(tmp_path / "mixture")
 
 
-def test_a_model_whose_weights_nobody_could_read_is_not_trained(
+def test_a_model_with_tensors_of_other_names_is_refused(
     opd: NewOpd, sft: NewSft, mixture: str, tmp_path: Path
 ) -> None:
     file = Path(mixture) / "model.safetensors"
@@ -79,13 +89,12 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
         check_dpo(pairs)
 
 
-def test_routers_of_a_dense_model_are_not_balanced(opd: NewOpd) -> None:
+def test_a_dense_model_has_no_routers_to_balance(opd: NewOpd) -> None:
     with refuses(ConfigError, "learner.router_aux_coef"):
         check_rollout(opd(router_aux_coef=0.1))
 
 
 def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
-    """Said before its weights are looked into."""
     config = Lfm2Config(
         vocab_size=160, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, layer_types=["conv", "full_attention"],
@@ -129,7 +138,7 @@ def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("eval.engines", 1), ("checkpoint.keep_best", "eval/eos_share")]
 )
-def test_what_is_about_evaluations_needs_held_out_problems(
+def test_settings_of_evaluations_need_held_out_problems(
     opd: NewOpd, prompts, name: str, value: object
 ) -> None:
     few = prompts({"prompt": "a"}, {"prompt": "b"})
@@ -137,7 +146,7 @@ def test_what_is_about_evaluations_needs_held_out_problems(
         check_rollout(opd(**{"prompts": few, "eval_every": 2, name: value}))
 
 
-def test_corrupt_and_missing_weights(opd: NewOpd, sft: NewSft, broken: Path) -> None:
+def test_corrupt_and_missing_weights_are_refused(opd: NewOpd, sft: NewSft, broken: Path) -> None:
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     for role in ("student", "teacher"):
@@ -150,14 +159,14 @@ def test_corrupt_and_missing_weights(opd: NewOpd, sft: NewSft, broken: Path) -> 
         check_rollout(opd(student=str(broken)))
 
 
-def test_tokenizers_that_differ(opd: NewOpd, broken: Path) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused(opd: NewOpd, broken: Path) -> None:
     save_tokenizer(broken, alphabet="0123456798")
     with refuses(ConfigError, "teacher.model", names="id 11"):
         check_rollout(opd(teacher=str(broken)))
 
 
 @pytest.mark.parametrize(("setting", "coef"), [("teacher", 0.0), ("reference", 0.1)])
-def test_a_model_too_small_for_its_tokenizer(
+def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(
     opd: NewOpd, tmp_path: Path, setting: str, coef: float
 ) -> None:
     small = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=50)
@@ -170,25 +179,22 @@ def test_a_model_too_small_for_its_tokenizer(
     "line", ['{"prompt": "a"', '"a"', {"prompt": "x" * 121}], ids=["bad", "text", "long"]
 )
 @pytest.mark.parametrize("setting", ["prompts", "eval.source"])
-def test_bad_prompts_by_file_and_line(
+def test_a_bad_prompt_is_named_by_file_and_line(
     opd: NewOpd, prompts, setting: str, line: str | dict[str, str]
 ) -> None:
-    """tests/distill/test_prompts.py has all that a line may lack."""
+    """Other faults of lines are in tests/distill/test_prompts.py."""
     path = prompts({"prompt": "good"}, "", line)
     with refuses(DataError, None, names=f"{path}:3: "):
         check_rollout(opd(**{setting: path}))
 
 
-def test_the_longest_of_training_and_evaluation_must_fit(opd: NewOpd, prompts) -> None:
+def test_prompts_fit_the_shortest_context_with_the_longest_response(
+    opd: NewOpd, prompts, short: str
+) -> None:
     path = prompts({"prompt": "x" * 100})
     assert prompts_of(check_rollout(opd(prompts=path)).train)[0].tokens_T.shape == (100,)
     with refuses(DataError, None, names=f"{path}:1: "):
         check_rollout(opd(prompts=path, eval_max_new_tokens=29))
-
-
-def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> None:
-    short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
-    save_tokenizer(short)
     with refuses(DataError, None, names="context of 32"):
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
@@ -200,28 +206,24 @@ def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
     assert len(prompts_of(check_rollout(opd(prompts=path)).train)) == 2
 
 
-def test_supervised_rows(sft: NewSft, prompts) -> None:
+def test_a_bad_supervised_row_is_named_by_file_and_line(sft: NewSft, prompts) -> None:
     assert len(check_sft(sft()).rows_D) == 6
     path = prompts({"prompt": "a", "completion": "b"}, {"prompt": "a"})
     with refuses(DataError, "completion", names=f"{path}:2: "):
         check_sft(sft(data=path))
     path = prompts({"prompt": "a", "completion": "b" * 127})
-    with refuses(DataError, None, names=f"{path}:1: 129 tokens"):
-        check_sft(sft(data=path))
-    with refuses(DataError, None, names="limit of 16"):
-        check_sft(sft(data=path, max_length=16))
+    for settings in ({"data": path}, {"data": path, "max_length": 16}, {"eval_source": path}):
+        with refuses(DataError, None, names=f"{path}:1: 129 tokens"):
+            check_sft(sft(**settings))
+    for max_length in (1, 129):
+        with refuses(ConfigError, "data.max_length"):
+            check_sft(sft(max_length=max_length))
 
 
-@pytest.mark.parametrize("max_length", [1, 129])
-def test_supervised_lengths_fit_the_model(sft: NewSft, max_length: int) -> None:
-    with refuses(ConfigError, "data.max_length"):
-        check_sft(sft(max_length=max_length))
+# Objectives without a gradient, or with another than they name
 
 
-# Objectives that have no gradient, or not the one they name
-
-
-def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
+def test_a_teacher_equal_to_the_student_is_refused(opd: NewOpd, tiny_pair, prompts) -> None:
     with refuses(ConfigError, "teacher.model", names=f"teacher={tiny_pair.student}"):
         check_rollout(opd(teacher=tiny_pair.student))
     assert len(check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train)
@@ -251,14 +253,14 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
         ({"teacher.feedback": "{prompt}" + "!" * 600}, [{"prompt": "2"}], ":1: "),
     ],
 )
-def test_what_a_teacher_that_moves_is_told(
+def test_a_moving_teacher_needs_hints_or_feedback(
     opd: NewOpd, prompts, settings: dict, rows: list[dict], names: str
 ) -> None:
     with pytest.raises(IsothermError) as refused:
         check_rollout(opd(teacher="policy", prompts=prompts(*rows), **settings))
     assert names in str(refused.value)
-    told = opd(teacher="policy", teacher_feedback="{prompt}!", prompts=prompts({"prompt": "2+2="}))
-    assert check_rollout(told).train.builder(0, 2).hinted
+    hinted = {"teacher_feedback": "{prompt}!", "prompts": prompts({"prompt": "2+2="})}
+    assert check_rollout(opd(teacher="policy", **hinted)).train.builder(0, 2).hinted
 
 
 @pytest.mark.parametrize(
@@ -270,13 +272,13 @@ def test_what_a_teacher_that_moves_is_told(
         ("/my/completions", "auto"),
     ],
 )
-def test_an_endpoint_that_gives_text_cannot_score(opd: NewOpd, path: str, estimator: str) -> None:
+def test_an_endpoint_of_text_cannot_be_the_teacher(opd: NewOpd, path: str, estimator: str) -> None:
     config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, sft_steps=2)
     with refuses(ConfigError, "teacher.model"):
         check_rollout(with_estimator(config)[0])
 
 
-def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
+def test_an_endpoint_of_text_is_tried_before_the_run(
     opd: NewOpd, prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
@@ -285,7 +287,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         [teacher] = check_rollout(opd(**endpoint)).text_teachers.values()
         assert teacher.encoder.stop_ids == (EOS,) and len(server.chats) == 1
         server.failures = [Says("", "length")]
-        assert check_rollout(opd(**endpoint)).text_teachers, "one that thinks first"
+        assert check_rollout(opd(**endpoint)).text_teachers  # a model that thinks first
         server.failures = [404]
         with refuses(ConfigError, "teacher.samples_from", names="HTTP 404"):
             check_rollout(opd(**endpoint))
@@ -294,7 +296,7 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         wide = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=1024)
         save_tokenizer(wide)
         games = {"env": TicTacToeGames(), "prompts": None, "student": wide, "teacher": wide}
-        games |= {"reward_coef": 1.0}  # or it would be refused for teaching nothing
+        games |= {"reward_coef": 1.0}
         with refuses(ConfigError, "teacher.samples_from", names="env=TicTacToeGames"):
             check_rollout(opd(**endpoint | games))
         shows_tools = tmp_path / "tools.jinja"
@@ -308,11 +310,11 @@ def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
         texts = endpoint | {"teacher.samples_from": f"{MODEL}@{server.url}/completions"}
         with refuses(ConfigError, "teacher.samples_from", names=":1 is a chat"):
             check_rollout(opd(**texts, prompts=prompts(chat)))
-        assert len(server.chats) == asked and not server.completions, "asked of what cannot be"
+        assert len(server.chats) == asked and not server.completions
 
 
 @pytest.mark.parametrize("other", [{"hidden_size": 32}, {"vocab_size": 192}], ids=str)
-def test_a_head_is_the_teacher_s(
+def test_a_head_must_fit_the_teacher(
     opd: NewOpd, tiny_pair: TinyPair, tmp_path: Path, other: dict[str, int]
 ) -> None:
     config = opd(**{"estimator": "full", "teacher.head": tiny_pair.teacher})
@@ -325,7 +327,7 @@ def test_a_head_is_the_teacher_s(
         check_rollout(opd(**{"estimator": "full", "teacher.head": str(tmp_path / "none")}))
 
 
-def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:
+def test_top_k_is_below_the_vocabulary(opd: NewOpd) -> None:
     assert len(check_rollout(opd(estimator="top_k", teacher_top_k=159)).train)
     with refuses(ConfigError, "objective.teacher_top_k", names="teacher_top_k=160"):
         check_rollout(opd(estimator="top_k", teacher_top_k=160))
@@ -348,7 +350,7 @@ def test_every_teacher_has_prompts_and_every_prompt_a_teacher(
         check_rollout(two(good[0]))
 
 
-def test_bonuses_are_rewards(opd: NewOpd, prompts) -> None:
+def test_bonuses_count_as_rewards(opd: NewOpd, prompts) -> None:
     paid, unpaid = prompts({"prompt": "a", "bonuses": {"x": 1}}), opd()
     [prompt, *_] = prompts_of(check_rollout(opd(prompts=paid)).train)
     assert prompt.bonuses == {"x": 1}
@@ -365,8 +367,7 @@ def test_bonuses_are_rewards(opd: NewOpd, prompts) -> None:
         check_rollout(make("rl", prompts=unpaid.data.source, **given))
 
 
-def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
-    assert len(check_rollout(opd(sft_data=sft().data.source)).sft_rows_D) == 6
+def test_supervised_rows_of_a_rollout_recipe(opd: NewOpd) -> None:
     assert check_rollout(opd()).sft_rows_D == []
     with refuses(DataError, None, names="/nowhere.jsonl"):
         check_rollout(opd(sft_data="/nowhere.jsonl"))
@@ -385,7 +386,7 @@ def dpo(tiny_pair: TinyPair, prompts) -> Callable[..., DpoConfig]:
 
 
 def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None:
-    """Seeded; prompts whole; as if the rest were all there is."""
+    """The choice follows the seed, and rows of one prompt stay together."""
     twice = [{"prompt": f"{a}-1=", "completion": f"{b}"} for a in range(10) for b in "xy"]
     more = write_rows(tmp_path / "more.jsonl", *twice)
     both = f"{sft().data.source},{more}:3"
@@ -395,7 +396,7 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
     assert [(part.size, part.weight) for part in inputs.parts] == [(4, 1), (16, 3)]
     assert len(inputs.rows_D) == 20
     apart = {row.tokens_T[: row.first_trained].tobytes() for row in (*first.rows_D, *second.rows_D)}
-    assert len(apart) == 4  # of the second source two prompts, both rows of each
+    assert len(apart) == 4  # two of them in the second source, with both rows each
     assert apart.isdisjoint(row.tokens_T[: row.first_trained].tobytes() for row in inputs.rows_D)
 
     def chosen(**changes: object) -> list[str]:
@@ -405,28 +406,21 @@ def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None
     assert chosen() == chosen(steps=3) != chosen(seed=1)
 
 
-def test_a_share_that_holds_out_nothing(sft: NewSft, prompts) -> None:
+def test_held_out_rows_are_some_and_not_those_of_training(sft: NewSft, prompts) -> None:
     same = prompts(*({"prompt": "a", "completion": f"{b}"} for b in range(4)))
     with refuses(ConfigError, "eval.size", names="eval.size=0.5"):
         check_sft(sft(data=same, eval_size=0.5))
-
-
-def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
-    apart = prompts({"prompt": "a", "completion": "b"})
-    inputs = check_sft(sft(eval_source=apart))
-    assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
-    assert inputs.digests.keys() == {"data.source", "eval.source"}
     with refuses(ConfigError, "eval.source", names="eval.source="):
         check_sft(sft(eval_source=sft().data.source))
-    long = prompts({"prompt": "a", "completion": "b" * 127})
-    with refuses(DataError, None, names=f"{long}:1: 129 tokens"):
-        check_sft(sft(eval_source=long))
+    inputs = check_sft(sft(eval_source=prompts({"prompt": "a", "completion": "b"})))
+    assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
+    assert inputs.digests.keys() == {"data.source", "eval.source"}
 
 
 # Reward models
 
 
-def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> None:
+def test_a_model_without_a_reward_head_is_no_reward(opd: NewOpd, tiny_pair: TinyPair) -> None:
     graded = {"reward_coef": 1.0, "group_size": 2}
     with refuses(CheckpointError, None, names="Qwen3ForCausalLM"):
         check_rollout(opd(reward=f"model:{tiny_pair.student}", **graded))
@@ -434,7 +428,7 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
         check_rollout(opd(reward="model:/nowhere", **graded))
 
 
-def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:
+def test_rows_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:
     config = dpo()
     given = {"model": config.model.path, "data": config.data.source, "out": "out"}
     inputs = check_reward_model(make("reward_model", **given))
@@ -449,7 +443,7 @@ def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -
         check_reward_model(make("reward_model", **given))
 
 
-def test_a_padding_that_ends_rows_is_replaced(tiny_pair: TinyPair, broken: Path, prompts) -> None:
+def test_padding_equal_to_eos_is_replaced(tiny_pair: TinyPair, broken: Path, prompts) -> None:
     path = prompts({"prompt": "a", "chosen": "b", "rejected": "c"})
     tokenizer = AutoTokenizer.from_pretrained(broken)
     tokenizer.pad_token = tokenizer.eos_token
@@ -459,14 +453,12 @@ def test_a_padding_that_ends_rows_is_replaced(tiny_pair: TinyPair, broken: Path,
     assert inputs.rows_D[0].tokens_T[-2] == tokenizer.eos_token_id
 
 
-def test_a_mixture_becomes_no_reward_model(mixture: str) -> None:
+def test_a_mixture_cannot_become_a_reward_model(mixture: str) -> None:
     with refuses(CheckpointError, None, names="olmoe"):
         check_reward_model(make("reward_model", model=mixture, data="d", out="o"))
 
 
-def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_path: Path) -> None:
-    short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
-    save_tokenizer(short)
+def test_a_dpo_reference_must_fit_the_rows(dpo: Callable[..., DpoConfig], short: str) -> None:
     with refuses(ConfigError, "data.max_length", names=f"reference={short}"):
         check_dpo(dpo(reference=short))
     with refuses(CheckpointError, None, names="/nowhere/at/all"):
@@ -475,7 +467,7 @@ def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_pa
 
 @pytest.fixture
 def sums(tmp_path: Path) -> Callable[..., str]:
-    """sums(name, count): a file of so many prompts, which the name begins."""
+    """sums(name, count): a file of so many prompts that start with the name."""
 
     def write(name: str, count: int, **more: object) -> str:
         rows = [{"prompt": f"{name}{i}=", "answer": str(i)} | more for i in range(count)]
@@ -484,15 +476,13 @@ def sums(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def test_each_source_gives_its_part_of_the_held_out_prompts(opd: NewOpd, sums) -> None:
+def test_prompts_are_held_out_of_each_source_in_proportion(opd: NewOpd, sums) -> None:
     a, b = sums("a", 40), sums("b", 20)
     inputs = check_rollout(opd(prompts=f"{a}:3,{b}"))
     train, held_out = inputs.train, inputs.held_out
     assert isinstance(train, Mixture) and isinstance(held_out, Mixture)
-    assert [(part.name, part.size, part.weight) for part in train.parts] == [
-        ("a", 36, 3),
-        ("b", 18, 1),
-    ]
+    parts = [(part.name, part.size, part.weight) for part in train.parts]
+    assert parts == [("a", 36, 3), ("b", 18, 1)]
     assert [(part.name, part.size) for part in held_out.parts] == [("a", 4), ("b", 2)]
     seen = [(train.source(p), train.line(p)) for p in range(len(train))]
     seen += [(held_out.source(p), held_out.line(p)) for p in range(len(held_out))]
@@ -502,7 +492,7 @@ def test_each_source_gives_its_part_of_the_held_out_prompts(opd: NewOpd, sums) -
     assert len(alone) == 4 and not isinstance(alone, Mixture)
 
 
-def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
+def test_evaluation_prompts_are_taken_from_each_source_in_proportion(opd: NewOpd, sums) -> None:
     both = f"{sums('c', 30)},{sums('d', 10)}"
     held_out = check_rollout(opd(eval_source=both, eval_size=8)).held_out
     assert isinstance(held_out, Mixture)
@@ -511,7 +501,7 @@ def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
         opd(eval_source=f"{sums('c', 3)}:2,{sums('d', 2)}")
 
 
-def test_a_column_is_read_as_a_field_that_is_known(opd: NewOpd, sft: NewSft) -> None:
+def test_columns_rename_known_fields(opd: NewOpd, sft: NewSft) -> None:
     columns = {"promt": "question"}
     with refuses(ConfigError, "columns.promt"):
         check_rollout(opd(columns=columns))
@@ -519,7 +509,7 @@ def test_a_column_is_read_as_a_field_that_is_known(opd: NewOpd, sft: NewSft) -> 
         check_sft(sft(columns=columns))
 
 
-def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path) -> None:
+def test_supervised_sources_are_weighted(sft: NewSft, opd: NewOpd, tmp_path: Path) -> None:
     more = tmp_path / "more.csv"
     more.write_text("prompt,completion\n2+2=,4\n")
     both = f"{sft().data.source}:1,{more}:3"
@@ -532,7 +522,7 @@ def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path
     assert beside.digests["sft.data"] == inputs.digests["data.source"]
 
 
-def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_pairs_are_read_from_renamed_columns(tiny_pair: TinyPair, tmp_path: Path) -> None:
     data = tmp_path / "pairs.json"
     data.write_text(json.dumps([{"q": "1+1=", "good": "2", "bad": "3"}] * 2))
     keys = {"columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}

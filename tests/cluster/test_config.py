@@ -53,7 +53,7 @@ NewOpd = Callable[..., OpdConfig]
         ({"lora.rank": 8, "lr": 2e-6}, 2e-6),
     ],
 )
-def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
+def test_an_adapter_has_its_own_default_learning_rate(
     opd: NewOpd, changes: dict, lr: float
 ) -> None:
     config = opd(**changes)
@@ -77,19 +77,19 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     ],
     ids=str,
 )
-def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored: int) -> None:
+def test_the_teacher_scores_a_share_of_a_step(opd: NewOpd, settings: dict, scored: int) -> None:
     config = opd(**{"estimator": "full"} | settings)
     groups = config.scored_by_teacher()
     first = config.data.batch_size * 3
     assert sum(i in groups for i in range(first, first + config.data.batch_size)) == scored
 
 
-def test_teachers_are_in_the_order_of_their_names_in_every_process(opd: NewOpd) -> None:
+def test_teachers_are_sorted_by_name(opd: NewOpd) -> None:
     config = opd(teacher=None, teachers={name: {"model": "m"} for name in "hgfedcba"})
     assert "".join(config.teachers) == "".join(changed(config, steps=3).teachers) == "abcdefgh"
 
 
-def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) -> None:
+def test_epochs_become_steps(sft: Callable[..., SftConfig]) -> None:
     assert sft().steps == 100 and sft(steps=7).trained_on(1000).steps == 7
     for epochs, batch_size, steps in (
         (2, 10, 6),
@@ -118,7 +118,9 @@ def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) ->
         (["teacher=b", "server_flags=--tp-size 2"], "server_flags", "teacher.server_flags"),
     ],
 )  # fmt: skip
-def test_settings_that_a_calibration_has_not(given: list[str], field: str, names: str) -> None:
+def test_settings_that_a_calibration_lacks_are_refused(
+    given: list[str], field: str, names: str
+) -> None:
     with refuses(ConfigError, field, names=names):
         parse(CalibrateConfig, ["student=a", "temperature=0.7", *given])
 
@@ -132,7 +134,7 @@ def test_settings_that_a_calibration_has_not(given: list[str], field: str, names
         (SampleToSftConfig, "num_samples", "samples"),
     ],
 )
-def test_commands_give_the_names_that_recipes_have(kind: type, name: str, meant: str) -> None:
+def test_commands_suggest_the_names_of_recipes(kind: type, name: str, meant: str) -> None:
     with refuses(ConfigError, name, names=repr(meant)):
         parse(kind, [f"{name}=3"])
 
@@ -144,8 +146,8 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_no_check_of_a_part_is_lost(kind: type) -> None:
-    """chz takes the checks of the first base only where a class with several has none itself."""
+def test_a_class_has_the_checks_of_all_its_bases(kind: type) -> None:
+    """chz inherits only the checks of the first base if a class with several bases has none."""
     theirs = {check for base in kind.__mro__ for check in vars(base).get("__chz_validators__", [])}
     assert theirs == set(getattr(kind, "__chz_validators__", []))
 
@@ -162,18 +164,14 @@ def arguments(config: OpdConfig, *more: str) -> list[str]:
     return ["recipe=opd", *(f"{name}={of(config, name)}" for name in names), *more]
 
 
-def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
+def test_only_an_interrupt_after_the_first_step_names_a_checkpoint() -> None:
     early = Interrupted(signal.SIGINT)
-    assert "every step trained so far is in a checkpoint" in error_text(early)
+    assert "checkpoint" in error_text(early)
     early.trained = False
-    assert error_text(early) == (
-        "interrupted (SIGINT) before the first step; the same command starts again"
-    )
+    assert "checkpoint" not in error_text(early)
 
 
-def test_an_interrupt_that_became_another_error_is_an_interrupt(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupt_behind_an_import_error_is_an_interrupt() -> None:
     def imported(_: object) -> None:
         try:
             raise KeyboardInterrupt
@@ -181,7 +179,6 @@ def test_an_interrupt_that_became_another_error_is_an_interrupt(
             raise ImportError("initialization failed") from interrupt
 
     assert run_and_report(imported) == 130
-    assert capsys.readouterr().err == "error: interrupted (SIGINT)\n"
 
     def broken(_: object) -> None:
         raise ImportError("initialization failed")
@@ -190,81 +187,70 @@ def test_an_interrupt_that_became_another_error_is_an_interrupt(
         run_and_report(broken)
 
 
-def test_the_plan_says_what_cannot_be_meant(opd: NewOpd, capsys) -> None:
+def test_a_dry_run_warns_of_improbable_settings(opd: NewOpd, capsys) -> None:
     more = ["dry_run=True", "steps=3", "warmup_steps=9", "num_substeps=2", "prompts_per_step=1000"]
     more += ["lr=0.5"]
     assert main(arguments(opd(), *more)) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "lr 0.5, 500 times the rate" in shown
-    assert "never reached: warmup_steps=9 of 6 updates" in shown
-    assert "1000 prompts, some of them more than once" in shown
+    assert "lr 0.5, 500 times" in shown
+    assert "warmup_steps=9 of 6 updates" in shown
+    assert "1000 prompts" in shown
 
 
-def test_a_dry_run_misses_the_gpu(opd: NewOpd, monkeypatch, capsys) -> None:
+def test_a_dry_run_needs_the_gpus_of_this_machine_alone(opd: NewOpd, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for more in ([], ["local=True"]):
         assert main(arguments(opd(), "dry_run=True", "device=cuda", *more)) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert "device=cuda but this machine has no GPU" in said
-    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")  # whose GPUs are not ours to know
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
     assert main(arguments(opd(), "dry_run=True", "device=cuda")) == 0
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("given", "named"),
     [
-        (["temperature=0"], "temperature=0.* eval.temperature=0"),
-        (["top_p=0.9"], "top_p=0.9: training does not truncate"),
-        (["temperatur=1"], "temperatur=1: no such setting; did you mean 'temperature'"),
-        (["recipe=oped"], "recipe=oped is unknown; did you mean 'opd'.* Known: dpo, opd, .*sft"),
-        (["recipe", "opd"], "'recipe' is not key=value; write recipe=opd"),
-        (["student=/nowhere/at/all"], "'/nowhere/at/all': there is no such directory"),
-        (["out=/proc/nothing"], "out=/proc/nothing cannot be written .* in /proc"),
-        (["teacher=http://127.0.0.1:9"], "teacher=http://127.0.0.1:9 does not serve: .*reached"),
-        (["epochs=2"], "epochs=2: recipe=opd has no such setting; sft, dpo, reward_model have it"),
+        ("temperature=0", "temperature=0"),
+        ("top_p=0.9", "top_p=0.9"),
+        ("temperatur=1", "'temperature'"),
+        ("recipe=oped", "'opd'"),
+        ("student=/nowhere/at/all", "'/nowhere/at/all'"),
+        ("out=/proc/nothing", "out=/proc/nothing"),
+        ("teacher=http://127.0.0.1:9", "teacher=http://127.0.0.1:9"),
+        ("epochs=2", "epochs=2"),
     ],
 )
-def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: str) -> None:
-    assert main(arguments(opd(), *more)) == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert printed.startswith("error: ")
-    assert re.search(message, printed), printed
+def test_bad_input_ends_with_code_2_and_names_the_setting(
+    opd: NewOpd, capsys, given: str, named: str
+) -> None:
+    assert main(arguments(opd(), given)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and named in printed
 
 
 @pytest.mark.parametrize(
     ("written", "field", "names"),
     [
         (["--steps", "5"], None, "steps=5"),
-        (["--steps=5"], None, "steps=5"),
-        (["steps", "=5"], None, "steps=5"),
         (["steps", "=", "5"], None, "steps=5"),
         (["steps", "lr=1"], None, "steps=VALUE"),
         (["-h"], None, "--help"),
         (["run.yaml"], None, "config=run.yaml"),
-        (["runs/a/config.json"], None, "config=runs/a/config.json"),
         (["config=/"], "config", "config.json"),
         (["temperature=", "0.7"], "temperature", "temperature=0.7"),
         (["temperature="], "sampling.temperature", ""),
         (["lr=abc"], "learner.lr", "auto"),
-        (["lora.rank=1.5"], "lora.rank", ""),
         (["steps=1e-3"], "steps", ""),
         (["dry_run=maybe"], "dry_run", "rehearse"),
         (["wandb=onlin"], "tracking.wandb", "'online'"),
         (["lr.x=3"], "learner.lr.x", ""),
         (["learning_rate=1"], "learning_rate", "'lr'"),
         (["grad_norm=1"], "grad_norm", "'max_grad_norm'"),
-        (["max_steps=1"], "max_steps", "'steps'"),
-        (["eval_steps=1"], "eval_steps", "'eval.every'"),
         (["train_batch_size=8"], "train_batch_size", "'prompts_per_step'"),
         (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n", "'group_size'"),
-        (["actor.optim.lr=1e-5"], "actor.optim.lr", "'lr'"),
-        (["trainer.save_freq=8"], "trainer.save_freq", "'checkpoint.every'"),
         (["rollout_temperature=1"], "rollout_temperature", "'temperature'"),
         (["env=ToolUze"], "env", "'ToolUse'"),
         (["env=json:loads"], "env", "docs/environments.md"),
-        (["env=json:dupms"], "env", "AttributeError"),
         (["env=no.where.Env"], "env", "ModuleNotFoundError"),
         ([f"env={__name__}:Undecorated"], "env", "@chz.chz"),
         (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'env.max_turns'"),
@@ -273,7 +259,6 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["teachers.a.weight=all"], "teachers.a.weight", ""),
         (["teachers.a=m"], "teachers.a", "head, model"),
         (["checkpoint.evry=3"], "checkpoint.evry", "'checkpoint.every'"),
-        (["keep_lst=3"], "keep_lst", "'keep_last'"),
         (["checkpoint=3"], "checkpoint", "'checkpoint.every'"),
         (["...lr=abc"], "...lr", "--help"),
         (["steps=1_0_"], "steps", "1_0_"),
@@ -283,13 +268,12 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
         (["columns=3"], "data.columns", "data.columns.NAME="),
         (["columns.answer.x=3"], "data.columns.answer.x", ""),
         (["out=~/runs"], "out", "~/runs"),
-        (["student=${HOME}/model"], "model.path", "${HOME}/model"),
         (["prompts=a.jsonl,$DATA/b.jsonl"], "data.source", "$DATA/b.jsonl"),
         (["out=" + "x" * 300], "out", "too long"),
         (["env.format=" + "(" * 5000], "env.format", "((..."),
     ],
 )
-def test_a_slip_is_refused_in_one_line(
+def test_a_typing_error_is_refused_in_one_line(
     opd: NewOpd, written: list[str], field: str | None, names: str
 ) -> None:
     with refuses(ConfigError, field, names=names) as refused:
@@ -298,21 +282,14 @@ def test_a_slip_is_refused_in_one_line(
 
 
 class Undecorated(SingleTurn):
-    """An environment as one forgets it."""
+    """An environment without the decorator @chz.chz."""
 
 
-def test_values_that_contain_what_slips_do(opd: NewOpd) -> None:
+def test_values_may_contain_equals_signs_and_dashes(opd: NewOpd) -> None:
     more = ["policy.server_flags=--tp-size 2", "teacher.server_flags=", "reward=a.b-c:d=e", "lr=1"]
     read = key_values(more)
     assert read["policy.server_flags"] == "--tp-size 2" and read["reward"] == "a.b-c:d=e"
     assert parse(OpdConfig, [*arguments(opd())[1:], *more[:2], "lr=1", "lr=2"]).learner.lr == 2.0
-
-
-def test_a_missing_setting_is_named(capsys) -> None:
-    assert main(["recipe=opd", "student=a", "teacher=b", "prompts=c", "out=d"]) == 2
-    assert "temperature" in capsys.readouterr().err
-    assert main(["steps=3"]) == 2
-    assert "no recipe given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -335,11 +312,11 @@ def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
 
 
 def named(shown: str) -> set[str]:
-    """Paths of the settings that a help text explains; other names stand before them."""
+    """Paths of the settings that a help text explains."""
     return set(re.findall(r"^  (?:\w+, )*([\w.]+)(?: {2}|$)", shown, re.MULTILINE))
 
 
-def test_help_explains_what_matters_first_and_names_the_sections(capsys) -> None:
+def test_help_explains_essential_settings_and_names_the_sections(capsys) -> None:
     assert main(["recipe=opd", "--help"]) == 0
     shown, _, more = capsys.readouterr().out.partition("settings, by section:")
     assert named(shown) == flagged(OpdConfig, ESSENTIAL)
@@ -365,7 +342,7 @@ def test_help_explains_a_section_or_a_name(
     assert there <= found and not not_there & found
 
 
-def test_help_says_that_nothing_has_a_name(capsys) -> None:
+def test_help_for_an_unknown_name_lists_the_sections(capsys) -> None:
     assert main(["recipe=opd", "--help", "nonsense"]) == 0
     shown = capsys.readouterr().out
     assert "'nonsense'" in shown and not named(shown) and all(title in shown for title in Section)
@@ -384,7 +361,7 @@ def test_a_setting_of_a_section_has_several_names(opd: NewOpd, given: dict[str, 
     assert opd(**given).checkpoint == CheckpointSettings(every=3, keep_last=5)
 
 
-def test_a_setting_is_given_once(opd: NewOpd) -> None:
+def test_a_setting_given_twice_is_refused(opd: NewOpd) -> None:
     with refuses(ConfigError, "checkpoint.every"):
         opd(checkpoint_every=3, checkpoint={"every": 4})
     with refuses(ConfigError, "checkpoint"):
@@ -404,23 +381,26 @@ def test_a_setting_is_given_once(opd: NewOpd) -> None:
         ({"env": TicTacToeGames(), "prompts": None}, True),
     ],
 )
-def test_rollouts_run_code_of_the_users(settings: dict, runs: bool) -> None:
+def test_rewards_tools_and_games_may_run_user_code(settings: dict, runs: bool) -> None:
     config = by_names(EvaluateConfig, **({"model": "m", "prompts": "p"} | settings))
     assert config.runs_user_code is runs
 
 
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
-def test_kernels_that_are_not_installed_are_asked_for() -> None:
+def test_missing_kernels_are_named() -> None:
     with refuses(ConfigError, "learner.liger", names="pip install liger-kernel"):
         make("sft", model="m", data="d", out="o", liger=True)
 
 
 @pytest.mark.parametrize("written", ["1000", "1e3", "1E+3", "1_000", "1000.0"])
-def test_whole_numbers_may_be_written_as_people_do(written: str) -> None:
+def test_whole_numbers_have_several_notations(written: str) -> None:
     assert parse(SftConfig, ["model=m", "data=d", "out=o", f"steps={written}"]).steps == 1000
 
 
-def test_the_usage_and_the_version_need_no_recipe(capsys) -> None:
+def test_only_the_usage_and_the_version_need_no_recipe(capsys) -> None:
+    assert main(["recipe=opd", "student=a", "teacher=b", "prompts=c", "out=d"]) == 2
+    assert "temperature" in capsys.readouterr().err
+    assert main(["steps=3"]) == 2
     assert main([]) == 0 and "recipe=NAME" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert importlib.metadata.version("isotherm") in capsys.readouterr().out

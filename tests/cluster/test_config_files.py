@@ -1,6 +1,7 @@
-"""`config=FILE`: the same settings as on the command line, whatever they are written in."""
+"""`config=FILE`: settings in YAML, TOML and JSON equal those of the command line."""
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,8 @@ def written(path: Path, text: str) -> str:
         ("run.json", None),
     ],
 )
-def test_a_file_is_the_command_line(tmp_path: Path, name: str, text: str | None) -> None:
+def test_a_file_equals_the_command_line(tmp_path: Path, name: str, text: str | None) -> None:
     if text is None:
-        import tomllib
-
         text = json.dumps(tomllib.loads(TOML))
     tree = read_settings(written(tmp_path / name, text))
     assert tree.pop("recipe") == "opd"
@@ -123,7 +122,7 @@ def test_a_file_is_the_command_line(tmp_path: Path, name: str, text: str | None)
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.json"])
-def test_values_of_toml_and_json_are_not_cast(tmp_path: Path, name: str) -> None:
+def test_texts_in_toml_and_json_are_no_numbers(tmp_path: Path, name: str) -> None:
     text = 'steps = "3"' if name.endswith("toml") else '{"steps": "3"}'
     with refuses(ConfigError, "steps"):
         parse(OpdConfig, [f"config={written(tmp_path / name, text)}"])
@@ -143,7 +142,7 @@ def test_values_of_toml_and_json_are_not_cast(tmp_path: Path, name: str) -> None
     ],
     ids=str,
 )
-def test_values_of_python(opd: NewOpd, given: dict[str, Any], kept: object) -> None:
+def test_python_values_are_converted(opd: NewOpd, given: dict[str, Any], kept: object) -> None:
     value = get(opd(**given), path_of(OpdConfig, next(iter(given))))
     assert (value, type(value)) == (kept, type(kept))
 
@@ -157,7 +156,7 @@ def test_a_value_of_another_type_is_refused(opd: NewOpd, field: str, value: obje
         opd(**{field: value})
 
 
-def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     file = written(tmp_path / "run.yaml", YAML.replace("recipe: opd\n", ""))
     assert parse(OpdConfig, [f"config={file}"]) == expected()
     changed = parse(OpdConfig, ["lr=1e-6", f"config={file}", "env.max_turns=9"])
@@ -177,7 +176,7 @@ def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
     ],
     ids=["plain", "env", "section", "teachers", "texts", "objective"],
 )
-def test_a_run_s_own_config_repeats_it(
+def test_the_config_of_a_run_repeats_it(
     opd: NewOpd, tmp_path: Path, changes: Mapping[str, object]
 ) -> None:
     config = opd(**changes)
@@ -193,71 +192,60 @@ def test_a_run_s_own_config_repeats_it(
         assert built(OpdConfig, given | {"out": "elsewhere"}) == changed(config, out="elsewhere")
 
 
-def test_a_file_has_of_an_environment_only_what_is_not_its_default(opd: NewOpd) -> None:
+def test_a_written_file_leaves_out_defaults_of_the_environment(opd: NewOpd) -> None:
     env = yaml.safe_load(as_yaml(opd(env=ToolUse(max_turns=3, tools="calculator"))))["env"]
     assert env.pop("class").endswith("ToolUse") and env == {"max_turns": 3}
 
 
-def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -> None:
+def test_a_file_may_name_the_recipe(opd: NewOpd, tmp_path: Path, capsys) -> None:
     config = opd()
     directory = RunDirectory(config)
     directory.path.mkdir()
     directory.start(None)
     again = [f"config={directory.path}", f"out={tmp_path / 'again'}", "dry_run=True", "steps=3"]
     assert main(again) == 0
-    assert "run 3 steps into" in " ".join(capsys.readouterr().out.split())
-    assert main([*again, "recipe=dpo"]) == 2  # of other settings
-    assert capsys.readouterr().err
+    assert "run 3 steps" in " ".join(capsys.readouterr().out.split())
+    assert main([*again, "recipe=dpo"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "names"),
     [
-        ("run.yaml", "lr: abc", "run.yaml: learner.lr=abc is not a number or auto"),
-        ("run.yaml", "studnet: a", "run.yaml: studnet=a: no such setting; did you mean 'student'?"),
-        ("run.yaml", "env: {class: ToolUse, max_turn: 3}", "run.yaml: env.max_turn=3: no such"),
-        ("run.yaml", "teachers: {a: {modell: m}}", "run.yaml: teachers.a.modell=m: no such"),
-        ("run.yaml", "steps: [1, 2]", "run.yaml: steps=1,2 is not a whole number"),
-        ("run.yaml", "steps: 1\nsteps: 2", "steps is given twice"),
-        ("run.yaml", "student: [", "while parsing"),
-        ("run.json", '{"steps": 1, "steps": 2}', "steps is given twice"),
-        ("run.json", '{"env": {"class": "A", "class": "B"}}', "class is given twice"),
-        ("run.yaml", "teachers: {maths: /dir}", r"teachers.maths=/dir"),
-        ("run.yaml", "teachers: {maths: [a, b]}", r"teachers.maths=a,b"),
-        ("run.yaml", "teachers: {maths: }", r"teachers.maths=None"),
-        ("run.yaml", "env: {~: a}", "run.yaml holds no settings"),
+        ("run.yaml", "lr: abc", "learner.lr=abc"),
+        ("run.yaml", "studnet: a", "'student'"),
+        ("run.yaml", "env: {class: ToolUse, max_turn: 3}", "env.max_turn=3"),
+        ("run.yaml", "teachers: {a: {modell: m}}", "teachers.a.modell=m"),
+        ("run.yaml", "steps: [1, 2]", "steps=1,2"),
+        ("run.yaml", "steps: 1\nsteps: 2", "steps"),
+        ("run.json", '{"steps": 1, "steps": 2}', "steps"),
+        ("run.json", '{"env": {"class": "A", "class": "B"}}', "class"),
+        ("run.yaml", "teachers: {maths: /dir}", "teachers.maths=/dir"),
+        ("run.yaml", "teachers: {maths: [a, b]}", "teachers.maths=a,b"),
+        ("run.yaml", "teachers: {maths: }", "teachers.maths=None"),
+        ("run.yaml", "env: {~: a}", "run.yaml"),
         ("run.yaml", "steps: &a [*a]", "run.yaml"),
-        ("run.json", '{"recipe": "opd", "run_id": "1", "settings": 5}', "holds no settings"),
-        ("run.json", '{"recipe": "opd", "run_id": "1", "settings": null}', "holds no settings"),
-        ("run.yaml", "a sentence", "run.yaml holds no settings; write `name: value` lines in it"),
-        ("run.yaml", "- a\n- b", "run.yaml holds no settings"),
-        ("run.yaml", "config: other.yaml", "run.yaml names another file; give all settings in one"),
-        ("run.toml", "steps = ", "Invalid value"),
-        ("run.json", "{", "Expecting"),
-        ("run.yaml", "steps: 1\n\tlr: 2", "while scanning"),
-        ("run.yaml", "? [a]\n: 3", "while constructing"),
-        ("run.yaml", "columns: {answer: [a]}", "data.columns.answer=a is not a text"),
-        ("run.yaml", "columns: [a]", "data.columns=a is no mapping"),
-        ("run.yaml", "env: ~", "env=None is not"),
-        ("run.yaml", 'out: "a\\0b"', "out=a\0b is no path"),
-        ("run.txt", "steps: 1", "run.txt is not named .yaml, .yml, .toml, .json, nor a run's"),
+        ("run.json", '{"recipe": "opd", "run_id": "1", "settings": 5}', "run.json"),
+        ("run.yaml", "a sentence", "run.yaml"),
+        ("run.yaml", "config: other.yaml", "run.yaml"),
+        ("run.toml", "steps = ", "run.toml"),
+        ("run.json", "{", "run.json"),
+        ("run.yaml", "? [a]\n: 3", "run.yaml"),
+        ("run.yaml", "columns: {answer: [a]}", "data.columns.answer=a"),
+        ("run.yaml", "columns: [a]", "data.columns=a"),
+        ("run.yaml", "env: ~", "env=None"),
+        ("run.yaml", 'out: "a\\0b"', "out=a\0b"),
+        ("run.txt", "steps: 1", "run.txt"),
+        ("run.yaml", None, "run.yaml"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
-    file = written(tmp_path / name, text)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str | None, names: str) -> None:
+    file = str(tmp_path / name) if text is None else written(tmp_path / name, text)
     with pytest.raises(ConfigError) as refused:
         parse(OpdConfig, [f"config={file}"])
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert names in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    missing = {tmp_path / "none.yaml": "does not exist", tmp_path: "config.json"}
-    for name, message in missing.items():
-        with pytest.raises(ConfigError, match=message):
-            parse(OpdConfig, [f"config={name}"])
-
-
-def test_other_commands_and_recipes_read_files(tmp_path: Path) -> None:
+def test_all_commands_and_recipes_read_files(tmp_path: Path) -> None:
     file = written(tmp_path / "dpo.yaml", "model: m\ndata: d.jsonl\nout: o\nbeta: 0.2\n")
     assert parse(DpoConfig, [f"config={file}"]).objective.beta == 0.2
     file = written(tmp_path / "evaluate.toml", 'model = "m"\nprompts = "p"\neval_size = 9\n')
@@ -278,7 +266,7 @@ def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["lora.rank=4"]])
-def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) -> None:
+def test_the_plan_names_the_rate_of_lr_auto(opd: NewOpd, capsys, more: list[str]) -> None:
     config = opd()
     names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")
     given = [
@@ -287,14 +275,12 @@ def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) 
     ]
     assert main(["recipe=opd", *given, "lr=auto", "dry_run=True", *more]) == 0
     lr = suggested_lr("opd", 32, adapter=bool(more))
-    trained = "an adapter" if more else "all weights"
-    said = capsys.readouterr().out
-    assert f"lr=auto: {lr:g}, for opd of {trained}, hidden size 32" in said
-    assert f"lr {lr:g}" in " ".join(said.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"lr=auto: {lr:g}" in shown and f"lr {lr:g}" in shown
 
 
-def test_auto_needs_a_model_to_look_at() -> None:
-    with pytest.raises(ConfigError, match="lr=auto is for the command line of a recipe"):
+def test_lr_auto_must_be_resolved_before_the_learner_is_made() -> None:
+    with refuses(ConfigError, "learner.lr"):
         make("dpo", model="m", data="d.jsonl", out="o", lr="auto").learner_config()
 
 
@@ -313,7 +299,7 @@ _ANY: list[Any] = list(HealthCheck)
 
 @given(st.dictionaries(st.sampled_from(["teachers", "env", "steps", "prompts", "x"]), _TREES))
 @settings(max_examples=25, deadline=None, suppress_health_check=_ANY)
-def test_odd_settings_are_refused_in_a_line(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_arbitrary_files_raise_no_other_error(tmp_path: Path, tree: dict[str, Any]) -> None:
     config = written(tmp_path / "run.json", json.dumps(tree))
     with pytest.raises(ConfigError):
-        parse(OpdConfig, [f"config={config}"])  # without a student, whatever else there is
+        parse(OpdConfig, [f"config={config}"])  # there is no student

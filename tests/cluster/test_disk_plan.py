@@ -1,4 +1,4 @@
-"""The disk that a run's checkpoints need is in the plan, and is there before anything starts."""
+"""The disk space of checkpoints is planned and checked before a run starts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +19,9 @@ def plan(config: OpdConfig) -> DiskPlan:
     return found
 
 
-def test_checkpoints_are_counted_by_what_stays(opd: NewOpd) -> None:
+def test_the_plan_counts_the_checkpoints_that_stay(opd: NewOpd) -> None:
     least = plan(opd(keep_last=1))
-    assert least.count == 2  # one stays until the next is complete
+    assert least.count == 2  # a checkpoint stays until the next is complete
     assert least.checkpoint == 3 * least.final  # weights and AdamW's two moments
     assert plan(opd(keep_last=4)).count == 5
     more = opd(
@@ -58,4 +58,4 @@ def test_a_disk_that_is_too_small_is_refused(
         lambda _: SimpleNamespace(free=needed.bytes - 1),
     )
     (kept / "weights").write_bytes(b"1")
-    needed.require_room(out)  # what a resume replaces is room
+    needed.require_room(out)  # a resumed run replaces its checkpoints

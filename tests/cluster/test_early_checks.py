@@ -1,4 +1,4 @@
-"""Paths in settings, checked before a model or a library of tensors is loaded."""
+"""Checks of paths in settings before a model or a library of tensors is loaded."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
+def test_a_run_names_its_trained_model_in_every_setting(run: Path) -> None:
     final = str(run / "final")
     opd = parse(
         OpdConfig,
@@ -70,18 +70,16 @@ def test_a_run_stands_for_its_trained_model_in_every_setting(run: Path) -> None:
     assert (dpo.model.path, dpo.model.reference) == (final, final)
 
 
-def test_the_moving_teacher_is_no_directory(
+def test_the_moving_teacher_is_never_a_directory(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.rename(tmp_path / "policy")
     monkeypatch.chdir(tmp_path)
-    told = "teacher_feedback={prompt} {response}"
-    assert (
-        parse(OpdConfig, ["student=a/b", "teacher=policy", told, *OTHERS]).teacher.model == "policy"
-    )
+    given = ["student=a/b", "teacher=policy", "teacher_feedback={prompt} {response}"]
+    assert parse(OpdConfig, [*given, *OTHERS]).teacher.model == "policy"
 
 
-# What Git leaves of a large file that it has not fetched.
+# A large file that Git has not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 # Values that lead nowhere, by the flag of the settings that take them.
 NOWHERE = {
@@ -91,7 +89,7 @@ NOWHERE = {
     "written": ("no/where.json", "."),
     "run": ("nowhere", "nowhere:3"), "adapter": ("nowhere",), "function": ("no_such:function",),
 }  # fmt: skip
-# What these settings need beside them.
+# Settings that these settings need.
 BESIDE: dict[str, dict[str, Any]] = {
     "objective.baseline": {"objective.reward_coef": 1.0},
     "objective.divergence": {"objective.estimator": "full"},
@@ -103,7 +101,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def named() -> Iterator[tuple[str, str, str]]:
-    """Settings that name something, with values that lead nowhere."""
+    """Settings with paths, and values that lead nowhere."""
     for owner in ("opd", "rl", "sft", "dpo", "reward_model", *(kind.__name__ for kind in COMMANDS)):
         for name, field in fields_of(KINDS[owner]).items():
             for value in NOWHERE.get((field.metadata or {}).get("path", ""), ()):
@@ -113,7 +111,7 @@ def named() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("owner", "name", "value"), list(named()))
-def test_what_leads_nowhere_is_refused_by_its_setting(
+def test_a_path_that_leads_nowhere_is_refused_by_its_setting(
     owner: str, name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -139,13 +137,11 @@ def test_what_leads_nowhere_is_refused_by_its_setting(
     assert str(refused.value).startswith((name, value))
 
 
-def test_a_resumed_run_needs_neither_the_run_that_it_began_from_nor_the_adapter(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_needs_neither_fork_from_nor_its_first_adapter(tmp_path: Path) -> None:
     begun = [*OTHERS[:-1], f"out={tmp_path}", "fork_from=nowhere", "lora.adapter=nowhere"]
     config = parse(OpdConfig, ["student=a/b", "teacher=a/c", *begun])
     (tmp_path / "config.json").write_text("{}")
-    with refuses(ConfigError, "fork_from"):  # an attempt that saved nothing begins again
+    with refuses(ConfigError, "fork_from"):  # an attempt that saved nothing starts over
         check_early(config)
     (tmp_path / "checkpoints" / "step-000000").mkdir(parents=True)
     check_early(config)
@@ -164,7 +160,7 @@ def test_a_resumed_run_needs_neither_the_run_that_it_began_from_nor_the_adapter(
         ("teacher=a/c eval.every=1 keep_best=eval/acc", "checkpoint.keep_best"),
     ],
 )
-def test_other_slips_are_refused_by_their_setting(given: str, field: str, run: Path) -> None:
+def test_other_wrong_names_are_refused_by_their_setting(given: str, field: str, run: Path) -> None:
     config = parse(OpdConfig, ["student=a/b", *given.replace("RUN", str(run)).split(), *OTHERS])
     with pytest.raises(IsothermError) as refused:
         check_early(config)
@@ -181,7 +177,7 @@ def test_other_slips_are_refused_by_their_setting(given: str, field: str, run: P
         ("stop_tokens=<eos>,63 lora.rank=4 lora.targets=self_attn.q_proj", None),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_by_its_files(
+def test_settings_that_do_not_fit_the_model_s_files_are_refused(
     given: str, field: str | None, tiny_pair: TinyPair
 ) -> None:
     if "max_new_tokens" not in given:
@@ -209,7 +205,7 @@ def test_what_does_not_fit_the_model_is_refused_by_its_files(
         ("model.safetensors.index.json", b'{"weight_map": {"a": "model-00001-of-2.safetensors"}}'),
     ],
 )
-def test_a_checkpoint_that_lacks_a_part_is_refused_before_libraries_are_loaded(
+def test_an_incomplete_checkpoint_is_refused_by_its_setting(
     setting: str, file: str, content: bytes | None, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path / "whole")
@@ -231,7 +227,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused_before_libraries_are_loaded(
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_weights_of_torch_are_known_by_their_form(zipped: bool, tmp_path: Path) -> None:
+def test_damaged_weights_of_torch_are_refused(zipped: bool, tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model-00001-of-00002.bin"
     torch.save({"a": torch.zeros(9)}, file, _use_new_zipfile_serialization=zipped)
     check_weights(tmp_path)
@@ -245,7 +241,7 @@ def test_weights_of_torch_are_known_by_their_form(zipped: bool, tmp_path: Path) 
     index.write_text('{"weight_map": {"b": "pytorch_model-00002-of-00002.bin"}}')
     with pytest.raises(CheckpointError):
         check_weights(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")  # these are read, whatever lies beside them
+    save_file({}, tmp_path / "model.safetensors")  # preferred to the files of torch
     check_weights(tmp_path)
 
 
@@ -256,7 +252,7 @@ def test_a_head_needs_no_tokenizer(tmp_path: Path) -> None:
     check_early(parse(OpdConfig, [*given, *OTHERS]))
 
 
-def test_servers_and_what_the_cache_has_are_left_to_those_who_ask_them() -> None:
+def test_servers_and_cached_names_are_not_checked_early() -> None:
     given = ["student=Qwen/Qwen3-0.6B", "teacher=http://localhost:1", "prompts=openai/gsm8k:main"]
     check_early(parse(OpdConfig, [*given, *OTHERS[1:]]))
 
@@ -270,7 +266,7 @@ def test_servers_and_what_the_cache_has_are_left_to_those_who_ask_them() -> None
         ("prompts=some/RowsOfText:main", DataError),
     ],
 )
-def test_what_neither_the_cache_nor_the_hub_has_is_refused(
+def test_a_name_in_neither_the_cache_nor_the_hub_is_refused(
     given: str,
     error: type[Exception],
     offline: bool,
@@ -286,7 +282,7 @@ def test_what_neither_the_cache_nor_the_hub_has_is_refused(
     with pytest.raises(error) as refused:
         check_early(config)
     assert repr(value) in str(refused.value)
-    # As `datasets` keeps what it has prepared.
+    # The cache of `datasets`.
     (hub_cache / "some___rows_of_text/main").mkdir(parents=True)
     if name == "prompts":
         check_early(config)
@@ -313,7 +309,7 @@ def test_a_busy_directory_is_waited_for_before_anything_else(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
-def test_a_run_on_a_disk_that_is_only_read_is_refused_by_out(tmp_path: Path) -> None:
+def test_a_read_only_directory_is_refused_by_out(tmp_path: Path) -> None:
     for name in (".lock", "config.json"):
         (tmp_path / name).write_text("{}")
     mount = ["unshare", "--mount", "sh", "-c", 'mount --bind $0 $0 && mount -o remount,ro,bind $0'

@@ -18,7 +18,7 @@ from tests.cluster.test_rules import KINDS
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("distill", "actors", "learner", "cluster", "isotherm")
 OTHERS = (CalibrateConfig, EngineConfig, TextArena)
-# Words of command lines that are no fields of settings: a recipe and a file of them, and replay's.
+# Arguments of commands that are no settings.
 WORDS = {"recipe", "config", "step", "blame"}
 SETTINGS = (
     WORDS
@@ -34,7 +34,7 @@ VARIABLE = re.compile("[A-Z_]+")
 
 
 def raised() -> Iterator[tuple[str, ast.expr, set[str]]]:
-    """Place and field of every ConfigError with a field, and the arguments of what raises it."""
+    """Place and field of each ConfigError with a field, and the arguments of its function."""
     for file in sorted(file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")):
         yield from _raised_in(str(file.relative_to(ROOT)), ast.parse(file.read_text()), set())
 
@@ -62,7 +62,7 @@ def _branches(value: ast.expr) -> list[ast.expr]:
 
 
 def pattern(value: ast.expr) -> re.Pattern[str] | None:
-    """What a text, or one with `{names}` within, may be; None for other expressions."""
+    """The pattern of a text or an f-string; None for other expressions."""
     parts = value.values if isinstance(value, ast.JoinedStr) else [value]
     texts = [str(each.value) if isinstance(each, ast.Constant) else None for each in parts]
     if not any(texts):
@@ -79,7 +79,7 @@ FIELDS = [
 
 @pytest.mark.parametrize(("field", "arguments"), FIELDS)
 def test_the_field_of_an_error_is_a_setting(field: re.Pattern[str], arguments: set[str]) -> None:
-    """Or an environment variable, or, in a library's part, an argument of what raises it."""
+    """It may also be an environment variable, or an argument of the function that raises it."""
     named = field.pattern.replace("\\", "")
     assert VARIABLE.fullmatch(named) or any(map(field.fullmatch, SETTINGS | arguments)), named
 

@@ -1,6 +1,6 @@
-"""Settings that contradict one another: refused when they are made, by the one that is named.
+"""Settings that contradict one another are refused, and one of them is named.
 
-Rules about single settings, which their declarations tell, are in test_rules.py.
+Declared rules of single settings are in test_rules.py.
 """
 
 import math
@@ -42,7 +42,7 @@ WORDS = {"teacher.sft_steps": 1, "teacher.samples_from": "m@http://h:1/v1"}
 TEXT = "teacher.samples_from"
 SMALL = {"prompts_per_step": 4, "group_size": 2}
 
-# (recipe, settings, the one that is named, what else the message names)
+# (recipe, settings, the named field, another name in the message)
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     *(("opd", {"lr": value}, "learner.lr", "") for value in (0.0, math.nan, math.inf)),
     *(("opd", {"temperature": value}, "sampling.temperature", "") for value in (0.0, math.nan)),
@@ -192,7 +192,7 @@ def test_settings_that_contradict_others_are_refused(
     ],
     ids=str,
 )
-def test_what_they_are_refused_beside_is_not(recipe: str, settings: dict[str, Any]) -> None:
+def test_the_base_settings_are_accepted(recipe: str, settings: dict[str, Any]) -> None:
     make(recipe, **BASE[recipe] | settings)
 
 

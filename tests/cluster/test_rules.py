@@ -1,4 +1,4 @@
-"""Rules that settings declare: each refuses its counter-examples, and accepts its edges."""
+"""Declared rules of settings: each refuses its counter-examples and accepts its edges."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace, UnionType
@@ -55,7 +55,7 @@ COMMANDS = (
     SampleToSftConfig,
 )  # fmt: skip
 KINDS = CONFIGS | {kind.__name__: kind for kind in (*BUILT_IN, Judged, McpToolUse, *COMMANDS)}
-# Further settings with which a setting means something.
+# Further settings that a setting needs.
 _REWARDS = {"objective.reward_coef": 1.0}
 _TOP_K = {"objective.estimator": "top_k"}
 _JUDGE = {"reward_model": None, "judge_url": "http://h", "judge_model": "m", "rubric": "r"}
@@ -91,7 +91,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 def declared() -> Iterator[tuple[str, str, Field]]:
-    """Settings of recipes, environments and commands, each of those that several share once."""
+    """Settings of recipes, environments and commands; shared settings come once."""
     seen = set()
     for owner in GIVEN:
         for name, field in fields_of(KINDS[owner]).items():
@@ -149,13 +149,13 @@ def examples(owner: str, name: str) -> list[Any]:
 
 
 def with_one(path: str, value: Any) -> SimpleNamespace:
-    """Settings of which there is one."""
+    """Settings with a single value."""
     name, _, rest = path.partition(".")
     return SimpleNamespace(**{name: with_one(rest, value) if rest else value})
 
 
 def counter_example(owner: str, name: str, rule: Rule) -> dict[str, Any]:
-    """Values of the setting and of the one that its rule refers to, which break the rule."""
+    """Values that break the rule, of the setting and of the one that the rule refers to."""
     assert rule.other is not None
     there = get(build(owner, GIVEN[owner]), rule.other)
     default = default_of(fields_of(KINDS[owner])[rule.other])
@@ -208,8 +208,8 @@ def test_a_conflict_with_another_setting_is_refused(owner: str, name: str, rule:
 
 
 @pytest.mark.parametrize("owner", ["opd", "rl", "sft", "dpo", "reward_model"])
-def test_a_recipe_trains_a_step_at_least(owner: str) -> None:
-    """`steps` has a derived default in some recipes, and stands in their own class."""
+def test_a_recipe_trains_at_least_one_step(owner: str) -> None:
+    """Some recipes declare `steps` themselves, with a derived default."""
     with refuses(ConfigError, "steps"):
         build(owner, GIVEN[owner] | {"steps": 0})
 

@@ -1,4 +1,4 @@
-"""A run's directory: one run, resumable, held by one process, and its records true."""
+"""A run's directory: of one run, resumable, locked by one process, with checked records."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any
 import chz
 import pytest
 
-from cluster.base.outcomes import RunFailed
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rows import digests_of
 from cluster.config.supervised import SftConfig
-from cluster.recipes.opening import failed_to_resume, opened
+from cluster.recipes.opening import opened
 from cluster.run_files import out_directory
 from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.run_directory import RunDirectory
@@ -58,20 +57,16 @@ def sft(out: str) -> SftConfig:
     return make("sft", model="m", data="d", out=out)
 
 
-def started(
-    config: OpdConfig,
-    resume_from: Checkpoint | None = None,
-    digests: Mapping[str, str] | None = None,
-) -> RunDirectory:
-    directory = RunDirectory(config, digests)
+def started(config: OpdConfig, resume_from: Checkpoint | None = None, **given: Any) -> RunDirectory:
+    directory = RunDirectory(config, **given)
     with directory.locked():
         directory.start(resume_from)
     return directory
 
 
-def trained(config: OpdConfig, digests: Mapping[str, str] | None = None) -> RunDirectory:
-    """Directory of a run that has made a step, and no checkpoint."""
-    directory = started(config, digests=digests)
+def trained(config: OpdConfig, **given: Any) -> RunDirectory:
+    """Directory of a run that has trained a step, without a checkpoint."""
+    directory = started(config, **given)
     directory.append_metrics({"step": 1})
     return directory
 
@@ -86,7 +81,7 @@ def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
     )
 
 
-def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
+def test_a_start_records_settings_and_versions(opd: NewOpd) -> None:
     config = opd(temperature=1.5)
     directory = RunDirectory(config)
     assert directory.check() is None
@@ -103,10 +98,10 @@ def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
 
 
 @pytest.mark.parametrize(("saved", "left"), [(None, []), (0, []), (1, [0, 1])])
-def test_evaluations_of_an_attempt_without_steps_are_not_kept_twice(
+def test_a_start_drops_evaluations_that_will_be_made_again(
     opd: NewOpd, saved: int | None, left: list[int]
 ) -> None:
-    """From step 0 on they are made again; a fork has a checkpoint of that step."""
+    """An attempt without steps evaluates again; a fork has a checkpoint of step 0."""
     directory = started(opd())
     checkpoint = None if saved is None else save(directory, opd().model.path, saved)
     (directory.path / "evaluations.jsonl").write_text('{"step": "no number"}\n')
@@ -156,11 +151,22 @@ def test_another_run_is_refused_and_the_setting_named(
         RunDirectory(opd(**given | {name: value})).check()
 
 
-def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
+def test_another_recipe_and_other_stop_tokens_are_refused(opd: NewOpd) -> None:
+    ends, more = StopTokens(ids=(1,)), StopTokens(ids=(1, 2), one_event=True)
+    trained(opd(), stops=ends)
+    assert RunDirectory(opd(), stops=ends).check() is None
+    with refuses(ConfigError, "model.stop_tokens"):
+        RunDirectory(opd(), stops=more).check()
+    with refuses(ConfigError, "recipe"):
+        RunDirectory(sft(opd().out)).check()
+
+
+def test_settings_that_no_step_depends_on_may_change(opd: NewOpd) -> None:
     assert flagged(OpdConfig, MAY_CHANGE_FLAG) == MAY_CHANGE
-    trained(opd())
+    trained(opd(**SAMPLES))
     changes = {"steps": 7, "keep": "all", "device": "cpu", "policy.engines": 2, "compile": True}
-    assert RunDirectory(opd(**changes)).check() is None
+    moved = SAMPLES | {"teacher.samples_from": "m@https://b:2/v1"}
+    assert RunDirectory(opd(**moved | changes)).check() is None
 
 
 def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
@@ -172,12 +178,6 @@ def test_a_run_with_settings_of_other_names_is_refused(opd: NewOpd) -> None:
         RunDirectory(opd()).check()
 
 
-def test_an_endpoint_may_move(opd: NewOpd) -> None:
-    trained(opd(**SAMPLES))
-    moved = SAMPLES | {"teacher.samples_from": "m@https://b:2/v1"}
-    assert RunDirectory(opd(**moved)).check() is None
-
-
 def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:
     (tmp_path / name).write_text(text)
     return opd(prompts=str(tmp_path / name))
@@ -187,7 +187,7 @@ def check(config: OpdConfig) -> Checkpoint | None:
     return RunDirectory(config, digests_of(config, {"data.source": RowReader()})).check()
 
 
-def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
+def test_files_of_rows_may_move_and_not_change(opd: NewOpd, tmp_path: Path) -> None:
     config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
     directory = trained(config, digests=digests_of(config, {"data.source": RowReader()}))
     assert check(config) is None
@@ -241,7 +241,7 @@ def test_damaged_lines_are_refused_with_file_and_line(
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "evaluations.jsonl", "events.jsonl", "ledger.jsonl"]
 )
-def test_a_last_line_that_a_crash_cut_short_is_well(opd: NewOpd, name: str, line: bytes) -> None:
+def test_a_cut_last_line_is_accepted(opd: NewOpd, name: str, line: bytes) -> None:
     directory = started(opd())
     (directory.path / name).write_bytes(line)
     assert directory.check() is None
@@ -252,7 +252,7 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
     directory.ledger.write_text(start_line("another"))
-    assert directory.check() is None  # nothing was saved: the run begins anew, under a new name
+    assert directory.check() is None  # nothing was saved: the run starts over with a new id
     checkpoint = save(directory, config.model.path, 2)
     with pytest.raises(ConfigError):
         directory.check()
@@ -260,15 +260,9 @@ def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
     assert directory.check() == checkpoint
 
 
-def test_another_recipe_is_refused(opd: NewOpd) -> None:
-    trained(opd())
-    with refuses(ConfigError, "recipe"):
-        RunDirectory(sft(opd().out)).check()
-
-
 @pytest.mark.parametrize("changes", [{"lr": 0.5}, {"temperature": 0.8}, {"fork_from": "other"}])
 @pytest.mark.parametrize("of_a_fork", [False, True])
-def test_an_attempt_that_trained_nothing_gives_way_to_other_settings(
+def test_an_attempt_without_steps_is_replaced_by_other_settings(
     opd: NewOpd, changes: dict, of_a_fork: bool
 ) -> None:
     first = started(opd())
@@ -286,13 +280,13 @@ def test_an_attempt_that_trained_nothing_gives_way_to_other_settings(
     assert RunDirectory(sft(opd().out)).check() is None
     second = started(opd(**changes))
     assert second.run_id != was and second.read_metrics() == [] and not scores.exists()
-    assert not second.store.complete()  # or the fork's weights would be taken for these
+    assert not second.store.complete()  # the weights of the fork are set aside
     assert RunDirectory(opd(**changes)).check(said.append) is None
     assert len(said) == 1
 
 
 @pytest.mark.parametrize("at", [(RunDirectory, "write_json"), (CheckpointStore, "set_aside_after")])
-def test_a_death_at_the_start_leaves_no_checkpoint_to_other_settings(
+def test_a_death_while_settings_are_replaced_leaves_no_checkpoint(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch, at: tuple[type, str]
 ) -> None:
     def dies(*_: object) -> None:
@@ -307,15 +301,14 @@ def test_a_death_at_the_start_leaves_no_checkpoint_to_other_settings(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_checkpoint_of_a_step_is_of_a_run(opd: NewOpd, keeps: bool) -> None:
-    """Also where it is damaged, and where the other settings look for theirs elsewhere."""
+def test_a_damaged_checkpoint_still_refuses_other_settings(opd: NewOpd, keeps: bool) -> None:
     directory = started(opd(rollout_only=keeps))
     save(directory, opd().model.path, 2).path.joinpath("manifest.json").unlink()
     with refuses(ConfigError, "rollout_only"):
         RunDirectory(opd(rollout_only=not keeps)).check()
 
 
-def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
+def test_places_with_other_files_are_refused(opd: NewOpd, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with refuses(ConfigError, "out"):
         RunDirectory(opd(out=str(tmp_path / "file"))).check()
@@ -324,10 +317,13 @@ def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "file").rename(tmp_path / ".config.json.partial")  # of a run that was killed
     assert RunDirectory(opd(out=str(tmp_path))).check() is None
+    (started(opd()).path / "checkpoints").write_text("")  # a file in a directory's place
+    with refuses(ConfigError, "out"):
+        RunDirectory(opd()).check()
 
 
 def refusal(config: OpdConfig, answer: Connection) -> None:
-    """In a child that is not root, and so needs permission."""
+    """Check in a child process without root's permissions."""
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
@@ -338,10 +334,10 @@ def refusal(config: OpdConfig, answer: Connection) -> None:
         answer.send(str(error))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("name", ["checkpoints", "final", "adapter", "failed", "metrics.jsonl"])
-def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
-    out = Path(tempfile.mkdtemp())  # pytest's own directories are closed to others
+def test_a_directory_without_permission_is_refused(opd: NewOpd, name: str) -> None:
+    out = Path(tempfile.mkdtemp())  # pytest's directories are closed to other users
     try:
         config = opd(out=str(out))
         directory = started(config)
@@ -358,25 +354,12 @@ def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
         assert answer.poll(DEADLINE_S)
         said = answer.recv()
         child.join()
-        assert said == f"out={out} cannot be written (no permission in {out / name})"
+        assert said.startswith(f"out={out}") and str(out / name) in said
     finally:
         shutil.rmtree(out)
 
 
-def test_a_run_that_cannot_resume_says_how_to_go_on(opd: NewOpd) -> None:
-    checkpoint = save(started(opd()), opd().model.path, 2)
-    error = failed_to_resume(RunFailed("learner died at its start"), checkpoint)
-    assert "learner died at its start. No step was made since resuming" in str(error)
-    assert f"from {checkpoint.path}" in str(error) and "move it away" in str(error)
-
-
-def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:
-    (started(opd()).path / "checkpoints").write_text("")
-    with refuses(ConfigError, "out"):
-        RunDirectory(opd()).check()
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_set_aside(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
     older, newest = (save(directory, config.model.path, step) for step in (2, 4))
@@ -384,7 +367,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
     told: list[str] = []
     assert RunDirectory(config).check(told.append) == older
     assert newest.path.is_dir()  # a check writes nothing
-    assert "step-000004 is damaged: trainer.json has sha256" in told[0]
+    assert "step-000004" in told[0] and "trainer.json" in told[0]
     started(config, older)
     assert sorted(path.name for path in directory.store.root.iterdir()) == [
         "step-000002", "step-000004.damaged",
@@ -423,13 +406,13 @@ def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
             pass
     with theirs.locked():
         pass
-    assert not ours.path.exists()  # made for the lock alone, it went with it
+    assert not ours.path.exists()  # it was made for the lock alone
 
 
-def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
+def test_a_second_job_waits_and_resumes_from_the_last_checkpoint_of_the_first(
     opd: NewOpd, tmp_path: Path
 ) -> None:
-    """A requeued job that starts while the first one still saves takes that checkpoint."""
+    """As a requeued job that starts while the first one still saves."""
     config = opd()
     said: list[str] = []
     resumed: list[Checkpoint | None] = []
@@ -464,9 +447,7 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
     assert all(str(os.getpid()) in line for line in said) and len(said) == 2
 
 
-def test_the_directory_of_another_command_is_emptied_where_that_command_made_it(
-    tmp_path: Path,
-) -> None:
+def test_a_command_empties_only_directories_that_it_made(tmp_path: Path) -> None:
     place = tmp_path / "shown"
     for keep, kept in ((False, []), (True, ["data", "prompts"]), (False, [])):
         with claimed_directory(place, "demo", print, keep=keep) as path:
@@ -481,13 +462,13 @@ def test_the_directory_of_another_command_is_emptied_where_that_command_made_it(
     assert (place / "prompts").exists() and not (place / ".isotherm-show").exists()
 
 
-def test_such_a_directory_is_held_and_a_run_that_came_first_is_left_alone(
+def test_the_directory_of_a_command_is_locked_and_a_run_s_is_never_emptied(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(opd())
 
     def begin(_: str) -> None:
-        """In place of the wait for the other process, which has had the directory for a moment."""
+        """In place of the wait for the process that holds the directory."""
         run.start(None)
         held.close()
 
@@ -504,15 +485,14 @@ def test_such_a_directory_is_held_and_a_run_that_came_first_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "calibration.json"])
-def test_a_file_that_cannot_be_written_is_an_error_of_one_line(opd: NewOpd, name: str) -> None:
+def test_a_file_that_cannot_be_written_is_named(opd: NewOpd, name: str) -> None:
     directory = started(opd())
-    with files_of_at_most(0), pytest.raises(CheckpointError) as refused:
+    with files_of_at_most(0), refuses(CheckpointError, None, names=name):
         directory.write_json(name, {})
-    assert name in str(refused.value) and "\n" not in str(refused.value)
     assert not list(directory.path.glob(".*.partial"))
 
 
-def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: NewOpd) -> None:
+def test_lines_that_wait_for_space_on_the_disk_are_read_and_written_later(opd: NewOpd) -> None:
     directory = RunDirectory(opd())
     with directory.locked():
         directory.start(None)
@@ -521,24 +501,7 @@ def test_lines_that_waited_for_space_on_the_disk_are_written_at_the_end(opd: New
                 directory.append_metrics({"step": step, "time/step": 0.1})
                 directory.append_event("passed", step=step)
         assert len(directory.path.joinpath("metrics.jsonl").read_text().splitlines()) < 8
+        assert [line["step"] for line in directory.read_steps()] == list(range(1, 9))
     for name in ("metrics.jsonl", "events.jsonl"):
         lines = directory.path.joinpath(name).read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
-
-
-def test_metrics_are_read_with_the_lines_that_wait(opd: NewOpd) -> None:
-    directory = started(opd())
-    with files_of_at_most(8):
-        directory.append_metrics({"step": 1, "time/step": 0.1})
-    assert [line["step"] for line in directory.read_steps()] == [1]
-
-
-def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
-    ends, more = StopTokens(ids=(1,)), StopTokens(ids=(1, 2), one_event=True)
-    begun = RunDirectory(opd(), stops=ends)
-    with begun.locked():
-        begun.start(None)
-    begun.append_metrics({"step": 1})
-    assert RunDirectory(opd(), stops=ends).check() is None
-    with refuses(ConfigError, "model.stop_tokens"):
-        RunDirectory(opd(), stops=more).check()
