@@ -1,4 +1,4 @@
-"""A plain class in place of an engine or a learner worker, that imports little."""
+"""A class in place of an engine or a learner worker that imports little."""
 
 import os
 
@@ -6,7 +6,7 @@ import ray
 
 
 class Seer:
-    """Says where it computes."""
+    """Reports its node and its GPUs."""
 
     def __init__(self, server: object = None) -> None:
         self.server = server

@@ -1,4 +1,4 @@
-"""`weights=` of a run that trains an adapter: what is pushed, and how large it is."""
+"""`weights=` of a run that trains an adapter: the pushed tensors and their size."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def test_servers_get_the_adapter_alone(tiny_pair: TinyPair, tmp_path: Path) -> N
         {"lora.rank": None},
     ],
 )
-def test_engines_that_cannot_get_merged_weights(
+def test_weights_adapter_is_refused_if_the_server_cannot_serve_it(
     tiny_pair: TinyPair, settings: dict[str, Any]
 ) -> None:
     assert adapter_push(config(tiny_pair, **settings)) == ""
@@ -67,7 +67,7 @@ def test_engines_that_cannot_get_merged_weights(
         adapter_push(config(tiny_pair, weights="adapter", **settings))
 
 
-def test_a_model_whose_adapters_sglang_was_not_seen_to_serve(
+def test_no_adapter_push_is_suggested_for_an_untested_family(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     student = family_dir(tmp_path, "qwen3_moe")
@@ -75,7 +75,7 @@ def test_a_model_whose_adapters_sglang_was_not_seen_to_serve(
 
 
 @pytest.mark.parametrize("settings", [{"engine": "embedded"}, {"weights": "disk"}])
-def test_with_other_engines_or_another_transport_nothing_is_said(
+def test_no_adapter_push_is_suggested_for_other_engines_and_transports(
     tiny_pair: TinyPair, settings: dict[str, Any]
 ) -> None:
     assert adapter_push(config(tiny_pair, **settings)) == ""

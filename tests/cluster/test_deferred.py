@@ -1,4 +1,4 @@
-"""Actor classes that are sent without what they host."""
+"""Shells of actor classes, which are sent without the hosted class."""
 
 import inspect
 import pickle
@@ -22,7 +22,7 @@ from distill.engine import ScoreRequest
 from distill.errors import DataError
 from tests.conftest import TinyPair
 
-# What arrives is the class and not the module, until one is made.
+# The class arrives without its module, which is imported to make an instance.
 UNPICKLE = """
 import pickle, sys
 from cluster.hosts.actors import EarlySetting
@@ -49,7 +49,7 @@ def test_the_class_arrives_without_torch_and_imports_it_to_make_an_engine() -> N
 
 
 @pytest.mark.parametrize("plain", HOSTED, ids=lambda plain: plain.__name__)
-def test_it_has_the_methods_of_what_it_hosts(plain: type) -> None:
+def test_a_shell_has_the_methods_of_the_hosted_class(plain: type) -> None:
     def asynchronous(kind: type) -> dict[str, bool]:
         methods = inspect.getmembers(kind, inspect.isfunction)
         return {
@@ -65,7 +65,7 @@ def test_it_has_the_methods_of_what_it_hosts(plain: type) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_an_engine_behind_it_answers_and_raises_as_the_engine_does(tiny_pair: TinyPair) -> None:
+def test_an_engine_in_a_shell_answers_and_raises_as_the_engine(tiny_pair: TinyPair) -> None:
     tokens_T = np.array([5, 6, 7, 8], np.int32)
     request = ScoreRequest(tokens_T=tokens_T, start=1, temperatures=(0.7,))
     unknown = ScoreRequest(tokens_T=tokens_T + 10**6, start=1, temperatures=(0.7,))
@@ -83,7 +83,7 @@ def test_an_engine_behind_it_answers_and_raises_as_the_engine_does(tiny_pair: Ti
     handles[1].end()
 
 
-def test_a_class_that_no_name_leads_to_is_hosted_as_it_is() -> None:
+def test_a_local_class_is_hosted_without_a_shell() -> None:
     class Local:
         pass
 

@@ -1,4 +1,4 @@
-"""`device=auto` and `engine=auto`: by the GPUs of this machine or of a cluster that is joined."""
+"""`device=auto` and `engine=auto`, by the GPUs of this machine or of the cluster to join."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
-    """Names a cluster with so many GPUs up, and with an autoscaler or without."""
+    """join(gpus, grows): name a cluster of so many GPUs, with an autoscaler or without."""
 
     def named(gpus: float, grows: bool) -> None:
         monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
@@ -45,14 +45,10 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
         (4, True, "cuda", "cuda"),
     ],
 )
-def test_a_cluster_that_is_joined_decides(
-    opd: Opd,
-    join: Callable[[float, bool], None],
-    gpus: float,
-    grows: bool,
-    auto: str | None,
+def test_the_cluster_to_join_decides(
+    opd: Opd, join: Callable[[float, bool], None], gpus: float, grows: bool, auto: str | None,
     cuda: str | None,
-) -> None:
+) -> None:  # fmt: skip
     join(gpus, grows)
     assert with_device(opd(device="cpu"))[0].cluster.device == "cpu"
     for asked, chosen in (("auto", auto), ("cuda", cuda)):
@@ -65,7 +61,9 @@ def test_a_cluster_that_is_joined_decides(
         assert with_engine(config)[0].engine.kind == ("sglang" if chosen == "cuda" else "embedded")
 
 
-def test_a_plan_of_named_gpus_asks_no_cluster(opd: Opd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_with_given_gpus_contacts_no_cluster(
+    opd: Opd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert with_device(opd(device="cuda", dry_run=True))[0].cluster.device == "cuda"
     assert with_device(opd(dry_run=True, gpu_memory_gib=80.0))[0].cluster.device == "cuda"
@@ -73,9 +71,7 @@ def test_a_plan_of_named_gpus_asks_no_cluster(opd: Opd, monkeypatch: pytest.Monk
         with_device(opd(dry_run=True))
 
 
-def test_this_machine_decides_for_a_run_that_starts_here(
-    opd: Opd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_decides_without_a_cluster(opd: Opd, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = with_engine(with_device(opd())[0])
     assert (config.cluster.device, config.engine.kind) == ("cpu", "embedded")
     with refuses(ConfigError, "cluster.device"):

@@ -1,4 +1,4 @@
-"""Forked workers: what a stand-in starts is as what Python starts, and ends with its stand-in."""
+"""Forked workers: a fork equals a process that Python starts, and ends with its stand-in."""
 
 import json
 import os
@@ -46,7 +46,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Socket of the session's parent, or of one that is started here."""
+    """Socket of the parent of this session, or of one that the test starts."""
     if os.environ.get(SETTING, "off") != "off":
         yield os.environ[SETTING]
         return
@@ -62,7 +62,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Path:
-    """A program where Ray has that of its workers."""
+    """A program at the path of Ray's workers."""
     path = tmp_path / "ray" / "_private" / "workers" / "default_worker.py"
     path.parent.mkdir(parents=True)
     path.write_text(TELL)
@@ -70,7 +70,7 @@ def worker(tmp_path: Path) -> Path:
 
 
 def begin(worker: Path, address: str, code: str) -> subprocess.Popen[bytes]:
-    """Starts the program as Ray would, on the stand-in of the parent at `address`."""
+    """Start the program as Ray would, by a stand-in of the parent at `address`."""
     command = [sys.executable, "-IS", fork_server.__file__, address]
     return subprocess.Popen(
         [*command, str(worker), code], cwd=worker.parent,
@@ -80,20 +80,20 @@ def begin(worker: Path, address: str, code: str) -> subprocess.Popen[bytes]:
 
 
 def told(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the program is, and what is its own."""
+    """Facts that all starts share, and facts of this process."""
     assert process.stdout is not None
     line = json.loads(process.stdout.readline())
     return line, line.pop("own")
 
 
-def test_a_fork_is_as_a_process_that_python_starts(worker: Path, address: str) -> None:
+def test_a_fork_equals_a_process_that_python_starts(worker: Path, address: str) -> None:
     forks = [begin(worker, address, "0") for _ in range(2)]
     plain = begin(worker, "/nobody/answers", "0")
     (fork, own), (_, other), (process, plain_own) = map(told, [*forks, plain])
     assert fork == process
     assert own["loaded"] and not plain_own["loaded"]
     assert own["random"] != other["random"]
-    assert plain_own["pid"] == plain.pid  # it took the stand-in's place
+    assert plain_own["pid"] == plain.pid  # it replaced the stand-in
     assert [each.wait(DEADLINE_S) for each in (*forks, plain)] == [0, 0, 0]
 
 
@@ -101,11 +101,13 @@ def test_a_fork_is_as_a_process_that_python_starts(worker: Path, address: str) -
     ("code", "status"),
     [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("1 / 0", 1)],
 )
-def test_a_stand_in_ends_as_its_fork(worker: Path, address: str, code: str, status: int) -> None:
+def test_a_stand_in_has_the_exit_status_of_its_fork(
+    worker: Path, address: str, code: str, status: int
+) -> None:
     assert begin(worker, address, code).wait(DEADLINE_S) == status
 
 
-def test_a_fork_that_is_stopped_ends_with_its_stand_in(worker: Path, address: str) -> None:
+def test_a_stopped_fork_ends_with_its_stand_in(worker: Path, address: str) -> None:
     process = begin(worker, address, "os.kill(os.getpid(), signal.SIGSTOP)")
     fork = psutil.Process(told(process)[1]["pid"])
     until(lambda: fork.status() == psutil.STATUS_STOPPED)
@@ -133,7 +135,7 @@ def test_a_fork_ends_with_a_stand_in_that_was_killed_before_its_answer(
     until(lambda: not fork.is_running())
 
 
-def test_workers_of_a_ray_that_is_started_here_are_forks(ray_cluster: None) -> None:
+def test_workers_of_this_machine_s_ray_are_forks(ray_cluster: None) -> None:
     class Actor:
         def imported(self) -> bool:
             return "torch" in sys.modules

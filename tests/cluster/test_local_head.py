@@ -1,4 +1,4 @@
-"""The head of a run's own Ray ends when its driver does, whatever has become of Ray."""
+"""The head of a Ray that a run starts ends with its driver, even if Ray hangs."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def head(start_s: int, end_s: int) -> subprocess.Popen[bytes]:
 
 
 def raylets(head: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Raylets among its children, of which others may have ended meanwhile."""
+    """Raylets among the head's children, some of which may have ended."""
     found = []
     for child in psutil.Process(head.pid).children():
         with suppress(psutil.NoSuchProcess):
@@ -40,14 +40,14 @@ def raylets(head: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return found
 
 
-def test_a_ray_that_does_not_start_ends_with_its_head_and_says_nothing() -> None:
+def test_a_ray_that_does_not_start_ends_without_output() -> None:
     with head(1, 30) as process:
         assert process.wait(DEADLINE_S) == -signal.SIGALRM
         assert process.stdout is not None and process.stdout.read() == b""
 
 
 @pytest.mark.slow
-def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
+def test_a_ray_that_hangs_is_killed_with_its_head() -> None:
     with head(180, 2) as process:
         assert process.stdin is not None and process.stdout is not None
         assert "address" in json.loads(process.stdout.readline())
@@ -61,14 +61,14 @@ def test_a_ray_that_is_stuck_is_killed_with_its_head() -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_its_driver_has_left_ends_at_once_and_says_nothing() -> None:
+def test_a_start_ends_without_output_if_its_driver_has_ended() -> None:
     program = [sys.executable, "-c", HEAD, "180", "60"]
     with subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdin and process.stdout and process.stderr
         until(lambda: raylets(process) or process.poll() is not None)
-        [raylet] = raylets(process)  # which it waits for, and which never comes up
+        [raylet] = raylets(process)  # the head waits for it
         raylet.suspend()
         started = psutil.Process(process.pid).children()
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""Bundles on real Ray: who gets one, what is said while there is none, and what is freed."""
+"""Placement groups on real Ray: reservations, waits and releases."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def free_cpus() -> float:
 
 @pytest.fixture(autouse=True)
 def idle(ray_cluster: None) -> None:
-    """All CPUs are free. Where Ray has lost some to what is no more, it begins anew and says so."""
+    """All CPUs are free. If Ray has not freed some, it is restarted with a warning."""
     deadline = time.monotonic() + 60
     while free_cpus() != 8 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -85,13 +85,13 @@ def test_members_start_in_the_bundles_that_were_reserved() -> None:
         ResourceDemand(name="worker", count=3, resources={"CPU": 0}),
     )
     reserve(mine)
-    until(lambda: free_cpus() == 4)  # Ray tells it a moment later
+    until(lambda: free_cpus() == 4)
     policies = [start(mine, "policy", i) for i in range(2)]
     groups = ray.get([actor.group.remote() for actor in policies])
     assert groups[0] and groups[0] == groups[1]
     learner, worker = start(mine, "learner", 0), start(mine, "worker", 2)
     assert ray.get(learner.group.remote()) not in ("", groups[0])
-    assert ray.get(worker.group.remote()) == "", "who needs nothing has no bundle"
+    assert ray.get(worker.group.remote()) == "", "a member without resources has a bundle"
     assert free_cpus() == 4, "a member took what was not its bundle's"
     mine.release()
     mine.release()
@@ -148,19 +148,15 @@ def _bundle_of(mine: Placement, *member: Any) -> tuple[Any, int]:
     return strategy.placement_group.id, strategy.placement_group_bundle_index
 
 
-def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
+def test_a_demand_above_the_whole_cluster_is_refused_at_once() -> None:
     mine = placement(
         ResourceDemand(name="learner", count=1, resources=ONE),
         ResourceDemand(name="policy", count=2, resources={"CPU": 1, "GPU": 1}),
     )
     with pytest.raises(ConfigError) as refused:
         reserve(mine)
-    assert (
-        "cannot hold policy (2 x 1 CPU, 1 GPU): the cluster has 8 CPU, 0 GPU on 1 node, 8 CPU free"
-        in str(refused.value)
-    )
-    assert "3 CPU, 2 GPU in all" in str(refused.value)
-    assert "gpus_per_actor" not in str(refused.value)
+    for fact in ("policy (2 x 1 CPU, 1 GPU)", "8 CPU, 0 GPU on 1 node", "3 CPU, 2 GPU in all"):
+        assert fact in str(refused.value)
     pairs = [
         ResourceDemand(name=name, count=8, resources={"CPU": 1, "GPU": 1})
         for name in ("learner", "policy")
@@ -170,7 +166,7 @@ def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
     assert free_cpus() == 8
 
 
-def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
+def test_a_busy_cluster_is_waited_for_until_the_deadline() -> None:
     others = placement(ResourceDemand(name="other", count=6, resources=ONE))
     reserve(others)
     said: list[str] = []
@@ -180,8 +176,7 @@ def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
     )
     with refuses(ConfigError, "cluster.start_deadline_s"):
         reserve(mine, 2, said.append)
-    assert said[-1].startswith("waiting for policy (3 x 1 CPU): the cluster has 8 CPU, 0 GPU on 1")
-    assert said[-1].endswith("s of 2 s")
+    assert "policy (3 x 1 CPU)" in said[-1] and said[-1].endswith("s of 2 s")
     until(lambda: free_cpus() == 2)  # the learner's bundle is free again
     polls = iter([others.release])
     reserve(mine, poll=lambda: next(polls, lambda: None)())
@@ -189,7 +184,7 @@ def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_that_each_hold_what_the_other_waits_for_start_one_after_the_other() -> None:
+def test_two_runs_that_wait_for_each_other_s_bundles_start_in_sequence() -> None:
     def run(name: str, learners: int, policies: int) -> Placement:
         counts = {"learner": learners, "policy": policies}
         demands = [ResourceDemand(name=n, count=c, resources=ONE) for n, c in counts.items()]
@@ -233,10 +228,10 @@ def test_a_signal_ends_the_wait_and_leaves_nothing_reserved() -> None:
     others.release()
     until(lambda: free_cpus() == 8)
     time.sleep(1)
-    assert free_cpus() == 8, "what was given up was reserved after all"
+    assert free_cpus() == 8, "a cancelled reservation was made later"
 
 
-def test_a_member_is_added_when_there_is_room_and_removed() -> None:
+def test_members_are_added_when_there_is_room_and_removed() -> None:
     mine = placement(ResourceDemand(name="policy", count=1, resources={"CPU": 5}))
     reserve(mine)
     first, second = (
@@ -262,7 +257,7 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
     mine.remove("policy", 1)
     until(lambda: free_cpus() == 7)
     mine.remove("policy", 0)
-    assert [mine.add("policy"), mine.add("policy")] == [0, 2], "what is reserved has the first"
+    assert [mine.add("policy"), mine.add("policy")] == [0, 2], "the reserved bundle is not first"
     until(lambda: not mine.lacking("policy", 2))
     assert free_cpus() == 6
     mine.release()
@@ -273,15 +268,15 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
     [
         ([{"CPU": 4}], [{"CPU": 1}] * 4, []),
         ([{"CPU": 4}], [{"CPU": 1}] * 5, ["role"]),
-        ([{"CPU": 2}, {"CPU": 2}], [{"CPU": 3}], ["role"]),  # of two nodes, none holds it
-        ([{"CPU": 3}, {"CPU": 3}], [{"CPU": 2}] * 3, ["role"]),  # 6 in all, and a third is cut up
+        ([{"CPU": 2}, {"CPU": 2}], [{"CPU": 3}], ["role"]),  # no node holds the bundle
+        ([{"CPU": 3}, {"CPU": 3}], [{"CPU": 2}] * 3, ["role"]),  # 6 in all; one would be split
         ([{"GPU": 1, "CPU": 9}], [{"GPU": 0.1, "CPU": 0.1}] * 10, []),
         ([{"GPU": 1, "CPU": 9}], [{"GPU": 0.1, "CPU": 1}] * 10, ["role"]),
         ([{"CPU": 4}], [{"CPU": 3, "big": 1}, {"CPU": 1}], ["role"]),
         ([{"CPU": 3, "big": 1}, {"CPU": 1}], [{"CPU": 3, "big": 1}, {"CPU": 1}], []),
     ],
 )
-def test_what_certainly_does_not_fit(nodes: list, bundles: list, lacking: list) -> None:
+def test_roles_that_cannot_fit_are_found(nodes: list, bundles: list, lacking: list) -> None:
     assert lacking_of({"role": PlannedGroup("role", bundles)}, nodes) == lacking
 
 
@@ -382,8 +377,8 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_gpus_sees_those_that_it_shares() -> None:
-    """With two workers, or another teacher; on a node of six GPUs, as far as Ray believes."""
+def test_an_engine_of_two_gpus_sees_the_gpus_that_it_shares() -> None:
+    """It shares with two workers, or another teacher; Ray assumes a node of six GPUs."""
     found = _printed_by(_SHARED_GPUS)
     workers, engines = found["workers"], found["engines"]
     for i, (node, gpus) in enumerate(engines):
@@ -398,21 +393,21 @@ def test_an_engine_of_two_gpus_sees_those_that_it_shares() -> None:
 
 
 @pytest.mark.slow
-def test_the_bundle_of_a_lost_node_moves_and_its_member_follows() -> None:
-    """A cluster of three nodes, in processes of its own. One dies, and a fourth comes."""
+def test_the_bundle_of_a_lost_node_moves_with_its_member() -> None:
+    """A cluster of three nodes in separate processes; one dies, and a fourth joins."""
     nodes = _printed_by(_LOSE_A_NODE)
     before, after = nodes["before"], nodes["after"]
     assert len(set(before)) == 2, "spread members are on one node"
     assert after[0] == before[0], "an untouched member moved"
-    assert nodes["others"], "one bundle's loss is not the group's"
-    assert nodes["lacking"].startswith("1 CPU, 0.5 work: the cluster has 1 CPU, 0 GPU on 2 nodes")
+    assert nodes["others"], "the loss of one bundle lost the others"
+    assert nodes["lacking"].startswith("1 CPU, 0.5 work: ")
     assert after[1] == nodes["new"]
-    assert nodes["again"] == nodes["new"], "the same options are the same bundle"
+    assert nodes["again"] == nodes["new"], "the same options gave another bundle"
 
 
 def _printed_by(script: str) -> Any:
-    """What a cluster of its own prints as JSON."""
-    # Where Ray would leave word of this cluster for whoever starts Ray here next.
+    """The JSON printed by a script with its own cluster."""
+    # Ray leaves the address of the cluster in its directory; the tests' Ray must not find it.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         ended = subprocess.Popen(
             [sys.executable, "-c", script], cwd=REPOSITORY,

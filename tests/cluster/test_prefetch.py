@@ -1,4 +1,4 @@
-"""Downloads to nodes before actors start; of the hub itself, see tests/actors/test_hub.py."""
+"""Downloads to nodes before actors start; for the hub itself see tests/actors/test_hub.py."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ def fail() -> None:
     raise AssertionError("a node was asked")
 
 
-def test_paths_are_left_alone(ray_cluster: None, tmp_path: Path) -> None:
+def test_paths_are_not_downloaded(ray_cluster: None, tmp_path: Path) -> None:
     prefetch({"no such node": [str(tmp_path)]}, print_line=print, poll=fail)
 
 
-def test_a_node_that_cannot_download_is_named_with_the_remedy(ray_cluster: None) -> None:
+def test_a_node_that_cannot_download_is_named(ray_cluster: None) -> None:
     """The tests' nodes are offline."""
     [node] = ray.nodes()
     with pytest.raises(CheckpointError) as raised:

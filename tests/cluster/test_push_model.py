@@ -1,4 +1,4 @@
-"""docs/benchmarks/weights.md says of real sizes what the code would do with them."""
+"""The table in docs/benchmarks/weights.md is the plan of the code for real sizes."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def test_the_table_is_the_plan_of_the_code() -> None:
     [(MODELS[0], Qwen3Config), (MODELS[1], LlamaConfig), (MODELS[2], Qwen3MoeConfig)],
     ids=["Qwen3", "Llama", "Qwen3-MoE"],
 )
-def test_names_and_shapes_are_those_that_a_learner_pushes(shape: Shape, config: type) -> None:
+def test_names_and_shapes_equal_those_of_a_learner_s_push(shape: Shape, config: type) -> None:
     mixture = {"num_experts": shape.experts, "moe_intermediate_size": shape.width}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -1,4 +1,4 @@
-"""`routing_replay=`: where it is on, and a run in which it is."""
+"""`routing_replay=`: its default, and the flags of servers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,20 +32,20 @@ def settled(config: OpdConfig) -> tuple[bool | None, str]:
     return made.learner.routing_replay, line
 
 
-def test_mixtures_are_replayed_unless_it_is_said_otherwise(opd: NewOpd, mixture: str) -> None:
+def test_routing_replay_is_the_default_for_mixtures(opd: NewOpd, mixture: str) -> None:
     replayed, line = settled(opd(student=mixture))
-    assert replayed is True and line.startswith("routing_replay=True: tokens are trained through")
+    assert replayed is True and line.startswith("routing_replay=True")
     assert settled(opd(student=mixture, routing_replay=False)) == (False, "")
     assert settled(opd(student=mixture, routing_replay=True)) == (True, "")
 
 
-def test_a_dense_student_has_nothing_to_replay(opd: NewOpd) -> None:
+def test_a_dense_student_has_no_routing_to_replay(opd: NewOpd) -> None:
     assert settled(opd()) == (False, "")
     with refuses(ConfigError, "learner.routing_replay"):
         settled(opd(routing_replay=True))
 
 
-def test_what_cannot_be_is_left_out_or_refused(
+def test_routing_replay_that_is_impossible_is_off_or_refused(
     opd: NewOpd, mixture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_left_out_or_refused(
     )
 
 
-def test_servers_are_told_to_record() -> None:
+def test_servers_record_routed_experts() -> None:
     def flags(device: str, **given: Any) -> list[str]:
         return server_flags(SglangConfig(model="m", device=device, **given), 9)
 

@@ -1,4 +1,4 @@
-"""Paths that a node lacks, and directories that only look shared."""
+"""Paths that a node lacks, and directories that are not shared."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def node(ray_cluster: None) -> str:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, here: Path, there: Path) -> None:
-    """Makes the one node see `there` under the name of `here`, as another machine's disk would."""
+    """Make the node see `there` under the name of `here`, as with a disk of another machine."""
     exists, read = os.path.exists, Path.read_text
 
     def moved(path: str) -> str:
@@ -34,14 +34,14 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, here: Path, there: Path) -> None:
     )
 
 
-def test_paths_that_every_node_has_pass(node: str, tmp_path: Path) -> None:
+def test_paths_on_every_node_are_accepted(node: str, tmp_path: Path) -> None:
     (tmp_path / "student").mkdir()
     require_visible({"student": str(tmp_path / "student")}, [node])
     require_same_directory("out", str(tmp_path), [node])
     assert [path.name for path in tmp_path.iterdir()] == ["student"], "the probe was left behind"
 
 
-def test_hub_names_and_urls_are_left_alone(ray_cluster: None) -> None:
+def test_hub_names_and_urls_are_not_checked(ray_cluster: None) -> None:
     require_visible({"student": "Qwen/Qwen3-0.6B", "teacher": "http://host:1"}, ["no such node"])
 
 
@@ -56,7 +56,7 @@ def test_a_path_that_a_node_lacks_is_named(
         require_visible({name: str(here / name) for name in ("student", "teacher")}, [node])
 
 
-def test_a_directory_of_the_nodes_own_is_refused(
+def test_a_directory_that_is_not_shared_is_refused(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
@@ -74,7 +74,7 @@ def test_a_node_that_does_not_answer_is_named(ray_cluster: None, tmp_path: Path)
         require_visible({"student": str(tmp_path)}, [lost], deadline_s=5)
 
 
-def test_storage_that_hangs_runs_into_the_deadline(
+def test_storage_that_hangs_is_refused_at_the_deadline(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = tmp_path / "pipe"

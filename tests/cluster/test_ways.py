@@ -1,9 +1,11 @@
-"""The way to each engine, on GPUs that nobody has here: by where learner and engines are."""
+"""The transport to each engine, by the places of learner and engines; no GPU is needed."""
 
 from dataclasses import replace
 
 import pytest
 
+from actors.sglang.parallelism import Parallelism
+from actors.sglang.start import server_environment
 from cluster.weights.ways import Place, lenders_of, plan_ways
 from distill.errors import ConfigError
 from distill.nccl import nccl_settings
@@ -36,7 +38,7 @@ ON_CPU = place("a")
         ([place("b", 0), place("a", 0)], {"group": [0], "shared_memory": [1]}),
     ],
 )
-def test_on_gpus_servers_get_weights_by_nccl_unless_they_share_one(engines, expected) -> None:
+def test_servers_on_other_gpus_get_weights_by_nccl(engines, expected) -> None:
     named = {str(i): engine for i, engine in enumerate(engines)}
     found = plan_ways("auto", LEARNER, named, served=True)
     assert {way: [int(n) for n in names] for way, names in found.items()} == expected
@@ -54,7 +56,7 @@ def test_on_gpus_servers_get_weights_by_nccl_unless_they_share_one(engines, expe
         (LEARNER, place("b", 1), False, "group"),
     ],
 )
-def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
+def test_without_nccl_the_node_decides(learner, engine, served, way) -> None:
     assert plan_ways("auto", learner, {"e": engine}, served=served) == {way: ["e"]}
     assert plan_ways("disk", learner, {"e": engine}, served=served) == {"disk": ["e"]}
 
@@ -90,7 +92,7 @@ WORKERS = [worker("a", 0), worker("a", 1), worker("b", 0)]
         ([place("a", 1), place("a", 2)], {"ipc": [0], "group": [1]}),
     ],
 )
-def test_on_the_gpus_of_learner_workers_servers_are_lent_weights(engines, expected) -> None:
+def test_servers_on_gpus_of_learner_workers_are_lent_weights(engines, expected) -> None:
     named = {str(i): engine for i, engine in enumerate(engines)}
     found = plan_ways("auto", LEARNER, named, served=True, lenders=WORKERS)
     assert {way: [int(n) for n in names] for way, names in found.items()} == expected
@@ -98,7 +100,7 @@ def test_on_the_gpus_of_learner_workers_servers_are_lent_weights(engines, expect
         assert way in ("shared_memory", "group")
 
 
-def test_on_cpus_shared_memory_stays_the_way_unless_asked() -> None:
+def test_on_cpus_weights_are_lent_only_on_request() -> None:
     lenders = [worker("a"), worker("a")]
     assert plan_ways("auto", ON_CPU, {"e": ON_CPU}, served=True, lenders=lenders) == {
         "shared_memory": ["e"]
@@ -116,7 +118,7 @@ def test_on_cpus_shared_memory_stays_the_way_unless_asked() -> None:
         (ON_CPU, 3, [worker("b"), worker("a"), worker("a")], [1, 2, 1]),
     ],
 )
-def test_each_rank_reads_on_its_own_gpu(engine, ranks, lenders, expected) -> None:
+def test_each_rank_reads_from_the_worker_on_its_gpu(engine, ranks, lenders, expected) -> None:
     assert lenders_of("e", engine, ranks, lenders) == expected
 
 
@@ -131,14 +133,14 @@ def test_each_rank_reads_on_its_own_gpu(engine, ranks, lenders, expected) -> Non
         (place("a", 0), 1, [worker("a")]),
     ],
 )
-def test_engines_that_no_worker_can_lend_to_are_refused(engine, ranks, lenders) -> None:
+def test_engines_without_a_lending_worker_are_refused(engine, ranks, lenders) -> None:
     with refuses(ConfigError, "weights.transport"):
         lenders_of("e", engine, ranks, lenders)
 
 
 @pytest.mark.parametrize("learner", [LEARNER, ON_CPU])
-def test_a_server_over_several_nodes_is_sent_weights_rank_by_rank(learner: Place) -> None:
-    """Its first node may be the learner's: the ranks of the others read no memory of that."""
+def test_a_server_over_several_nodes_gets_weights_by_a_group(learner: Place) -> None:
+    """Only ranks on the learner's node could read its memory."""
     here = replace(place("a", *([1] if learner.gpus else [])), nodes=2)
     assert plan_ways("auto", learner, {"e": here}, served=True) == {"group": ["e"]}
     assert plan_ways("disk", learner, {"e": here}, served=True) == {"disk": ["e"]}
@@ -147,16 +149,13 @@ def test_a_server_over_several_nodes_is_sent_weights_rank_by_rank(learner: Place
 
 
 @pytest.mark.parametrize(("choice", "engines"), [("auto", 2), ("shared_memory", 1)])
-def test_what_no_way_leads_to_is_refused(choice, engines: int) -> None:
-    """Engines on another node that share a GPU; that node, by this one's memory."""
+def test_engines_without_a_transport_are_refused(choice, engines: int) -> None:
+    """Engines on another node that share a GPU, or shared memory to another node."""
     with refuses(ConfigError, "weights.transport"):
         plan_ways(choice, LEARNER, {str(i): place("b", 1) for i in range(engines)}, served=True)
 
 
-def test_a_process_and_the_server_that_it_starts_agree() -> None:
+def test_a_server_starts_with_the_nccl_settings_of_its_process() -> None:
     assert nccl_settings({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert nccl_settings({"NCCL_CUMEM_ENABLE": "1"})["NCCL_CUMEM_ENABLE"] == "1"
-    from actors.sglang.parallelism import Parallelism
-    from actors.sglang.start import server_environment
-
     assert server_environment("cuda:0", 1, Parallelism()).items() >= nccl_settings().items()
