@@ -1,4 +1,4 @@
-"""An evaluator's actor that misbehaves. Imports little: it is started again and again."""
+"""An evaluator's actor that misbehaves. It imports little, because it is restarted often."""
 
 import asyncio
 import ctypes
@@ -9,7 +9,7 @@ from actors.rollout.user_code_file import UserCodeFile
 
 
 class StuckEvaluator:
-    """Of three problems; in the code of problem 1 it does what it is told, unless it is spared."""
+    """An evaluator of three problems that misbehaves in the code of problem 1, unless spared."""
 
     def __init__(self, inside: str) -> None:
         self._inside = UserCodeFile(inside, 3)

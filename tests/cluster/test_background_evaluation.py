@@ -1,4 +1,4 @@
-"""Evaluations beside training: when one begins, and what becomes of it. Without Ray."""
+"""Evaluations during training: when one begins, and how it ends."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from tests.refusals import refuses
 
 
 def begun(schedule: EvaluationSchedule, steps: range) -> list[int]:
-    """Steps whose weights are evaluated where each evaluation is over at once."""
+    """Steps whose weights are evaluated if each evaluation ends at once."""
     taken = []
     for step in steps:
         if schedule.wanted(step):
@@ -28,30 +28,12 @@ def begun(schedule: EvaluationSchedule, steps: range) -> list[int]:
     return taken
 
 
-def test_each_due_step_but_the_last_is_evaluated() -> None:
-    assert begun(EvaluationSchedule(3, 9), range(1, 10)) == [3, 6]
-    assert begun(EvaluationSchedule(0, 9), range(1, 10)) == []
-
-
-def test_one_that_was_lost_begins_again_with_later_weights() -> None:
-    schedule = EvaluationSchedule(4, 20)
-    assert schedule.wanted(4)
-    schedule.began(4)
-    assert not schedule.wanted(5) and schedule.running == 4
-    schedule.lost()
-    assert schedule.wanted(6) and schedule.running is None
-    assert schedule.wanted(7), "it was not begun: no engine was up"
-    schedule.began(7)
-    schedule.done()
-    assert begun(schedule, range(8, 11)) == [8]
-
-
 @pytest.mark.parametrize(
     ("back_at", "abandoned", "again"),
     [(8, None, []), (5, None, []), (4, 5, [5, 8]), (3, 5, [4, 8])],
     ids=["after it", "at it", "its weights are lost", "its due step too"],
 )
-def test_a_learner_that_goes_back_takes_later_evaluations_with_it(
+def test_a_rewind_drops_evaluations_of_later_weights(
     back_at: int, abandoned: int | None, again: list[int]
 ) -> None:
     schedule = EvaluationSchedule(4, 20)
@@ -65,7 +47,7 @@ def test_a_learner_that_goes_back_takes_later_evaluations_with_it(
         assert begun(schedule, range(back_at + 1, 9)) == again
 
 
-def test_what_was_recorded_of_lost_weights_is_evaluated_again() -> None:
+def test_a_recorded_evaluation_of_lost_weights_is_repeated() -> None:
     schedule = EvaluationSchedule(4, 20)
     assert schedule.wanted(4)
     schedule.began(4)
@@ -76,7 +58,7 @@ def test_what_was_recorded_of_lost_weights_is_evaluated_again() -> None:
 
 
 class House:
-    """Evaluations of every fifth step, of two calls each, on two engines, and what was recorded."""
+    """Evaluations of every fifth step, in two calls each, on two engines."""
 
     def __init__(self, opd: Callable[..., OpdConfig]) -> None:
         self.serving = {"evaluation engine 0": "a", "evaluation engine 1": "b"}
@@ -141,20 +123,22 @@ def house(opd: Callable[..., OpdConfig]) -> Iterator[House]:
 BOTH = ["evaluation engine 0", "evaluation engine 1"]
 
 
-def test_calls_follow_one_another_and_end_with_a_record(house: House) -> None:
+def test_an_evaluation_makes_its_calls_in_sequence_and_is_recorded(house: House) -> None:
     house.start()
     house.evaluations.collect()
     house.answer()
     house.evaluations.collect()
     assert house.asked == [BOTH, BOTH] and not house.recorded
     house.answer()
-    house.serving.clear()  # it is over: nobody needs them
+    house.serving.clear()  # it has ended and needs no engines
     house.evaluations.collect()
     house.evaluations.collect()
     assert house.recorded == [5]
 
 
-def test_it_goes_on_with_the_engines_that_are_left_and_is_lost_with_the_last(house: House) -> None:
+def test_an_evaluation_continues_on_the_engines_left_and_is_lost_with_the_last(
+    house: House,
+) -> None:
     house.start()
     house.serving["evaluation engine 0"] = "restarted, with other weights"
     house.answer()
@@ -173,7 +157,7 @@ def test_an_error_is_raised_unless_its_engines_are_gone(
     house.start()
     house.error = DataError("in the reward of problem 3")
     house.answer()
-    if not engines_are_left:  # they may be its cause
+    if not engines_are_left:  # their loss may be the cause
         house.serving.clear()
         house.evaluations.collect()
         assert house.events[-1] == ("evaluation lost", 5)
@@ -182,7 +166,7 @@ def test_an_error_is_raised_unless_its_engines_are_gone(
         house.evaluations.collect()
 
 
-def test_one_that_is_given_up_leaves_nothing_behind(house: House) -> None:
+def test_after_an_evaluation_was_given_up_the_next_one_runs(house: House) -> None:
     house.start()
     house.evaluations.abandon("the run ends")
     house.answer()

@@ -1,4 +1,4 @@
-"""Waiting for actors to start and for their answers, with a supervisor that is made up."""
+"""The driver's waits for starts and answers, with a simulated supervisor."""
 
 import asyncio
 import time
@@ -18,8 +18,7 @@ from distill.errors import EngineError
 
 
 class Starting:
-    """Members of two roles, of which so many have answered; another one does at every line that is
-    said.
+    """Members of two roles, of which one more answers at every line of output.
 
     Nodes have room for the first `room` of each role.
     """
@@ -58,32 +57,20 @@ def driver(supervisor: Any, deadline_s: float) -> Driver:
     return Driver(supervisor=supervisor, signals=Signals(), deadline_s=deadline_s)
 
 
-def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
-    supervisor = Starting()
-    driver(supervisor, 60).wait_until_started(["engine", "worker"])
-    said = supervisor.said
-    assert said[0].startswith("starting: 0 of 6 actors have answered")
-    assert said[0].endswith("waiting for engine 0, engine 1, engine 2, worker 0 and 2 more")
-    assert said[-1].startswith("starting: 5 of 6") and said[-1].endswith("waiting for worker 2")
-
-
-def test_a_start_that_waits_for_a_node_is_told_from_one_that_takes_long(
+def test_a_long_start_names_the_missing_actors_and_those_without_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
     supervisor = Starting(room=2)
     driver(supervisor, 60).wait_until_started(["engine", "worker"])
-    *_, worker_1, worker_2 = supervisor.said
+    first, *_, worker_1, worker_2 = supervisor.said
+    assert "0 of 6" in first and "worker 0 and 2 more" in first and "5 of 6" in worker_2
     assert "worker 1," in worker_1 and "worker 2 (no node" in worker_2
 
 
-def test_who_does_not_start_in_time_is_named() -> None:
+def test_a_start_fails_at_the_longest_deadline_of_its_actors() -> None:
     with pytest.raises(RunFailed):
         driver(Starting(answered=4), 0.3).wait_until_started(["engine", "worker"])
-
-
-def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
     supervisor = Starting(answered=4, start_deadline_s=0.5)
     began = time.monotonic()
     with pytest.raises(RunFailed):
@@ -91,7 +78,7 @@ def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
     assert time.monotonic() - began >= 0.5
 
 
-def test_an_error_of_another_actor_s_call_is_not_the_learner_s() -> None:
+def test_an_error_of_another_actor_s_call_is_raised_unchanged() -> None:
     supervisor = Starting()
     error = RayTaskError("poll", "a traceback", ValueError("a bug"))
 
@@ -103,17 +90,17 @@ def test_an_error_of_another_actor_s_call_is_not_the_learner_s() -> None:
         driver(supervisor, 60).pause(60)
 
 
-def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
-    """The call of a terminated worker fails before the driver looks at its supervisor again."""
-    supervisor, terminated = Starting(), asyncio.Event()
+def test_a_death_is_raised_in_place_of_the_failed_call() -> None:
+    """A dead worker's call fails before the driver checks its supervisor again."""
+    supervisor, died = Starting(), asyncio.Event()
 
     async def watch() -> None:
         await asyncio.sleep(0.05)
-        terminated.set()
+        died.set()
         raise LearnerLost("learner worker 1 died")
 
     async def answer() -> None:
-        await terminated.wait()
+        await died.wait()
         raise ActorLost("the canaries failed because an actor died")
 
     supervisor.background.start(watch())
@@ -121,8 +108,8 @@ def test_a_death_is_raised_in_place_of_the_call_that_it_failed() -> None:
         driver(supervisor, 60).wait_for(answer())
 
 
-def test_an_error_of_the_learner_s_own_is_not_that_of_an_engine() -> None:
-    """The work can be done again; engines that take no weights would not take them then either."""
+def test_errors_of_the_learner_and_of_its_engines_are_different_classes() -> None:
+    """The learner's work can be repeated; engines would fail again."""
     supervisor = Starting()
 
     def of(error: Exception) -> type[Exception]:

@@ -20,7 +20,7 @@ PATIENCE_S = 60
 
 
 class Trouble:
-    """An engine of which only `score` is asked; it answers its own name, or fails."""
+    """An engine whose `score` answers the engine's name, or fails."""
 
     def __init__(self, name: str, how: str = "answers", times: int = 10**9) -> None:
         self._name, self._how, self._times = name, how, times
@@ -54,7 +54,7 @@ class Trouble:
 
 
 def made(*hows: Any, on_ray: bool = False) -> dict[str, Any]:
-    """Engines e0, e1, ... in this process; those that die with a process of their own."""
+    """Engines e0, e1, ... in this process; engines that die have their own process."""
     remote = ray.remote(Trouble).options(num_cpus=0).remote
     members = {}
     for i, how in enumerate(hows):
@@ -83,7 +83,7 @@ def test_another_engine_answers_for_one_that_is_lost(how: str) -> None:
     assert pool.in_progress == {}
 
 
-def test_a_wrong_answer_is_asked_for_again_and_then_believed() -> None:
+def test_a_wrong_answer_is_requested_once_more_and_then_raised() -> None:
     pool = EnginePool("policy", made(("is wrong", 1), "answers"), PATIENCE_S)
     assert asked(pool) == ["e1"]
     pool = EnginePool("policy", made("is wrong", "is wrong", "is wrong"), PATIENCE_S)
@@ -91,9 +91,9 @@ def test_a_wrong_answer_is_asked_for_again_and_then_believed() -> None:
         asked(pool)
 
 
-def test_a_request_that_an_engine_refuses_is_nobody_else_s() -> None:
+def test_a_refused_request_is_not_sent_to_another_engine() -> None:
     pool = EnginePool("policy", made(("refuses", 1), ("refuses", 1)), PATIENCE_S)
-    for _ in range(2):  # neither was asked for the other
+    for _ in range(2):
         with pytest.raises(DataError):
             while True:
                 asked(pool)
@@ -110,7 +110,7 @@ async def test_a_request_waits_for_an_engine_to_join() -> None:
     assert str(await waiting) == "e1"
 
 
-def test_patience_ends() -> None:
+def test_a_request_fails_when_its_patience_ends() -> None:
     pool = EnginePool("teacher", made("is lost"), patience_s=0.5)
     with pytest.raises(EngineLost):
         asked(pool)
@@ -142,7 +142,7 @@ async def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -
 
 
 class Echo:
-    """Scores every request by its first token, and refuses 13; knows what came in each call."""
+    """An engine that scores a request by its first token, refuses 13, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -174,7 +174,7 @@ def first_tokens(scores: list[Score]) -> list[int]:
     return [-int(score.logprobs_by_temperature[0][0]) for score in scores]
 
 
-async def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_scores() -> None:
+async def test_canaries_are_sent_with_the_next_batch_and_answered_separately() -> None:
     engine = LocalActor(Echo)
     pool = EnginePool("teacher", {}, PATIENCE_S)
     pool.update({"e0": engine}, {"e0": 7})
@@ -184,9 +184,9 @@ async def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_sc
     await asyncio.sleep(0)
     scores = await pool.score([to_score(1), to_score(2), to_score(3)])
     assert first_tokens(scores) == [1, 2, 3] and {s.scored_by for s in scores} == {7}
-    canaries, batched = await riding
-    assert batched and first_tokens(canaries) == [8, 9]
-    # No batch comes: they go alone. An engine that is not there is named.
+    canaries, rode = await riding
+    assert rode and first_tokens(canaries) == [8, 9]
+    # Without a batch they are sent alone. An absent engine is an error.
     alone, batched = await pool.score_with_next_batch("e0", [to_score(5)], 0.01)
     assert not batched and first_tokens(alone) == [5]
     with pytest.raises(EngineLost):
@@ -202,7 +202,7 @@ async def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_sc
     engine.end()
 
 
-async def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own() -> None:
+async def test_concurrent_requests_are_one_call_with_separate_answers() -> None:
     engine = LocalActor(Echo)
 
     async def ask(*groups: list[int]) -> list[Any]:
@@ -221,7 +221,7 @@ async def test_what_is_asked_in_one_turn_is_one_call_and_everyone_gets_its_own()
     engine.end()
 
 
-async def test_all_that_were_asked_together_go_to_another_engine_when_theirs_is_lost() -> None:
+async def test_a_lost_call_is_repeated_at_another_engine_for_all_its_requests() -> None:
     pool = EnginePool("teacher", made("is lost", "answers"), PATIENCE_S)
     assert await asyncio.gather(*(answer(pool) for _ in range(20))) == ["e1"] * 20
     assert pool.in_progress == {}

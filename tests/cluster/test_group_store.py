@@ -1,4 +1,4 @@
-"""Groups on disk: what a crash leaves of them, and what queues and later jobs take back."""
+"""Groups on disk: files after a crash, and groups that restarted queues and later jobs adopt."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,8 +28,6 @@ from tests.simulated_run import SimulatedRun
 from tests.simulation import simulated_time
 from tests.waiting import until
 
-# Only against hangs.
-DEADLINE_S = 120.0
 Make = Callable[[int], TrajectoryGroup]
 
 
@@ -44,7 +42,7 @@ def lease(group_id: int, attempt: int = 1, epoch: int = 1) -> Lease:
 # files
 
 
-def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_path: Path) -> None:
+def test_a_cut_file_is_read_up_to_its_last_whole_group(tmp_path: Path) -> None:
     store = GroupStore(tmp_path)
     path, sizes = tmp_path / "e0002-0001.arrow", list[int]()
     for group_id in range(3):
@@ -65,8 +63,8 @@ def test_what_was_written_before_a_crash_is_read_wherever_the_file_was_cut(tmp_p
     assert list(after.read([lease(7, epoch=2)])) == [7]
 
 
-def test_no_damage_by_a_disk_ends_the_start_or_makes_other_groups(tmp_path: Path) -> None:
-    """Of flipped bits within a group's arrays the file cannot tell."""
+def test_a_damaged_byte_never_raises_nor_yields_another_group(tmp_path: Path) -> None:
+    """A changed byte within a group's arrays cannot be detected."""
     GroupStore(tmp_path).append(1, rows(group(0)))
     [path] = tmp_path.iterdir()
     written = path.read_bytes()
@@ -77,7 +75,7 @@ def test_no_damage_by_a_disk_ends_the_start_or_makes_other_groups(tmp_path: Path
     assert found <= {0}
 
 
-def test_a_delivery_is_known_by_its_epoch_and_its_attempt(tmp_path: Path) -> None:
+def test_a_delivery_is_identified_by_its_epoch_and_attempt(tmp_path: Path) -> None:
     store = GroupStore(tmp_path)
     for epoch, attempt in ((1, 1), (1, 2), (2, 1)):
         store.append(epoch, rows(group(5, version=10 * epoch + attempt), attempt=attempt))
@@ -125,7 +123,7 @@ def wait_until_kept(journal: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("make", [group, long_group], ids=["in the call", "in the object store"])
-def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
+def test_a_killed_queue_recovers_groups_on_disk_and_samples_none_again(
     new_queue: NewQueue, tmp_path: Path, make: Make
 ) -> None:
     queue, journal = new_queue(on_ray=True), tmp_path / "ledger.jsonl"
@@ -158,12 +156,12 @@ def test_a_killed_queue_has_what_was_on_disk_and_nothing_is_sampled_again(
     }  # fmt: skip
 
 
-def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
+def test_a_new_job_adopts_groups_that_its_weights_could_have_sampled(
     new_queue: NewQueue, tmp_path: Path
 ) -> None:
-    """From the checkpoint of step 1 of 2: groups of version 2 are lost with their weights."""
+    """It resumes from step 1 of 2: groups of version 2 are lost with their weights."""
     queue, journal = new_queue(max_staleness=2, total_groups=12), tmp_path / "ledger.jsonl"
-    deliver(queue, 6)  # 0 to 5, of version 0
+    deliver(queue, 6)  # groups 0 to 5, of version 0
     wait_until_kept(journal, 6)
     trained = TrainedGroups()
     at = [trained]
@@ -189,26 +187,17 @@ def test_a_new_job_takes_back_what_its_weights_could_have_sampled(
     for group_id, made in found.items():
         assert_same(made, group(group_id, version=group_id >= 6))
     asyncio.run(WorkerEnd(again, "b").report_user_code({}))
-    assert get(again.actor.forfeit.remote("b", "killed")) == list(found), (
-        "it dies before it has scored them"
-    )
+    assert get(again.actor.forfeit.remote("b", "killed")) == list(found)  # before it scored them
     assert list(asyncio.run(leased())) == list(found)
     get(again.actor.close.remote())
     found_in = audit(journal)
     assert found_in.problems == [] and (found_in.jobs, found_in.adopted) == (2, 6)
-
-
-def test_groups_of_another_run_are_not_taken_back(new_queue: NewQueue, tmp_path: Path) -> None:
-    queue = new_queue(run_id="one")
-    deliver(queue, 4)
-    wait_until_kept(tmp_path / "ledger.jsonl", 4)
-    kill(queue.actor)
     other = new_queue(run_id="another")
     assert get(other.actor.status.remote()).pending == []
     assert not list((tmp_path / "groups").iterdir())
 
 
-def test_a_disk_that_takes_nothing_costs_no_more_than_before(
+def test_groups_that_a_disk_refused_are_sampled_again_after_a_death(
     new_queue: NewQueue, tmp_path: Path
 ) -> None:
     (tmp_path / "groups").write_text("in the way")
@@ -223,7 +212,7 @@ def test_a_disk_that_takes_nothing_costs_no_more_than_before(
     wait_until_kept(tmp_path / "ledger.jsonl", 4)
 
 
-def test_a_disk_that_takes_nothing_is_a_finding_and_the_run_goes_on(
+def test_a_disk_that_refuses_groups_is_a_finding_and_the_run_continues(
     tmp_path: Path,
     tiny_pair: TinyPair,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,7 +230,7 @@ def test_a_disk_that_takes_nothing_is_a_finding_and_the_run_goes_on(
     assert capsys.readouterr().out.count("groups_not_kept") == 1
 
 
-# what a job takes back
+# adoption
 
 
 def settings(**changes: Any) -> LedgerSettings:
@@ -249,8 +238,8 @@ def settings(**changes: Any) -> LedgerSettings:
     return LedgerSettings(**given | changes)
 
 
-def test_groups_that_would_be_too_old_begin_anew() -> None:
-    """In steps of two from version 3: the oldest two now, at the age of 2 versions."""
+def test_groups_that_would_become_too_old_are_not_adopted() -> None:
+    """Steps of two groups from version 3: the oldest two are trained now, at an age of 2."""
     kept = {10: Kept(1, 1, 1), 11: Kept(1, 1, 1), 12: Kept(1, 1, 1), 13: Kept(1, 1, 2)}
     trained = TrainedGroups(6)
     assert list(adopted(kept, trained, settings())) == [10, 11, 13]

@@ -1,4 +1,4 @@
-"""Actors in this process answer as Ray's do, and a run on them needs no Ray."""
+"""Actors in this process behave as Ray's do, and a run on them needs no Ray."""
 
 import asyncio
 import gc
@@ -28,8 +28,6 @@ from tests.bare_machine import bare_environment
 from tests.tiny import TinyPair
 from tests.waiting import DEADLINE_S
 
-# Only against hangs.
-
 
 @pytest.fixture(params=["Ray's errors", "stand-ins"])
 def either_errors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +36,7 @@ def either_errors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 class Counter:
-    """Without asynchronous methods: its calls run one after the other."""
+    """A class without asynchronous methods, whose calls run in sequence."""
 
     def __init__(self, start: int) -> None:
         if start < 0:
@@ -60,7 +58,7 @@ class Counter:
 
 
 class Meeting:
-    """With asynchronous methods: its calls run side by side."""
+    """A class with asynchronous methods, whose calls run concurrently."""
 
     def __init__(self) -> None:
         self.guests, self.closed = 0, False
@@ -77,7 +75,7 @@ class Meeting:
         self.closed = True
 
 
-def test_calls_run_in_order_in_a_thread_of_the_objects_own() -> None:
+def test_calls_run_in_order_in_a_thread_of_the_object() -> None:
     counter = LocalActor(Counter, 5)
     references = [counter.add.remote(1) for _ in range(20)]
     ready, rest = calls.wait(references, num_returns=20, timeout=DEADLINE_S)
@@ -88,13 +86,13 @@ def test_calls_run_in_order_in_a_thread_of_the_objects_own() -> None:
     assert calls.get(counter.__ray_call__.remote(lambda plain: plain.value)) == 25
 
 
-async def test_asynchronous_calls_meet() -> None:
+async def test_asynchronous_calls_run_concurrently() -> None:
     meeting = LocalActor(Meeting)
     assert await asyncio.gather(*(meeting.come.remote(3) for _ in range(3))) == [3, 3, 3]
 
 
 @pytest.mark.usefixtures("either_errors")
-def test_a_busy_actor_is_ready_and_overtaken_and_its_answer_is_waited_for() -> None:
+def test_calls_of_a_concurrency_group_overtake_a_busy_actor() -> None:
     counter, event = LocalActor(Counter, 0), threading.Event()
     busy = counter.wait_for.remote(event)
     calls.get(counter.__ray_ready__.options(concurrency_group="health").remote(), DEADLINE_S)
@@ -108,7 +106,7 @@ def test_a_busy_actor_is_ready_and_overtaken_and_its_answer_is_waited_for() -> N
 
 
 @pytest.mark.usefixtures("either_errors")
-def test_errors_arrive_as_they_do_from_ray() -> None:
+def test_errors_have_the_classes_of_ray() -> None:
     counter = LocalActor(Counter, 0)
     with pytest.raises(EngineError) as raised:
         calls.get(counter.fail.remote())
@@ -121,7 +119,7 @@ def test_errors_arrive_as_they_do_from_ray() -> None:
             calls.get(call, DEADLINE_S)
 
 
-async def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
+async def test_a_cancelled_wait_does_not_stop_the_call() -> None:
     meeting = LocalActor(Meeting)
     first = meeting.come.remote(2)
     with pytest.raises(TimeoutError):
@@ -129,10 +127,10 @@ async def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
     assert [await meeting.come.remote(2), await first] == [2, 2]
 
 
-async def test_a_call_that_fails_after_all_gave_it_up_is_not_printed(
+async def test_the_error_of_a_call_that_nobody_awaits_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gc.collect()  # what other tests have left complains before, if it does
+    gc.collect()  # objects of other tests log before
     caplog.clear()
     meeting = LocalActor(Meeting)
     with pytest.raises(TimeoutError):
@@ -166,7 +164,7 @@ def test_an_ended_actor_holds_no_descriptor() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_ray_answers_the_same_calls() -> None:
+def test_the_same_calls_work_on_ray() -> None:
     remote: Any = ray.remote
     counter = remote(Counter).options(num_cpus=0).remote(1)
     assert calls.get(counter.add.remote(1), DEADLINE_S) == 2
@@ -180,9 +178,9 @@ def test_ray_answers_the_same_calls() -> None:
         calls.get(counter.add.remote(1), DEADLINE_S)
 
 
-def test_a_thread_that_imports_ray_disturbs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in one process imports it at its first error, while its other actors go on."""
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # as it is at first
+def test_a_half_imported_ray_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in one process imports Ray at its first error, while other actors continue."""
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     assert not is_connected() and not calls.in_store(b"")
     assert (nodes_alive(), node_id()) == (1, "this process")
 
@@ -197,7 +195,7 @@ for arguments in json.load(sys.stdin):
 
 @pytest.mark.e2e
 def test_runs_in_one_process_need_no_ray(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """Nor any other package than chz, torch, transformers, peft and what those need."""
+    """Only chz, torch, transformers, peft and their dependencies are installed."""
     sampled = {
         "student": tiny_pair.student, "prompts": tiny_pair.prompts, "prompts_per_step": 2,
         "group_size": 2, "max_new_tokens": 4, "engine": "embedded", "temperature": 0.7,
@@ -230,7 +228,7 @@ def test_runs_in_one_process_need_no_ray(tiny_pair: TinyPair, tmp_path: Path) ->
         before = load_file(Path(tiny_pair.student) / "model.safetensors")
         assert trained.keys() == before.keys()
         moved = any(not torch.equal(trained[name], before[name]) for name in before)
-        assert moved or recipe == "rl"  # its rewards may all be equal
+        assert moved or recipe == "rl"  # all rewards may be equal
 
 
 def test_without_ray_a_run_on_it_is_refused(

@@ -1,4 +1,4 @@
-"""Requests that are made together go to a Ray actor in one call, and each has its own answer."""
+"""The mailbox: concurrent requests reach a Ray actor in one call, with separate answers."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class OddError(Exception):
-    """Cannot be read again: its constructor takes something else than its arguments."""
+    """An error that cannot be unpickled: its constructor takes other arguments."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one + two)
@@ -40,7 +40,7 @@ class Echo:
 
 
 class Engine:
-    """Answers with a request's first token; certain tokens have it fail, wait, or die."""
+    """An engine that answers a request's first token; certain tokens fail, wait, or kill it."""
 
     def __init__(self, name: str = "") -> None:
         self._name = name
@@ -74,7 +74,7 @@ class Engine:
 
 
 class Counting(with_mailbox(Engine)):
-    """Counts the calls that carry requests and answers."""
+    """An engine that counts the calls of its mailbox."""
 
     async def post(self, *given: Any) -> None:
         self.posts += 1
@@ -110,14 +110,14 @@ async def asked(end: MailboxEnd, *tokens: int) -> list[Any]:
         return await asyncio.gather(*everyone, return_exceptions=True)
 
 
-def test_what_is_asked_together_is_few_calls_and_everyone_gets_its_own(engine: Any) -> None:
+def test_concurrent_requests_are_few_calls_with_separate_answers(engine: Any) -> None:
     end = MailboxEnd(engine)
     assert asyncio.run(asked(end, *range(64))) == [[Echo("", token)] for token in range(64)]
     posts, collects = ray.get(engine.told.remote())
     assert posts == 1 and collects < 10
 
 
-def test_each_error_arrives_as_from_a_call_of_its_own(engine: Any) -> None:
+def test_each_error_has_the_class_of_a_separate_call(engine: Any) -> None:
     found = asyncio.run(asked(MailboxEnd(engine), 1, 91, 92, 93, 94, 2))
     assert found[0] == [Echo("", 1)] and found[5] == [Echo("", 2)]
     for error, kind in zip(
@@ -136,7 +136,7 @@ async def test_a_short_answer_does_not_wait_for_a_long_one(engine: Any) -> None:
     assert await long == [Echo("", 90)]
 
 
-def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
+def test_a_cancelled_request_takes_no_answer_of_others(engine: Any) -> None:
     end = MailboxEnd(engine)
 
     async def ask() -> None:
@@ -157,7 +157,7 @@ def test_whoever_is_cancelled_takes_no_answer_from_others(engine: Any) -> None:
     assert asyncio.run(asked(copy, 3)) == [[Echo("", 3)]]
 
 
-def test_all_that_wait_at_a_dead_engine_are_told_and_go_elsewhere() -> None:
+def test_requests_at_a_dead_engine_fail_and_a_pool_repeats_them_elsewhere() -> None:
     first, second = made("first"), made("second")
     end = MailboxEnd(first)
     found = asyncio.run(asked(end, 90, 90, 95))

@@ -1,4 +1,4 @@
-"""Lists of an engine's requests and answers are the same after they were pickled as columns."""
+"""Lists of requests and answers are pickled as columns and equal after a round trip."""
 
 import pickle
 from collections.abc import Sequence
@@ -84,12 +84,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_records_are_the_same_after_the_way(name: str) -> None:
+def test_records_are_equal_after_a_round_trip(name: str) -> None:
     records = LISTS[name]
     assert same(pickle.loads(pickle.dumps(RecordList(records))), list(records))
 
 
-def test_an_array_of_each_field_is_sent() -> None:
+def test_each_field_is_sent_as_one_array() -> None:
     buffers: list[pickle.PickleBuffer] = []
     records = RecordList(sample(4) for _ in range(50))
     pickle.dumps(records, protocol=5, buffer_callback=buffers.append)

@@ -1,4 +1,4 @@
-"""Which engine of a pool a request goes to, when many workers have a copy of the pool each."""
+"""The choice of an engine for a request, when many workers have a copy of the pool each."""
 
 import asyncio
 from dataclasses import replace
@@ -19,14 +19,14 @@ REQUEST = GenerateRequest(
 
 
 class Clock:
-    """Rounds in which every engine finishes some of its samples: no seconds, no chance."""
+    """Deterministic rounds, in which every engine finishes some of its samples."""
 
     def __init__(self) -> None:
         self.engines: list[Busy] = []
 
     async def run(self, work: asyncio.Task[Any]) -> None:
         while not work.done():
-            for _ in range(20):  # whoever was answered asks again before the next round
+            for _ in range(20):  # answered workers make their next requests before the next round
                 await asyncio.sleep(0)
             for engine in self.engines:
                 engine.work()
@@ -52,7 +52,7 @@ class Busy:
     async def queue_length(self) -> int:
         if not self._tells:
             await asyncio.get_running_loop().create_future()
-        await asyncio.sleep(0)  # as a call of an actor: whoever asks at the same time has asked
+        await asyncio.sleep(0)  # as a call of an actor: concurrent callers have called by then
         return sum(samples for samples, _ in self._waiting)
 
     def work(self) -> None:
@@ -67,24 +67,22 @@ class Busy:
 async def roll_out(
     clock: Clock, engines: list[Busy], workers: int, groups_per_worker: int, rounds: int = 40
 ) -> None:
-    """Every worker has so many groups under way at once, until it made that many `rounds` times."""
+    """Each worker samples `groups_per_worker` groups concurrently, `rounds` times."""
 
-    async def one_after_the_other(pool: EnginePool) -> None:
+    async def sample(pool: EnginePool) -> None:
         for _ in range(rounds):
             await pool.generate(REQUEST)
 
     members = {f"policy engine {i}": Handle(engine) for i, engine in enumerate(engines)}
     pools = [EnginePool("policy", members, 60) for _ in range(workers)]
-    everyone = asyncio.gather(
-        *(one_after_the_other(pool) for pool in pools for _ in range(groups_per_worker))
-    )
+    everyone = asyncio.gather(*(sample(pool) for pool in pools for _ in range(groups_per_worker)))
     await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "workers, engines, groups_per_worker", [(1, 8, 64), (64, 8, 1), (64, 8, 2)]
 )
-def test_all_engines_have_their_share(workers: int, engines: int, groups_per_worker: int) -> None:
+def test_engines_get_equal_shares(workers: int, engines: int, groups_per_worker: int) -> None:
     clock = Clock()
     made = [Busy(clock) for _ in range(engines)]
     asyncio.run(roll_out(clock, made, workers, groups_per_worker))
@@ -99,8 +97,10 @@ def test_a_slow_engine_gets_less() -> None:
     assert slow.groups < 0.6 * np.mean([engine.groups for engine in others])
 
 
-def test_an_engine_that_does_not_tell_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.handles.engine_pool.QUEUE_QUERY_S", 0.01)
+def test_an_engine_without_a_queue_length_delays_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.handles.engine_pool.TELL_S", 0.01)
     clock = Clock()
     made = [Busy(clock, tells=False), Busy(clock)]
     asyncio.run(roll_out(clock, made, workers=2, groups_per_worker=2, rounds=5))
@@ -124,18 +124,19 @@ async def test_turns_of_an_episode_stay_at_one_engine() -> None:
     assert max(engine.groups for engine in made) < 2 * 5 * 40 / len(made)
 
 
-async def test_a_session_leaves_an_engine_that_is_overrun_or_gone() -> None:
+async def test_a_session_leaves_an_engine_that_is_overloaded_or_gone() -> None:
     clock = Clock()
     busy, idle = Busy(clock, speed=0), Busy(clock)
     homely = replace(REQUEST, session="s", num_samples=1)
-    pool = EnginePool("policy", {"busy": Handle(busy)}, 60)
+    handles = {"busy": Handle(busy)}
+    pool = EnginePool("policy", dict(handles), 60)
     stuck = [asyncio.create_task(pool.generate(homely)) for _ in range(17)]
     await asyncio.sleep(0.01)
-    handles = {"idle": Handle(idle), "busy": pool._members["busy"].handle}
-    pool.update(handles)
+    handles["idle"] = Handle(idle)
+    pool.update(dict(handles))
     answer = asyncio.create_task(pool.generate(homely))
     await clock.run(answer)
-    assert (busy.groups, idle.groups) == (17, 1)  # 17 of its own, and none at the other
+    assert (busy.groups, idle.groups) == (17, 1)
     pool.update({"busy": handles["busy"]})
     stuck.append(asyncio.create_task(pool.generate(homely)))
     await asyncio.sleep(0.01)

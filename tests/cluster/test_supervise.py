@@ -1,4 +1,4 @@
-"""Deaths, hangs, restarts and budgets, on real Ray actors."""
+"""Supervision of real Ray actors: deaths, hangs, restarts and budgets."""
 
 import asyncio
 import os
@@ -22,11 +22,10 @@ from cluster.supervision.supervise import (
     location_call,
 )
 from distill.errors import CheckpointError
+from tests.waiting import DEADLINE_S
 
-DEADLINE_S = 120
 
-
-def test_restarts_wait_longer_and_longer_and_then_are_too_many() -> None:
+def test_delays_of_restarts_grow_until_the_budget_is_spent() -> None:
     budget = Budget(max_restarts=9)
     assert [budget.delay(now) for now in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert budget.delay(9) is None
@@ -39,7 +38,7 @@ def test_deaths_long_ago_are_forgiven() -> None:
 
 
 class Plain:
-    """Answers, and can be made to do nothing else."""
+    """An actor that answers, and can be made to block."""
 
     def __init__(self, wrong: str = "") -> None:
         if wrong == "config":
@@ -50,7 +49,7 @@ class Plain:
 
 
 class House:
-    """A supervisor over actors of one role, and what it said and recorded."""
+    """A supervisor over actors of one role, with its output and events."""
 
     def __init__(self, *, max_restarts: int = 5, hang_after_s: float = 60, **role: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -116,7 +115,7 @@ def new_house(ray_cluster: None) -> Iterator[Callable[..., House]]:
         house.supervisor.background.close()
 
 
-def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., House]) -> None:
+def test_a_killed_actor_is_restarted_in_its_place(new_house: Callable[..., House]) -> None:
     house = new_house()
     house.started(0, 1)
     changes = house.supervisor.changes
@@ -131,10 +130,10 @@ def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., Hous
 
 
 @pytest.mark.parametrize("how", ["frozen", pytest.param("blocked", marks=pytest.mark.slow)])
-def test_an_actor_without_a_sign_of_life_is_ended(
+def test_an_actor_without_heartbeats_is_terminated(
     new_house: Callable[..., House], how: str
 ) -> None:
-    house = new_house(hang_after_s=15)  # a healthy one on a busy machine answers sooner
+    house = new_house(hang_after_s=15)  # above the latency of a busy machine
     house.started(0)
     old = house.pid()
     [member] = house.supervisor.members("helper")
@@ -150,14 +149,14 @@ def test_an_actor_without_a_sign_of_life_is_ended(
 
 
 class Follower:
-    """Serves until it is killed."""
+    """An actor that serves until it is killed."""
 
     async def serve(self) -> None:
         await asyncio.sleep(3600)
 
 
-def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., House]) -> None:
-    """A server over several nodes: what is left of it goes too, and all of it starts again."""
+def test_the_loss_of_a_follower_restarts_all(new_house: Callable[..., House]) -> None:
+    """As of a server over several nodes, whose other parts are terminated too."""
     followers: list[list[Any]] = []
 
     def follow(index: int, attempt: int, _handle: Any) -> dict[Any, Any]:
@@ -184,7 +183,7 @@ def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., Hous
     house.until(lambda: not psutil.pid_exists(pid))
 
 
-def test_one_that_is_not_needed_any_more_is_not_made_again(new_house: Callable[..., House]) -> None:
+def test_an_actor_that_is_not_needed_is_not_restarted(new_house: Callable[..., House]) -> None:
     house = new_house()
     house.started(0, 1)
     assert house.supervisor.cancel_restart("helper") is None
@@ -197,7 +196,9 @@ def test_one_that_is_not_needed_any_more_is_not_made_again(new_house: Callable[.
     assert house.made == [(0, 0), (1, 0)]
 
 
-def test_one_that_dies_while_it_drains_is_not_made_again(new_house: Callable[..., House]) -> None:
+def test_an_actor_that_dies_while_it_drains_is_not_restarted(
+    new_house: Callable[..., House],
+) -> None:
     house = new_house()
     house.started(0, 1)
     house.supervisor.drain(house.supervisor.members("helper")[1])
@@ -216,7 +217,7 @@ def test_more_deaths_than_allowed_fail_the_run(new_house: Callable[..., House]) 
         house.until(lambda: False)
 
 
-def test_an_actor_that_cannot_start_fails_the_run_at_its_start_alone(
+def test_an_actor_that_cannot_start_fails_the_run_only_at_its_beginning(
     new_house: Callable[..., House],
 ) -> None:
     house = new_house()
@@ -233,7 +234,7 @@ def test_an_actor_that_cannot_start_fails_the_run_at_its_start_alone(
     house.until(lambda: house.serving(0, 1))
 
 
-def test_the_loss_of_a_vital_actor_is_the_learner_s(new_house: Callable[..., House]) -> None:
+def test_the_loss_of_a_critical_actor_is_a_lost_learner(new_house: Callable[..., House]) -> None:
     house = new_house(critical=True)
     house.started(0)
     os.kill(house.pid(), signal.SIGKILL)
@@ -257,7 +258,7 @@ def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House
     assert house.supervisor.members("helper") == []
 
 
-def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -> None:
+def test_the_deadline_of_a_start_begins_with_a_place(new_house: Callable[..., House]) -> None:
     there = False
     asked: list[Any] = []
 
@@ -277,7 +278,7 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
     house.until(lambda: bool(asked))
 
 
-def test_an_actor_that_has_lost_its_node_says_what_it_waits_for(
+def test_an_actor_without_its_node_reports_the_missing_resources_once(
     new_house: Callable[..., House],
 ) -> None:
     there = True
@@ -285,15 +286,14 @@ def test_an_actor_that_has_lost_its_node_says_what_it_waits_for(
     house.started(0)
     there = False
     os.kill(house.pid(), signal.SIGKILL)
-    waits = "helper 0 has lost its node, and waits for 1 GPU"
-    house.until(lambda: waits in house.said)
+    house.until(lambda: any("waits for 1 GPU" in line for line in house.said))
     there = True
     house.until(lambda: house.serving(0))
-    assert house.said.count(waits) == 1
+    assert sum("waits for 1 GPU" in line for line in house.said) == 1
 
 
 @pytest.mark.slow
-def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., House]) -> None:
+def test_an_actor_that_ray_restarts_keeps_its_place(new_house: Callable[..., House]) -> None:
     house = new_house(hang_after_s=15, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     member: Member = house.supervisor.adopt(house.spec, 0, handle)
