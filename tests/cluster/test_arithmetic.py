@@ -1,4 +1,4 @@
-"""The demo's task: sums are right, held-out means held out, and the tokenizer loads from disk."""
+"""The demo's task: right sums, disjoint held-out problems, and a tokenizer from disk."""
 
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,13 @@ def test_every_problem_is_on_exactly_one_side() -> None:
         (99, 99, "99+99=", "891"),
     ],
 )
-def test_problems_as_written(left: int, right: int, prompt: str, answer: str) -> None:
+def test_prompts_and_answers_have_their_format(
+    left: int, right: int, prompt: str, answer: str
+) -> None:
     assert (Problem(left, right).prompt, Problem(left, right).answer) == (prompt, answer)
 
 
-def test_the_careless_book_errs_by_forgotten_carries_only() -> None:
+def test_careless_answers_err_by_forgotten_carries_only() -> None:
     rng = np.random.default_rng(0)
     assert Problem(47, 85).careless_answer(1.0, rng) == "220"  # 7+5 -> 2, 4+8 -> 2, no hundreds
     assert Problem(42, 35).careless_answer(1.0, rng) == "770"  # nothing to forget
@@ -64,7 +66,7 @@ def test_the_careless_book_errs_by_forgotten_carries_only() -> None:
         assert problem.careless_answer(0.0, rng) == problem.answer
 
 
-def test_files_hold_what_their_readers_want(
+def test_written_files_are_read_by_recipes(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     prompts, book = tmp_path / "prompts.jsonl", tmp_path / "sft.jsonl"
@@ -88,7 +90,7 @@ def test_files_hold_what_their_readers_want(
     assert trained.isdisjoint(row["prompt"] for row in objects(prompts))
 
 
-def test_the_careless_file_draws_every_edition_from_its_seed(tmp_path: Path) -> None:
+def test_editions_of_the_careless_file_follow_the_seed(tmp_path: Path) -> None:
     def book(seed: int) -> list[dict[str, str]]:
         path = tmp_path / "careless.jsonl"
         write_careless_sft(path, SOME, forget_carry=0.6, editions=2, seed=seed)

@@ -20,7 +20,7 @@ from cluster.handles import calls
 from cluster.handles.engine_pool import EnginePool
 from cluster.handles.local_actor import LocalActor
 from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
-from cluster.queue.group_queue import GroupQueue
+from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.journal import read_journal, replay
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
@@ -29,13 +29,13 @@ from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import ActorSpec, Member, State, Supervisor, ready_call
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.errors import CalibrationError, EngineError
-from distill.records import Lease, TrainedGroups
+from distill.records import TrainedGroups
 from learner.canaries import CopyAnswer, CopyQuestion, watched
 from learner.frozen import LocalTeachers
 from tests.actors.prefix_engine import PrefixEngine
 from tests.conftest import TinyPair
 from tests.queues import queue_here
-from tests.samples import engine_info
+from tests.samples import engine_info, group, packed
 
 DEADLINE_S = 60.0
 T = 0.7
@@ -194,14 +194,16 @@ class House:
 
     def train(self, *by: int) -> None:
         """Train a step of two groups scored by these."""
-        leases: list[Lease] = calls.get(self.queue.actor.lease.remote("a", 2, "", 1.0)).leases
-        plain = calls.get(self.queue.actor.__ray_call__.remote(lambda plain: plain._ledger))
-        for one in leases:
-            assert plain.deliver(one, "a", scored_by=by)
-        step = plain.take(self.trained)
-        self.trained = step.after(self.trained)
+
+        async def deliver() -> None:
+            worker = WorkerEnd(self.queue, "a")
+            for one in await worker.lease(2):
+                await worker.put(one, *packed(group(one.group_id, scored_by=by)))
+
+        asyncio.run(deliver())
+        self.trained = self.queue.take(self.trained).after(self.trained)
         self.version += 1
-        plain.publish(self.version, self.trained)
+        self.queue.publish(self.version, self.trained)
 
     def round(self) -> None:
         """Send a canary to all serving scorers, and wait until it is judged."""
@@ -226,9 +228,8 @@ class House:
 
     def train_again(self) -> None:
         """Rewind to the first step, for another learner."""
-        plain = calls.get(self.queue.actor.__ray_call__.remote(lambda plain: plain._ledger))
         self.trained, self.version = TrainedGroups(), 0
-        plain.rewind(self.trained, "the learner was replaced")
+        calls.get(self.queue.actor.rewind.remote(self.trained, "the learner was replaced"))
 
     def close(self) -> None:
         self.driver.background.close()

@@ -1,4 +1,4 @@
-"""Chains of sums: what is right, what a book says, and what the environment pays."""
+"""Chains of sums: right links, training texts, and the reward of the environment."""
 
 import asyncio
 from pathlib import Path
@@ -46,14 +46,14 @@ def test_a_link_is_the_sum_of_the_two_before_it() -> None:
     assert len(PROMPT) == PROMPT_TOKENS
 
 
-def test_what_is_to_be_learnt_of_a_blotted_book_are_its_right_links() -> None:
+def test_only_right_links_of_a_blotted_text_are_trained() -> None:
     rng = np.random.default_rng(1)
     text, learnt = chain_of(START, 400, rng, forget_carry=0.0, blots=0.5)
     right = right_links(PROMPT, text[PROMPT_TOKENS:], 400)
     assert 150 < len(learnt) < 250
     assert all(stop - start == LINK_TOKENS for start, stop in learnt)
     assert all(right[start // LINK_TOKENS - 2] for start, _ in learnt)
-    assert sum(right) < len(learnt) + 20  # a blot is right by accident only
+    assert sum(right) < len(learnt) + 20  # a blotted link is seldom right
 
 
 @pytest.mark.parametrize(("pays", "reward"), [("links", 2 / 3), ("chain", 0.0)])

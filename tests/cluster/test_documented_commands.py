@@ -1,4 +1,4 @@
-"""Each command in the documentation's blocks is one that its program takes, values included."""
+"""Each command in code blocks of the documentation is accepted by its program."""
 
 import asyncio
 import importlib
@@ -41,7 +41,7 @@ COMMAND = re.compile(r"python -m ((?:cluster|examples)\.\w+) (.*)")
 
 
 def commands() -> Iterator[tuple[str, str, list[str]]]:
-    """Page, module and arguments of the commands that stand in blocks, but for --help."""
+    """Page, module and arguments of each command in a block, without those with --help."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for block in BLOCK.findall(page.read_text()):
             for module, rest in COMMAND.findall(re.sub(r"\\\n\s*", " ", block)):
@@ -61,7 +61,7 @@ def test_the_search_finds_the_commands() -> None:
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with the modules that docs/environments.md shows, which can be imported."""
+    """A directory on the path with the modules in docs/environments.md."""
     page = (ROOT / "docs/environments.md").read_text()
     blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     modules = dict(zip(("backwards", "letters"), blocks, strict=True))
@@ -77,7 +77,7 @@ def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 @pytest.mark.parametrize(
     ("said", "reward", "feedback"), [("2", 1.0, "Right."), ("3", 0.0, "contains b 2 times")]
 )
-def test_the_documented_tool_is_called_and_the_reward_explains_itself(
+def test_the_documented_tool_and_reward_work(
     documented: Path, said: str, reward: float, feedback: str
 ) -> None:
     words = documented / "words.txt"
@@ -96,7 +96,7 @@ def test_the_documented_tool_is_called_and_the_reward_explains_itself(
 @pytest.mark.parametrize(
     ("page", "module", "words"), [pytest.param(*each, id=" ".join(each[2])) for each in FOUND]
 )
-def test_a_documented_command_is_taken(page: str, module: str, words: list[str]) -> None:
+def test_a_documented_command_is_accepted(page: str, module: str, words: list[str]) -> None:
     settings = dict(word.split("=", 1) for word in words)
     recipe = settings.get("recipe")
     if recipe is not None:
@@ -104,7 +104,7 @@ def test_a_documented_command_is_taken(page: str, module: str, words: list[str])
         assert parse(config_of(recipe), words), page
     elif module in COMMANDS:
         assert parse(COMMANDS[module], words), page
-    else:  # above a run's own settings, which no file has here
+    else:  # the command changes settings of a run's file, which does not exist here
         assert module in {"cluster.train", "cluster.replay"}, page
         for name in settings.keys() - ABOVE_RECIPES:
             assert any(meant_by(config, name) for config in CONFIGS.values()), (page, name)

@@ -1,4 +1,4 @@
-"""The example configs pass every check, with small models and data in place of their own."""
+"""The example configs pass every check, with small models and data."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_an_example_is_checked_and_planned(
 
 
 def chats(directory: Path) -> list[str]:
-    """Student and teacher with a chat template that shows tools."""
+    """Paths of a student and a teacher with a chat template for tools."""
     models = [
         tiny_model_dir(directory, seed=seed, vocab_size=512, context_length=2048) for seed in (1, 2)
     ]

@@ -1,4 +1,4 @@
-"""Forecasts of planted pairs, and the numbers behind them against slow twins."""
+"""Forecasts of planted pairs, and their numbers compared with slow twins."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ SUMS = [(a, b) for a in range(5) for b in range(5)]
 
 
 def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
-    """A model that has learnt these answers to the sums, each as often as the others."""
+    """A model trained on these answers to the sums."""
     start = tiny_model_dir(root / name, seed=seed, sharpness=1.0, hidden_size=32, layers=1)
     save_tokenizer(start)
     rows = [
@@ -40,8 +40,7 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """`student` is right half of the time; `good` always is; `mannered` as well, in words of its
-    own."""
+    """`student` is right half of the time, `good` always, and `mannered` in another format."""
     root = tmp_path_factory.mktemp("forecast")
     careless = [[str(a + b), str(a + b + 1)] for a, b in SUMS]
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
@@ -57,16 +56,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("teacher", "verdict", "said"),
-    [
-        ("good", "good", ""),
-        ("mannered", "another style", "recipe=sft on the teacher's answers"),
-        ("copy", "same", "there is nothing to learn"),
-    ],
+    ("teacher", "verdict"),
+    [("good", "good"), ("mannered", "another style"), ("copy", "same")],
 )
 def test_planted_pairs_get_their_verdicts(
     models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    teacher: str, verdict: str, said: str,
+    teacher: str, verdict: str,
 ) -> None:  # fmt: skip
     out = tmp_path / "forecast.json"
     code = main(
@@ -80,7 +75,7 @@ def test_planted_pairs_get_their_verdicts(
     assert code == 0, printed
     written = json.loads(out.read_text())
     assert written["forecast"]["verdict"] == verdict, written
-    assert f"verdict: {verdict}" in printed and said in printed
+    assert f"verdict: {verdict}" in printed
     measured = written["measured"]
     assert 0.3 < measured["student"]["reward"] < 0.7
     if teacher == "good":
@@ -104,7 +99,7 @@ MEASURED = PairMeasurements(
 PAIR = Pair(same_ends=True, same_template=True)
 
 
-def test_a_good_pair_is_not_warned_of_and_its_settings_follow_from_the_numbers() -> None:
+def test_settings_of_a_good_pair_follow_from_the_measurements() -> None:
     found = judge(MEASURED, PAIR, 1e-5)
     assert (found.verdict, found.warnings, found.lr) == ("good", [], 1e-5)
     assert found.group_size == 2  # the nearest to sqrt(100 / 25 * 0.5)
@@ -115,7 +110,7 @@ def test_a_good_pair_is_not_warned_of_and_its_settings_follow_from_the_numbers()
 
 
 def test_a_gradient_with_little_noise_needs_small_steps() -> None:
-    """However groups and prompts share it: those of a whole distribution's gradient are few."""
+    """Independent of the noise between prompts."""
     for between in (-0.1, 0.0, 0.3):
         noise = replace(MEASURED.noise, within=1.3, between=between)
         found = judge(replace(MEASURED, noise=noise, noise_of="full"), PAIR, 1e-5)
@@ -123,23 +118,23 @@ def test_a_gradient_with_little_noise_needs_small_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "pair", "warning"),
+    ("changed", "pair", "names"),
     [
-        ({"kl_late": 1.5}, {}, "Begin with a lower max_new_tokens"),
-        ({"reward_gain": None, "reward_gain_error": None}, {}, "no prompt has an `answer`"),
-        ({"teacher": replace(MEASURED.teacher, cut_share=0.7)}, {}, "raise max_new_tokens"),
-        ({"noise": replace(MEASURED.noise, signal=-0.1)}, {}, "smaller than its noise"),
-        ({"noise": replace(MEASURED.noise, between=0.1)}, {}, "group_size=16 is uncertain"),
+        ({"kl_late": 1.5}, {}, "max_new_tokens"),
+        ({"reward_gain": None, "reward_gain_error": None}, {}, "`answer`"),
+        ({"teacher": replace(MEASURED.teacher, cut_share=0.7)}, {}, "max_new_tokens"),
+        ({"noise": replace(MEASURED.noise, signal=-0.1)}, {}, "noise"),
+        ({"noise": replace(MEASURED.noise, between=0.1)}, {}, "group_size=16"),
         ({}, {"same_ends": False}, "stop_tokens="),
         ({}, {"same_template": False}, "chat_template="),
     ],
 )
-def test_each_sign_of_trouble_is_warned_of(changed: dict, pair: dict, warning: str) -> None:
-    [said] = judge(replace(MEASURED, **changed), replace(PAIR, **pair), 1e-5).warnings
-    assert warning in said
+def test_each_sign_of_trouble_has_a_warning(changed: dict, pair: dict, names: str) -> None:
+    [warning] = judge(replace(MEASURED, **changed), replace(PAIR, **pair), 1e-5).warnings
+    assert names in warning
 
 
-def test_the_mass_in_common_is_that_of_a_loop() -> None:
+def test_the_common_mass_equals_that_of_a_loop() -> None:
     random = np.random.default_rng(0)
 
     def top(seed: int) -> TopLogprobs:
@@ -195,19 +190,19 @@ def test_groups_grow_with_the_price_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("given", "named"),
     [
-        ("teacher=http://127.0.0.1:1", "must be a checkpoint here"),
+        ("teacher=http://127.0.0.1:1", "teacher=http://127.0.0.1:1"),
         ("teacher=policy", "teacher=policy"),
         ("group_size=1", "sampling.group_size"),
         ("temperature=0", "temperature"),
     ],
 )
-def test_what_cannot_be_foretold_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, complaint: str
+def test_a_pair_without_a_forecast_is_refused(
+    capsys: pytest.CaptureFixture[str], given: str, named: str
 ) -> None:
     name = given.partition("=")[0]
     arguments = ["student=a", "teacher=b", "prompts=c.jsonl", "temperature=0.7"]
     arguments = [each for each in arguments if not each.startswith(f"{name}=")]
     assert main([*arguments, given]) == 2
-    assert complaint in capsys.readouterr().err
+    assert named in capsys.readouterr().err

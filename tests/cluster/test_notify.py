@@ -1,4 +1,4 @@
-"""Notifications to a real server and to a function: in order, and a run never waits for one."""
+"""Notifications to a server and to a function: in order, and the run never waits for them."""
 
 import json
 import threading
@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from cluster.config.output import TrackingSettings
+from cluster.inspect.report.data import report_data
+from cluster.inspect.report.run_files import read_run
 from cluster.run_files.notify import Notifier, receiver_of
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
@@ -35,7 +37,7 @@ def leave(told: dict[str, Any]) -> None:
     raise SystemExit("gone")
 
 
-def always_the_same(_response: str, _answer: str) -> float:
+def constant_reward(_response: str, _answer: str) -> float:
     return 0.0
 
 
@@ -48,7 +50,7 @@ def silence() -> Iterator[None]:
 
 
 class Server:
-    """Takes POSTs on the loopback address, and answers `status`."""
+    """A server on the loopback address that answers POSTs with `status`."""
 
     def __init__(self, status: int = 200, location: str | None = None) -> None:
         self.got: list[tuple[str, dict[str, Any]]] = []
@@ -64,7 +66,7 @@ class Server:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Says nothing."""
+                """Write no log."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/hook?key=1"
@@ -84,10 +86,10 @@ def servers() -> Iterator[dict[int, Server]]:
         server.close()
 
 
-def test_a_run_tells_what_it_finds_and_how_it_ends(
+def test_a_run_sends_its_findings_and_its_end(
     tiny_pair: TinyPair, tmp_path: Path, servers: dict[int, Server]
 ) -> None:
-    """A reward that is always the same: found, with evidence, wherever findings go."""
+    """A finding about a constant reward reaches server, events, console and report."""
     out = tmp_path / "run"
     printed = tmp_path / "printed"
     with printed.open("w") as file:
@@ -95,7 +97,7 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
             "rl", out, console=Console(file=file, width=1000), student=tiny_pair.student,
             prompts=tiny_pair.prompts, temperature=0.7, steps=12, prompts_per_step=2, group_size=2,
             max_new_tokens=4, eval_size=0, engine="embedded", local=True, lr=1e-3,
-            smoke_test=False, reward=f"{__name__}:always_the_same", notify=servers[200].url,
+            smoke_test=False, reward=f"{__name__}:constant_reward", notify=servers[200].url,
         )  # fmt: skip
     events = read_rows(out / "events.jsonl")
     findings = {event["name"]: event for event in events if event["event"] == "finding"}
@@ -108,14 +110,8 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
     assert body["run"] == "run" and body["remedy"] == constant["remedy"]
     assert body["evidence"] == constant["evidence"] and constant["evidence"]["step"] == 1
     assert body["text"] in printed.read_text()
-    assert told[-1] == {
-        "event": "end", "run": "run", "out": str(out), "step": 12, "status": "finished",
-        "text": "finished after step 12",
-    }  # fmt: skip
-
-    from cluster.inspect.report.data import report_data
-    from cluster.inspect.report.run_files import read_run
-
+    end = {"event": "end", "run": "run", "out": str(out), "step": 12, "status": "finished"}
+    assert told[-1].items() >= end.items()
     shown = report_data(read_run(out), 1)
     assert [each["name"] for each in shown["findings"]] == list(findings)
     kept = {(group["step"], group["group"]) for group in shown["groups"]}
@@ -123,7 +119,8 @@ def test_a_run_tells_what_it_finds_and_how_it_ends(
     assert (where["step"], where["group"]) in kept
 
 
-def told_to(receiver: Any, **end: float) -> list[str]:
+def notified(receiver: Any, **end: float) -> list[str]:
+    """Warnings of a failed run of three steps that notifies this receiver."""
     said: list[str] = []
     notifier = Notifier(receiver, Path("/runs/first"), said.append, **end)
     for step in (1, 2, 3):
@@ -132,51 +129,35 @@ def told_to(receiver: Any, **end: float) -> list[str]:
     return said
 
 
-def test_a_function_is_called_with_all_in_order() -> None:
-    assert told_to(receiver_of("tests.cluster.test_notify:hear")) == []
-    assert [told["text"] for told in heard] == [
-        "step 1", "step 2", "step 3", "failed after step 3: RunFailed: no",
-    ]  # fmt: skip
-    assert heard[-1]["status"] == "failed" and heard[-1]["reason"] == "RunFailed: no"
+def test_a_function_gets_all_notifications_in_order() -> None:
+    assert notified(receiver_of(f"{__name__}:hear")) == []
+    assert [told["text"] for told in heard[:3]] == ["step 1", "step 2", "step 3"]
+    assert heard[3]["status"] == "failed" and heard[3]["reason"] == "RunFailed: no"
 
 
-def test_what_fails_is_named_once_and_the_rest_is_tried(servers: dict[int, Server]) -> None:
-    [said] = told_to(receiver_of(servers[500].url))
+def test_a_failing_receiver_is_warned_of_once_and_still_notified(
+    servers: dict[int, Server],
+) -> None:
+    [said] = notified(receiver_of(servers[500].url))
     assert "500" in said and len(servers[500].got) == 4
-    [said] = told_to(receiver_of("tests.cluster.test_notify:leave"))
+    [said] = notified(receiver_of(f"{__name__}:leave"))
     assert "SystemExit: gone" in said and len(heard) == 4
-    [said] = told_to(receiver_of(servers[302].url))
-    assert "302" in said and len(servers[200].got) == 0  # it is told to its host alone
+    [said] = notified(receiver_of(servers[302].url))
+    assert "302" in said and len(servers[200].got) == 0  # redirects are not followed
     servers[200].close()
-    [said] = told_to(receiver_of(servers[200].url))
-    assert "refused" in said
+    assert len(notified(receiver_of(servers[200].url))) == 1
 
 
-def test_what_hangs_does_not_hold_up_the_end() -> None:
-    [said] = told_to(receiver_of("tests.cluster.test_notify:hang"), end_s=0.2)
-    assert "has not answered within 0.2 s" in said
+def test_a_receiver_that_hangs_does_not_delay_the_end() -> None:
+    assert len(notified(receiver_of(f"{__name__}:hang"), end_s=0.2)) == 1
 
 
 @pytest.mark.parametrize(
     "notify",
-    [
-        "https:///path",
-        "https://h[/x",
-        "https://host:99999/x",
-        "https://me:secret@host/path",
-        "https://me:secret@h[/path",
-        "somewhere",
-    ],
-)
-def test_what_is_no_receiver_is_refused_as_a_setting(notify: str) -> None:
+    ["https:///path", "https://h[/x", "https://host:99999/x", "https://me:secret@host/path",
+     "https://me:secret@h[/path", "somewhere", f"{__name__}:nothing", f"{__name__}:heard"],
+)  # fmt: skip
+def test_an_invalid_receiver_is_refused_without_its_secret(notify: str) -> None:
     with refuses(ConfigError, "tracking.notify") as caught:
-        TrackingSettings(notify=notify)
+        receiver_of(TrackingSettings(notify=notify).notify)
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "notify", ["tests.cluster.test_notify:nothing", "tests.cluster.test_notify:heard"]
-)
-def test_what_cannot_be_called_is_refused(notify: str) -> None:
-    with refuses(ConfigError, "tracking.notify"):
-        receiver_of(notify)

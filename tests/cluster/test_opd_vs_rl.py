@@ -1,4 +1,4 @@
-"""`make opd-vs-rl`: what it says of its curves, and a short race whose runs are real."""
+"""`make opd-vs-rl`: the reading of its curves, and a short race with real runs."""
 
 import json
 import math
@@ -39,19 +39,21 @@ def row(*steps_by_seed: float, method: str = "OPD", length: int = 16, cap: int =
 @pytest.mark.parametrize(
     ("accuracy", "expected"),
     [
-        ((0.1, 0.9, 0.9, 0.9), 2),  # at the target is reached, and the last three count
-        ((0.1, 0.95, 0.95, 0.89, 0.95, 0.95, 0.95, 0.1), 8),  # a dip starts the count again
-        ((0.1, 0.2, 0.95, 0.95), math.inf),  # too late to be held
+        ((0.1, 0.9, 0.9, 0.9), 2),  # three evaluations at the target
+        ((0.1, 0.95, 0.95, 0.89, 0.95, 0.95, 0.95, 0.1), 8),  # a dip restarts the count
+        ((0.1, 0.2, 0.95, 0.95), math.inf),  # only two evaluations
         ((0.95, 0.95, 0.95), 0),  # before any training
         ((), math.inf),
     ],
 )
-def test_a_target_is_reached_once_it_is_held(accuracy: Sequence[float], expected: float) -> None:
+def test_a_target_counts_if_three_evaluations_hold_it(
+    accuracy: Sequence[float], expected: float
+) -> None:
     made = curve(*accuracy)
     assert (made.steps_to(TARGET), made.seconds_to(TARGET)) == (expected, expected / 2)
 
 
-def test_the_best_need_the_fewest_steps_and_of_those_that_never_arrive_the_higher() -> None:
+def test_curves_are_ranked_by_steps_and_then_by_accuracy() -> None:
     soon, late = curve(0.1, 0.9, 0.9, 0.9), curve(0.1, 0.8, 0.99, 0.99, 0.99)
     low, high = curve(0.8, 0.8, 0.8, 0.5, 0.5, 0.6), curve(0.1, 0.1, 0.1, 0.6, 0.6, 0.5)
     assert ranked([low, late, high, soon], TARGET) == [soon, late, high, low]
@@ -66,7 +68,7 @@ def test_the_best_need_the_fewest_steps_and_of_those_that_never_arrive_the_highe
         (row(20), row(math.inf), "> 3.0", "not known: the runs were given up"),
     ],
 )
-def test_a_ratio_of_runs_that_were_given_up_is_a_lower_bound(
+def test_a_ratio_with_runs_that_never_arrived_is_a_lower_bound(
     opd: ResultRow, rl: ResultRow, shown: str, verdict: str
 ) -> None:
     ratio = ratio_of(opd, rl)
@@ -74,7 +76,7 @@ def test_a_ratio_of_runs_that_were_given_up_is_a_lower_bound(
     assert (str(ratio), ratio.verdict) == (shown, verdict)
 
 
-def test_methods_share_all_but_what_is_compared(tmp_path: Path) -> None:
+def test_methods_differ_only_in_the_compared_settings(tmp_path: Path) -> None:
     race = Race(OpdVsRlConfig(out="o", temperature=0.6), tmp_path, Console())
     configs = [
         race.run_config(length, method, lr, seed, steps=24)
@@ -98,7 +100,7 @@ def test_methods_share_all_but_what_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_race_runs_every_method_prints_and_draws_and_goes_on_where_it_was(
+def test_a_race_runs_every_method_draws_its_curves_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(race, "FIRST_RATES", (1e-3,))

@@ -1,4 +1,4 @@
-"""Which model scores DPO's pairs for the reference, and what it takes."""
+"""The model that scores pairs for DPO's reference."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def dpo(model: str, tmp_path: Path, **settings: str) -> DpoConfig:
 def test_the_learner_is_the_reference_before_its_first_step(
     config: LearnerConfig, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    """And with an adapter its base always is: nothing else is loaded."""
+    """With an adapter its base always is; no other model is loaded."""
     made = Learner(config, str(tmp_path))
     run = dpo(tiny_pair.student, tmp_path)
     assert reference_logprobs(run, made, config, resumed=False) == made.logprobs

@@ -1,4 +1,4 @@
-"""Rows for SFT, sampled from a checkpoint and from an endpoint; hints stay out of them."""
+"""Rows for SFT sampled from a checkpoint and from an endpoint; hints are not in the rows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,13 +74,12 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
         "samples=2", "temperature=0.5", "max_new_tokens=9",
     ]  # fmt: skip
     assert main(asked) == 1
-    assert "none of the responses to 2 prompts" in capsys.readouterr().err
     assert not data.exists()
     assert main([*asked, "hinted=True"]) == 0, capsys.readouterr().err
     first, second = read_rows(data)
     assert first["messages"] == [*chat, {"role": "assistant", "content": "7"}]
     assert (second["prompt"], second["completion"]) == ("2 + 5?", "7")
-    endpoint.script = lambda *_: "7 \ud83d"  # half a pair, where the answer was cut
+    endpoint.script = lambda *_: "7 \ud83d"  # an answer cut within a surrogate pair
     assert main([*asked, "hinted=True", "min_reward=0"]) == 0, capsys.readouterr().err
     assert read_rows(data)[1]["completion"] == "7 \ud83d"
     endpoint.script = lambda *_: "7"
@@ -89,11 +88,12 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
     body = endpoint.bodies[-1]
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0.5, 9, MODEL)
     endpoint.finish_reason = "length"
-    assert main([*asked, "hinted=True"]) == 1, "what was cut off is no row"
+    assert main([*asked, "hinted=True"]) == 1, "a cut answer became a row"
 
 
-def test_two_sources_are_sampled_apart(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """The same prompt on the same line of either has its own samples."""
+def test_equal_prompts_of_two_sources_have_different_samples(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
     data = tmp_path / "rows.jsonl"
     files = [write_rows(tmp_path / name, {"prompt": "say"}) for name in ("a.jsonl", "b.jsonl")]
     prompts = ",".join(map(str, files))
@@ -107,7 +107,7 @@ def test_two_sources_are_sampled_apart(tiny_pair: TinyPair, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("places", "most"), [(16, 4), (2, 2)])
-def test_an_endpoint_gives_a_prompt_s_samples_at_once(
+def test_samples_of_a_prompt_are_requested_concurrently(
     endpoint: ScriptedJudge, tmp_path: Path, places: int, most: int
 ) -> None:
     endpoint.meets, endpoint.delay_s = most, 0.1
@@ -138,25 +138,25 @@ def test_an_endpoint_that_refuses_is_named_without_its_key(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"data": "rows.txt"}, "data=rows.txt must end in .jsonl"),
-        ({"model": "http://h:1/v1"}, "an endpoint's model has a name"),
-        ({"name": "x"}, "a checkpoint has none"),
-        ({"samples": "2", "temperature": "0"}, "would be the same"),
-        ({"reward": "model:m"}, "reward models judge runs and evaluations"),
-        ({"prompts": "a.jsonl:2,b.jsonl"}, "weights change nothing"),
-        ({"columns.tag": "topic"}, "columns.tag=topic: no such field is read"),
-        ({"hinted": "True"}, "the row has neither"),
+        ({"data": "rows.txt"}, "data=rows.txt"),
+        ({"model": "http://h:1/v1"}, "name"),
+        ({"name": "x"}, "name=x"),
+        ({"samples": "2", "temperature": "0"}, "samples=2"),
+        ({"reward": "model:m"}, "model:m"),
+        ({"prompts": "a.jsonl:2,b.jsonl"}, "a.jsonl:2,b.jsonl"),
+        ({"columns.tag": "topic"}, "columns.tag=topic"),
+        ({"hinted": "True"}, ":1"),
     ],
 )
 @pytest.mark.usefixtures("hub_cache")
-def test_bad_input_is_refused_before_anything_is_sampled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
+def test_bad_input_is_refused_before_sampling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], named: str
 ) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
     given = {
         "model": "a/b", "prompts": str(prompts), "data": str(tmp_path / "rows.jsonl"),
     } | changes  # fmt: skip
     assert main([f"{name}={value}" for name, value in given.items()]) in (1, 2)
-    assert message in capsys.readouterr().err
+    assert named in capsys.readouterr().err

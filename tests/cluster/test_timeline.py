@@ -1,4 +1,4 @@
-"""The timeline of a made-up run: its marks and its lines are what the run wrote."""
+"""The timeline of a run: its marks are the events, and its lines the metrics."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ METRICS = [
 def drawn(
     out: Path, events: Sequence[Any] = (), metrics: Sequence[Any] = ()
 ) -> Mapping[str, dict[str, Any]]:
-    """The timeline of a run that wrote these."""
+    """The timeline of a run with these events and metrics."""
     out.mkdir(exist_ok=True)
     late = [{**event, "t": START + event["t"]} for event in events]
     for name, rows in (("events.jsonl", late), ("metrics.jsonl", metrics)):
@@ -67,14 +67,14 @@ def lines(found: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]
     }
 
 
-def test_the_marks_are_the_events(tmp_path: Path) -> None:
+def test_each_event_has_a_mark(tmp_path: Path) -> None:
     assert marks(drawn(tmp_path, EVENTS, METRICS)) == {
         "deaths": [(100, 0, "rollout-1", "killed")],
         "restarts": [(112, 12.4, "rollout-1 (12 s)", "")],
         "rewinds": [(150, 0, "to step 1", "")],
         "scaling": [(61, 0, "policy 1 \N{RIGHTWARDS ARROW} 2", "short")],
         "evaluations": [(45, 15.2, "before (15 s)", "")],
-        # Of the step that was done again, the metrics are the last one's.
+        # The repeated step has the metrics of its last time.
         "weight pushes": [(60, 2, "step 1 (2 s)", ""), (180, 4, "step 2 (4 s)", "")],
     }
 
@@ -83,7 +83,7 @@ def test_the_lines_hold_the_numbers(tmp_path: Path) -> None:
     found = drawn(tmp_path, EVENTS, METRICS)
     assert found["seconds"] == 180
     assert lines(found) == {
-        "policy": ([0, 20, 180], [0, 1, 1]),  # kept to the end
+        "policy": ([0, 20, 180], [0, 1, 1]),  # continued to the end
         "policy and starting": ([0, 20, 180], [1, 1, 1]),
         "rollout": ([0, 180], [2, 2]),
         "nodes alive": ([1, 70, 180], [1, 2, 2]),
@@ -94,12 +94,12 @@ def test_the_lines_hold_the_numbers(tmp_path: Path) -> None:
         "at teachers": ([60, 120], [0, 0]),
         "finished": ([60, 120], [0, 3]),
         "in all": ([60, 120], [3.5, 6.5]),
-        # What the last event leaves out its metrics say; what an event says, it has seen itself.
+        # An event's own value is preferred to that of the metrics.
         "trained": ([60, 118, 180], [100, 200, 222]),
     }
 
 
-def test_between_two_attempts_nothing_is_drawn_as_alive(tmp_path: Path) -> None:
+def test_pools_are_empty_between_two_attempts(tmp_path: Path) -> None:
     size = {"event": "size", "pool": "policy", "starting": 0, "draining": 0}
     events = [
         {"t": 0, "event": "begin", "step": 0},
@@ -115,8 +115,8 @@ def test_between_two_attempts_nothing_is_drawn_as_alive(tmp_path: Path) -> None:
     assert lines(found)["policy"] == ([10, 31, 140, 150], [2, 0, 1, 1])
 
 
-def test_a_clock_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
-    """Or that of another host, on which the run went on."""
+def test_time_continues_after_a_clock_was_set_back(tmp_path: Path) -> None:
+    """As on another host, where the run continues."""
     events = [
         {"t": 0, "event": "begin", "step": 0},
         {"t": 30, "event": "step", "step": 1, "tokens_per_s": 5.0},
@@ -129,7 +129,7 @@ def test_a_clock_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
     assert lines(found)["trained"] == ([30, 40], [5.0, 6.0])
 
 
-def test_metrics_alone_are_drawn_one_step_after_the_other(tmp_path: Path) -> None:
+def test_without_events_steps_are_drawn_in_sequence(tmp_path: Path) -> None:
     found = drawn(tmp_path, metrics=METRICS)
     assert lines(found) == {
         "learner waits for groups": ([0, 40], [0.5, 0.05]),
@@ -140,7 +140,7 @@ def test_metrics_alone_are_drawn_one_step_after_the_other(tmp_path: Path) -> Non
 
 def test_the_timeline_is_in_the_report(tmp_path: Path) -> None:
     drawn(tmp_path / "run", EVENTS, METRICS)
-    (tmp_path / "run/events.jsonl").open("a").write('{"t": 179')  # the run still goes on
+    (tmp_path / "run/events.jsonl").open("a").write('{"t": 179')  # a line under way
     assert report([f"out={tmp_path / 'run'}"]) == 0
     assert "weight pushes" in (tmp_path / "run/report.html").read_text()
 

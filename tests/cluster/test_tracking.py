@@ -1,4 +1,4 @@
-"""What a run prints: on a terminal, in a pipe, and where nothing can be written."""
+"""The output of a run: on a terminal, in a pipe, and on a full disk."""
 
 import io
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
     [("/dev/full", 1 << 20), ("log", 0), ("log", 4096)],
     ids=["full", "may not grow", "may not grow from here"],
 )
-def test_a_file_that_takes_no_output_ends_no_run(file: str, longest: int, tmp_path: Path) -> None:
+def test_a_file_that_refuses_output_ends_no_run(file: str, longest: int, tmp_path: Path) -> None:
     program = (
         "import os\nfrom cluster.console import make_console\nconsole = make_console()\n"
         "for i in range(10_000): console.print(f'step {i}')\nos._exit(7)"
@@ -36,7 +36,7 @@ def test_a_file_that_takes_no_output_ends_no_run(file: str, longest: int, tmp_pa
     assert done.returncode == 7
 
 
-# Ends with code 7 if its output is lost, and what libraries print afterwards does no harm.
+# Ends with code 7 once its output is lost; later output of libraries does no harm.
 _CHATTER = """
 import sys
 from cluster.console import lost_output, make_console
@@ -71,8 +71,9 @@ def test_a_lost_terminal_ends_no_run() -> None:
     assert child.wait(timeout=DEADLINE_S) == 7
 
 
-def test_what_is_printed_stands_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens that would be markup, or an emoji's name, by themselves and in a table."""
+def test_markup_and_names_of_emoji_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = "[/INST] [bold] prompts.jsonl:100: [a]"
     table = Table("words")
     table.add_row(words)
@@ -82,7 +83,7 @@ def test_what_is_printed_stands_as_it_is(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.count(words) == 2
 
 
-def test_a_log_bears_the_time_that_is_left_and_thins_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_has_the_time_left_and_fewer_lines_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("cluster.run_files.tracking.time.monotonic", lambda: now)
     printed = io.StringIO()
@@ -97,7 +98,7 @@ def test_a_log_bears_the_time_that_is_left_and_thins_out(monkeypatch: pytest.Mon
     assert 50 < len(second_hour) < 70
 
 
-def test_a_log_gets_a_line_in_ten_seconds_with_all_stages_that_go_on(
+def test_a_log_gets_a_line_every_ten_seconds_with_all_stages_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]

@@ -1,4 +1,4 @@
-"""Paths that commands write: never in a job's upload, which Ray removes."""
+"""No command writes into a job's upload, which Ray removes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_report_s_own_page_is_not_written_into_the_upload(
     assert report.main([f"out={run}"]) == 2 and "html=" in capsys.readouterr().err
 
 
-def test_relative_paths_that_the_upload_lacks_are_named(
+def test_relative_paths_missing_from_the_upload_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload = tmp_path / UPLOAD
