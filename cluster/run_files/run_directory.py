@@ -405,11 +405,17 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _keep(file: LineFile, wanted: Callable[[bytes], bool]) -> list[bytes]:
-    """Delete the other lines of a file; returns those that it keeps."""
+    """Delete the other lines of a file; returns those that it keeps.
+
+    A file of which all lines are kept is not written again: the disk may be full.
+    """
     file.close()
-    lines = file.path.read_bytes().splitlines() if file.path.exists() else []
-    kept = [line for line in lines if wanted(line)]
-    _replace(file.path, b"".join(line + b"\n" for line in kept))
+    there = file.path.exists()
+    before = file.path.read_bytes() if there else b""
+    kept = [line for line in before.splitlines() if wanted(line)]
+    after = b"".join(line + b"\n" for line in kept)
+    if after != before or not there:
+        _replace(file.path, after)
     return kept
 
 

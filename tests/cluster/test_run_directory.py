@@ -114,6 +114,18 @@ def test_a_start_drops_evaluations_that_will_be_made_again(
     assert [json.loads(line)["step"] for line in evaluations] == left
 
 
+def test_a_return_to_the_newest_step_writes_nothing(opd: NewOpd) -> None:
+    directory = started(opd())
+    for step in (1, 2):
+        directory.append_metrics({"step": step, "time/step": 1.0, "eval/accuracy": 0.5})
+        directory.append_evaluation(step, f"step {step}", [])
+    with files_of_at_most(0):  # a full disk
+        directory.rewind_metrics(2)
+        with pytest.raises(CheckpointError):
+            directory.rewind_metrics(1)
+    assert [line["step"] for line in directory.read_metrics()] == [1, 2]
+
+
 def test_responses_whose_metrics_a_kill_has_prevented_are_not_kept(opd: NewOpd) -> None:
     directory = started(opd())
     checkpoint = save(directory, opd().model.path, 2)
