@@ -296,7 +296,8 @@ def test_groups_outlive_their_worker_and_their_payload_never_passes_through_the_
 ) -> None:
     producer: Any = LongProducer
     queue = new_queue(on_ray=True)
-    os.kill(get(producer.remote(queue, whole).deliver.remote(2)), signal.SIGKILL)
+    worker = producer.remote(queue, whole)  # held: without a handle, Ray ends the actor itself
+    os.kill(get(worker.deliver.remote(2)), signal.SIGKILL)
     payload = checked(long_group(0)).nbytes
     held = payloads(queue)
     assert [len(each.parts) for each in held.values()] == [parts, parts]
@@ -379,8 +380,8 @@ def test_groups_lost_after_their_delivery_are_leased_again(
     """A process owns the objects that it puts: its death loses them, as that of a node does."""
     queue = new_queue(on_ray=True, total_groups=2)
 
-    @ray.remote(num_cpus=0)
-    def deliver() -> int:
+    @ray.remote(num_cpus=0, max_retries=0)
+    def deliver() -> None:
         async def work() -> None:
             end = WorkerEnd(queue, "a")
             first, second = await end.lease(2)
@@ -388,9 +389,10 @@ def test_groups_lost_after_their_delivery_are_leased_again(
             await end.put(first, *packed(long_group(0)))
 
         asyncio.run(work())
-        return os.getpid()
+        os.kill(os.getpid(), signal.SIGKILL)  # later, Ray may have ended the idle process
 
-    os.kill(get(deliver.remote()), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        get(deliver.remote())
     places = [TrajectoryId(i, member) for i in (0, 1) for member in (0, 1)]
 
     # Ray may find copies on the node for a while; `found` has views, which keep them there.
