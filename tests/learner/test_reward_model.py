@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen3Config,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.held_out import HeldOut
@@ -40,10 +52,9 @@ from tests.learner.conftest import (
     gradients_of,
     untimed,
 )
-from tests.learner.test_export import PLAIN, new, saved
 from tests.learner.two_workers import on_workers
 from tests.samples import answer_pair, demonstration
-from tests.tiny import EOS, PAD, save_tokenizer, token_id
+from tests.tiny import EOS, PAD, SIZES, VOCAB_SIZE, save_tokenizer, token_id
 
 NUM_PAIRS = 4
 
@@ -101,11 +112,23 @@ def test_the_loss_and_its_gradient_against_naive_ones(
         assert metrics[f"reward_model/{side}_std"] == pytest.approx(scores_P.std(), abs=1e-4)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+ARCHITECTURES = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
+    "phi3": Phi3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES),
+    "olmo2": Olmo2Config(**SIZES),
+    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64),
+}
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_score_is_read_at_the_row_s_end_in_any_batch(family: str, tmp_path: Path) -> None:
     """Every architecture, tied or not; transformers reads the same score, padded or not."""
-    config = PLAIN[family]
-    path = saved(new(config), tmp_path)
+    path = str(tmp_path)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[family]).save_pretrained(path)
     check_export(path, meta_reward_model, fresh=(HEAD_WEIGHT,))
     padding = 7  # no row ends with it, though some hold it
     rows = [demonstration(4, n, seed=n) for n in (3, 9, 5)]
