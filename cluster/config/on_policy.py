@@ -175,9 +175,10 @@ class RolloutConfig(
             )
         if self.model.reference is None and asked:
             raise ConfigError(
-                "env.opponent=reference needs a reference model; give reference=DIR, the student's "
+                f"reference= is missing: env={type(self.env).__name__} queries the run's reference "
+                "model (games do with env.opponent=reference); give reference=DIR, the student's "
                 "own checkpoint for example",
-                field="env.opponent",
+                field="model.reference",
             )
 
     def _check_whole_steps(self) -> None:

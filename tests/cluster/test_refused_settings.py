@@ -155,7 +155,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("selfplay", {"reward": "contains"}, "reward.function", ""),
     ("selfplay", {"group_size": 3}, "sampling.group_size", ""),
     ("selfplay", {"env": TicTacToeGames(opponent="reference", opponent_temperature=0.0)},
-     "env.opponent", "reference=DIR"),
+     "model.reference", "reference=DIR"),
     ("selfplay", {"reference": "r"}, "model.reference", ""),
     ("selfplay", {"env": ToolUse()}, "data.source", ""),
     ("sft", {"eval.source": "v", "eval.size": 0.1}, "eval.size", ""),
