@@ -6,6 +6,7 @@
     start of an episode       starts a server and opens a session
     call                      goes through that session; limits and errors as for any tool
     end of an episode         closes the session and ends the server's processes, even after errors
+                              and if this process is killed (`distill.sandbox.guard`)
 
 If a server does not start, the group fails, and the run counts the failure. If a server dies or
 refuses a call, the model gets the error, because the call may have caused it.
@@ -36,6 +37,7 @@ from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.lookup import known_names
 from distill.rules import above, readable_as, setting
+from distill.sandbox.guard import guarded
 from distill.tools.base import Tool, ToolError
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class McpServer:
         if self.url:
             return streamable_http_client(self.url)
         variables = {name: os.environ[name] for name in self.environment if name in os.environ}
-        program, *arguments = self.command
+        program, *arguments = guarded(self.command, inherits=False)
         parameters = StdioServerParameters(command=program, args=arguments, env=variables)
         return stdio_client(parameters, errlog=errors)
 

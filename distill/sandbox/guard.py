@@ -13,7 +13,7 @@ The front is the starter's only child. A Ray worker kills its children as it end
 one of them, nothing would end the program's processes.
 
 Run as a script it needs only the standard library:
-`python -I -S guard.py LIFELINE SCRATCH PROGRAM ...`.
+`python -I -S guard.py LIFELINE SCRATCH PROGRAM ...`, where LIFELINE is a descriptor or its path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 _ON_LINUX = sys.platform == "linux"
 
 
-def guarded(command: Sequence[str], *, scratch: str = "") -> list[str]:
+def guarded(command: Sequence[str], *, scratch: str = "", inherits: bool = True) -> list[str]:
     """Command that runs `command` under a guard.
 
     Start it in a new session, with `pass_fds=(lifeline(),)`.
@@ -43,8 +43,13 @@ def guarded(command: Sequence[str], *, scratch: str = "") -> list[str]:
         scratch: folder that the guard creates, and removes after all processes have ended; empty:
             none. If the starter created it, it would remain when starter and front died before the
             guard has started.
+        inherits: False if a library starts the command and passes no descriptors. The guard then
+            opens the lifeline in /proc; without /proc the command is not guarded.
     """
-    return [sys.executable, "-I", "-S", "-B", __file__, str(lifeline()), scratch, *command]
+    line = str(lifeline()) if inherits else f"/proc/{os.getpid()}/fd/{lifeline()}"
+    if not inherits and not os.path.exists(line):
+        return [*command]
+    return [sys.executable, "-I", "-S", "-B", __file__, line, scratch, *command]
 
 
 def lifeline() -> int:
@@ -73,7 +78,9 @@ os.register_at_fork(after_in_child=_close_lifeline)
 
 def main() -> None:
     """Run the front and, in a forked process, the guard."""
-    starter, scratch = int(sys.argv[1]), sys.argv[2]
+    line, scratch = sys.argv[1], sys.argv[2]
+    # If it cannot be opened, the starter has died, and nothing is started.
+    starter = int(line) if line.isdigit() else os.open(line, os.O_RDONLY)
     os.set_inheritable(starter, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

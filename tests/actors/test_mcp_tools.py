@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actors.envs.mcp_tools import McpServer, McpServerError, McpSession, McpToolUse, server_tools
@@ -19,9 +20,11 @@ from distill.envs.base import EnvDataset, Episode
 from distill.errors import ConfigError
 from distill.rewards.registry import last_number
 from distill.sampling import TrainSampling
+from tests.leftovers import is_alive
 from tests.refusals import refuses
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting
+from tests.waiting import until
 
 TOKENIZER = chat_tokenizer()
 
@@ -202,6 +205,54 @@ async def test_a_server_closed_while_it_starts_is_ended(tmp_path: Path) -> None:
     assert not alive(tmp_path)
     with pytest.raises(asyncio.CancelledError):
         await opening
+
+
+# Writes down itself and a child that leaves its session.
+PARENT = '''
+import os, subprocess, time
+from mcp.server.mcpserver import MCPServer
+
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open("pids.new", "w").write(f"{os.getpid()} {child.pid}")
+os.rename("pids.new", "pids")
+server = MCPServer("parent")
+
+@server.tool()
+def hang() -> str:
+    """Takes its time."""
+    time.sleep(600)
+    return "never"
+
+server.run("stdio")
+'''
+# Calls a tool that hangs if it is to be killed, else closes its session.
+WORKER = """
+import asyncio, sys
+from actors.envs.mcp_tools import McpServer, McpSession
+
+async def work():
+    session = McpSession(McpServer(command=(sys.executable, "parent.py")))
+    await session.open()
+    if sys.argv[1] == "is killed":
+        await session.ask(lambda client: client.call_tool("hang", {}))
+    await session.close()
+
+asyncio.run(work())
+"""
+
+
+@pytest.mark.parametrize("end", ["closes its session", "is killed"])
+def test_a_server_s_children_end_with_its_worker(tmp_path: Path, end: str) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER, end], cwd=tmp_path, env=environment
+    ) as worker:
+        until((tmp_path / "pids").exists)
+        if end == "is killed":
+            worker.kill()
+    started = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
+    until(lambda: not any(p.pid in started and is_alive(p) for p in psutil.process_iter()))
 
 
 def test_a_server_that_does_not_start_fails_the_group(tmp_path: Path) -> None:
