@@ -62,7 +62,8 @@ async def rollout_group(
 
     Raises:
         EngineError, DataError: see `play_group`; DataError also for an invalid trajectory.
-        EpisodesFailed: all members failed; the message is the reason of the first failure.
+        EpisodesFailed: all members failed (the message is the reason of the first failure), or the
+            policy had no turn in any of them.
     """
     segments_G: dict[int, tuple[Segment, ...]] = {}
 
@@ -95,6 +96,8 @@ async def rollout_group(
     failures = [episode.failure for episode in episodes_G if episode.failure]
     if failures and not trajectories_G:
         raise EpisodesFailed(failures[0])
+    if not trajectories_G:
+        raise EpisodesFailed("the policy had no turn in any of its episodes")
     return TrajectoryGroup(
         group_id=group_id,
         trajectories_G=trajectories_G,

@@ -36,6 +36,7 @@ from cluster.placement.roles import (
     LEARNER,
     POLICY,
     QUEUE,
+    REFERENCE,
     ROLLOUT,
     following_role,
     pool_bounds,
@@ -120,7 +121,7 @@ class Fleet(LearnerAlone):
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = list(self._specs)
         self.canaries = Canaries(
-            self, self.queue, config, self.frozen, found=found, trusted=self._mark_proven
+            self, self.queue, config, self._watched, found=found, trusted=self._mark_proven
         )
         self.admission = Admission(
             self,
@@ -164,6 +165,12 @@ class Fleet(LearnerAlone):
         return [role for role in self.scorers if role != self._following]
 
     @property
+    def _watched(self) -> list[str]:
+        """Frozen roles whose scores are trained on: a reference may be an opponent alone."""
+        scores = self._config.scored_by_reference
+        return [role for role in self.frozen if role != REFERENCE or scores]
+
+    @property
     def roster(self) -> Roster:
         return {role: self.supervisor.serving(role) for role in self._asked_roles}
 
@@ -200,7 +207,7 @@ class Fleet(LearnerAlone):
         self._create([name for name in self._specs if name not in self._asked_roles])
         self.driver.wait_until_started([QUEUE, LEARNER, *self._specs])
         self.supervisor.run_started = True
-        if resume_from is not None and self._config.verify.canary_every and self.frozen:
+        if resume_from is not None and self._config.verify.canary_every and self._watched:
             self._mark_proven(resume_from.step)
         # The first handshake checks their weights.
         for role in (*self._engine_roles, EVALUATION):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.rollout.episode import rollout_group
+from actors.rollout.episode import EpisodesFailed, rollout_group
 from distill.chat.template import render_messages
 from distill.data.feedback import FeedbackTemplate, Outcome, feedback_context
 from distill.engine import GenerateRequest, Sample, SamplingModel
@@ -71,7 +71,7 @@ class ScriptedEnv(Env):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedBuilder(EnvGroupBuilder):
-    envs: Sequence[ScriptedEnv]
+    envs: Sequence[Env]
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return self.envs
@@ -98,6 +98,23 @@ def test_members_with_one_prompt_are_one_request() -> None:
         [5, 40, 50], [6, 41, 50], [5, 40, 51],
     ]  # fmt: skip
     assert group.group_id == 3 and group.temperature == TEMPERATURE
+
+
+class Turnless(Env):
+    """A game that the other player ends before our first turn."""
+
+    async def initial_observation(self) -> None:
+        return None
+
+    async def step(self, sample: Sample) -> StepResult:
+        raise AssertionError
+
+
+def test_members_without_a_turn_are_left_out() -> None:
+    group = rollout(ScriptedBuilder(envs=[Turnless(), ScriptedEnv([ids(5)])]))
+    assert len(group.trajectories_G) == 1
+    with pytest.raises(EpisodesFailed):
+        rollout(ScriptedBuilder(envs=[Turnless(), Turnless()]))
 
 
 def test_rewards_add_up_over_the_turns() -> None:

@@ -200,6 +200,7 @@ def test_games_by_self_play_and_against_a_frozen_model(tmp_path: Path, opponent:
         assert step["train/tokens"] > 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert {"eval/won", "eval/illegal", "eval/drawn"} <= summary["eval after"].keys()
+    assert audit(tmp_path / "run/ledger.jsonl").scoring is None, "an opponent scores nothing"
 
 
 def test_an_environment_s_user_is_played_by_the_teacher(
