@@ -104,16 +104,23 @@ def _require_causal(model: PreTrainedModel) -> None:
 
 
 def check_packs(model: PreTrainedModel) -> None:
-    """Raise ConfigError if the config shows that packed rows would influence one another.
+    """Raise ConfigError if the model's layers show that packed rows would influence one another.
 
     `model` may be on the meta device. `shares_prefixes` detects other such models once loaded.
     """
     config = model.config.get_text_config()
     known = {"full_attention", "sliding_attention"}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-    if not others and not model._is_stateful:
+    if others:
+        layers = f"layers of kind {', '.join(others)}"
+    elif model._is_stateful:
+        layers = "recurrent layers"
+    elif any(getattr(module, "sinks", None) is not None for module in model.modules()):
+        layers = "layers with attention sinks"
+    elif not model._can_set_attn_implementation():
+        layers = "layers with attention code of their own"
+    else:
         return
-    layers = f"layers of kind {', '.join(others)}" if others else "recurrent layers"
     raise ConfigError(
         f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence "
         "or attend to it in an unsupported way, so packed rows would influence one another. Use "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
     GptOssConfig,
     Lfm2Config,
@@ -167,10 +168,25 @@ def test_layers_that_run_along_the_sequence_are_refused_by_name(family: str) -> 
         check_packs(model)
 
 
-def test_attention_with_sinks_is_refused(new_learner: NewLearner, tmp_path: Path) -> None:
-    """The config of gpt-oss does not show that it has a sink beside every key."""
-    config = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-    model = checkpoint(config, tmp_path / "sinks")
+SINKS = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+# Whose attention transformers does not look up by name.
+OWN_ATTENTION = BloomConfig(vocab_size=160, hidden_size=32, n_layer=1, n_head=2)
+
+
+@pytest.mark.parametrize("config", [SINKS, OWN_ATTENTION], ids=["sinks", "own attention"])
+def test_attention_that_cannot_be_replaced_is_refused_before_it_is_loaded(
+    config: PretrainedConfig,
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with refuses(ConfigError, "learner.packing"):
+        check_packs(model)
+
+
+def test_attention_that_cannot_be_replaced_is_refused_by_the_learner(
+    new_learner: NewLearner, tmp_path: Path
+) -> None:
+    model = checkpoint(SINKS, tmp_path / "sinks")
     with refuses(ConfigError, "learner.packing"):
         new_learner(model=model, packing=True)
     new_learner(model=model)
