@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 from distill.errors import CheckpointError, ConfigError, first_line
@@ -68,7 +69,7 @@ class TokenizerProbe:
     Attributes:
         texts: token ids of each of `PROBE_TEXTS`, without special tokens.
         chat: token ids of `PROBE_CHAT` under the chat template, ready for an answer; None without
-            a template.
+            a template, or if it refuses this chat.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -85,10 +86,11 @@ def probe_tokenizer(tokenizer: Tokenizer) -> TokenizerProbe:
 
     chat = None
     if tokenizer.chat_template is not None:
-        rendered = tokenizer.apply_chat_template(
-            list(PROBE_CHAT), add_generation_prompt=True, tokenize=False
-        )
-        chat = encode(str(rendered))
+        with suppress(Exception):  # templates may raise any error
+            rendered = tokenizer.apply_chat_template(
+                list(PROBE_CHAT), add_generation_prompt=True, tokenize=False
+            )
+            chat = encode(str(rendered))
     return TokenizerProbe(texts=tuple(encode(text) for text in PROBE_TEXTS), chat=chat)
 
 

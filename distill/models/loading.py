@@ -240,6 +240,8 @@ def new_qwen3(
 def stop_token_ids(path: str) -> frozenset[int]:
     """Ids that end a generation: those of the generation config, else those of the model config.
 
+    Ids outside the vocabulary, which no model can sample, are left out.
+
     Raises:
         CheckpointError: a config at `path` cannot be read.
     """
@@ -253,7 +255,8 @@ def stop_token_ids(path: str) -> frozenset[int]:
             f"transformers refuses {path}/generation_config.json: {first_line(error)}. Correct it"
         ) from error
     ids = config.eos_token_id if ids is None else ids
-    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+    listed = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return frozenset(id_ for id_ in listed if 0 <= id_ < vocab_size(config))
 
 
 def ends_of(path: str, tokenizer: Tokenizer) -> frozenset[int]:

@@ -23,11 +23,12 @@ from distill.models.loading import (
     meta_causal_lm,
     read_tensors,
     read_weights,
+    stop_token_ids,
     tensor_shapes,
     vocab_size,
     weight_files,
 )
-from tests.tiny import VOCAB_SIZE, tiny_model_dir
+from tests.tiny import EOS, VOCAB_SIZE, tiny_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,12 @@ def test_every_weight_comes_back(intact: str) -> None:
         assert torch.equal(loaded[name], tensor), name
     config = load_config(intact)
     assert (vocab_size(config), context_length(config)) == (VOCAB_SIZE, 128)
+
+
+def test_ends_outside_the_vocabulary_are_left_out(copy: Path) -> None:
+    ends = {"eos_token_id": [EOS, VOCAB_SIZE - 1, VOCAB_SIZE, -1]}
+    (copy / "generation_config.json").write_text(json.dumps(ends))
+    assert stop_token_ids(str(copy)) == {EOS, VOCAB_SIZE - 1}
 
 
 def test_the_precision_asked_for(intact: str) -> None:

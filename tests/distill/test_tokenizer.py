@@ -10,7 +10,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import load_config
-from distill.tokenizer import check_same_tokenizer, fingerprint, load_tokenizer
+from distill.tokenizer import (
+    check_same_tokenizer,
+    fingerprint,
+    load_tokenizer,
+    probe_tokenizer,
+)
 from tests.refusals import refuses
 from tests.tiny import save_tokenizer, tiny_model_dir
 
@@ -40,6 +45,11 @@ def test_one_vocabulary_two_encodings(make) -> None:
     teacher.backend_tokenizer.normalizer = normalizers.Lowercase()
     with refuses(ConfigError, "teacher.model"):
         check_same_tokenizer(student, teacher)
+
+
+def test_a_template_that_refuses_the_probe_is_no_obstacle(make) -> None:
+    refusing = make(chat_template="{{ raise_exception('no system message') }}")
+    assert probe_tokenizer(refusing) == probe_tokenizer(make(chat_template=None))
 
 
 def test_the_fingerprint_covers_the_chat_template(make) -> None:
