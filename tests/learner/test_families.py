@@ -1,6 +1,7 @@
-"""Families of models: trained a step, pushed, scored, saved and loaded without renaming."""
+"""Families of models: trained a step, pushed, scored, saved and loaded, or refused by name."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -10,10 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from actors.embedded.engine import EmbeddedEngine
 from distill.engine import ScoreRequest
+from distill.errors import CheckpointError
 from distill.models.attention_probe import shares_prefixes
 from distill.models.checkpoint_names import pushed_shapes, units_of
 from distill.models.loading import load_causal_lm, load_config, read_tensors, tensor_shapes
@@ -36,6 +49,7 @@ from tests.families import FAMILIES, MTP_LAYER, family_dir
 from tests.learner.routing import other_experts
 from tests.learner.two_workers import on_workers
 from tests.samples import training_row
+from tests.tiny import SIZES, VOCAB_SIZE
 from tests.weights import gather_all, shared
 
 T = 0.7
@@ -294,3 +308,63 @@ def test_sharded_weights_are_exported_whole(
     assert tensor_shapes(str(final)) == tensor_shapes(path)
     saved = read_tensors(str(final), told)
     assert all(np.array_equal(saved[key].numpy(), told[key]) for key in told)
+
+
+_HEADS: dict[str, Any] = {"head_dim": 8}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+FUSED_CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **_MOE, **_HEADS, moe_intermediate_size=16),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**SIZES, **_MOE),
+}
+
+
+def saved(model: PreTrainedModel, directory: Path, **settings: Any) -> str:
+    model.save_pretrained(directory, **settings)
+    return str(directory)
+
+
+def new(config: PretrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", FUSED_CONFIGS)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_fused_experts_are_taken(name: str, max_shard_size: str, tmp_path: Path) -> None:
+    path = saved(new(FUSED_CONFIGS[name]), tmp_path, max_shard_size=max_shard_size)
+    assert not any("gate_up_proj" in stored for stored in tensor_shapes(path))
+    check_export(path)
+    as_in_memory = saved(new(FUSED_CONFIGS[name]), tmp_path / "fused", save_original_format=False)
+    assert any("gate_up_proj" in stored for stored in tensor_shapes(as_in_memory))
+    check_export(as_in_memory)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    path = saved(new(FUSED_CONFIGS["mixtral"]), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError):
+        check_export(path)
+
+
+def test_a_checkpoint_of_the_base_model_alone_is_taken(tmp_path: Path) -> None:
+    base = new(
+        GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    ).base_model
+    assert isinstance(base, PreTrainedModel)
+    saved(base, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["GPT2Model"]
+    assert "h.0.ln_1.weight" in load_file(tmp_path / "model.safetensors")
+    check_export(str(tmp_path))
+
+
+def test_another_shape_is_named(tmp_path: Path) -> None:
+    path = saved(new(LlamaConfig(**SIZES)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(CheckpointError):
+        check_export(path)
