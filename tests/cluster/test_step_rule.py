@@ -51,6 +51,22 @@ def test_finished_groups_overtake_older_ones_until_these_are_due() -> None:
     assert choose(rule, view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
 
 
+def test_a_step_leaves_no_more_groups_than_later_steps_can_train() -> None:
+    """Four groups of one start are two steps, which cannot be delayed."""
+    rule = StepRule(horizon=2, window=6)
+    started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+    assert choose(rule, view(1, started, 4, 5)) is None
+    assert rule.waited_for(view(1, started, 4, 5)) == [0, 1, 2, 3]
+    assert choose(rule, view(1, started, 2, 4, 5)) is None
+    assert choose(rule, view(1, started, 2, 3, 4, 5)) == [2, 3]
+
+
+def test_the_age_of_a_restarted_group_is_its_start_and_not_its_id() -> None:
+    rule, started = StepRule(horizon=2, window=9), {0: 2, 1: 1, 4: 1, 5: 2}
+    assert choose(rule, view(2, started, 0, 1, 4, 5)) == [1, 4]
+    assert choose(rule, view(2, started, 0, 4, 5)) == [0, 4]
+
+
 def test_overdue_groups_are_waited_for_or_trained_late() -> None:
     started = {0: 0, 4: 3, 5: 3}
     assert choose(StepRule(horizon=2, window=6), view(3, started, 4, 5)) is None
@@ -112,6 +128,16 @@ def test_groups_of_one_reward_are_replaced_up_to_a_bound() -> None:
     assert rule.choose(replace(many, most_replaced=0)) == Choice([0, 1], [])
 
 
+def test_a_step_does_not_wait_for_groups_that_will_be_replaced() -> None:
+    """Three groups of one start are too many for the two places left, were all to train."""
+    rule = StepRule(horizon=1, window=4)
+    started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0}
+    made = View(step=0, groups_per_step=2, started=started, finished={0, 1, 4, 5}, most_replaced=2)
+    assert rule.choose(made) is None
+    assert rule.choose(replace(made, constant={4, 5})) == Choice([0, 1], [])
+    assert rule.choose(replace(made, constant={0, 4})) == Choice([1, 5], [0, 4])
+
+
 def test_a_replaced_group_is_sampled_again_after_a_rewind() -> None:
     settings = LedgerSettings(
         groups_per_step=1, max_staleness=0, total_groups=2, lease_s=60, most_replaced=2
@@ -153,6 +179,30 @@ def test_the_audit_finds_a_group_that_was_replaced_without_cause(tmp_path: Path)
     [problem] = found.problems
     assert "contradicts the lines before it" in problem
     assert any("2 skipped" in line for line in found.lines())
+
+
+def test_groups_trained_late_are_counted() -> None:
+    rules: dict[str, Any] = {"on_stale": "train_late"}
+    ledger = Ledger(
+        LedgerSettings(
+            groups_per_step=1, max_staleness=1, total_groups=4, lease_s=60, **rules
+        ),
+        TrainedGroups(),
+        epoch=1,
+    )  # fmt: skip
+    trained, counted = TrainedGroups(), []
+    slow, other = ledger.lease("a", 2)
+    for version in (1, 2, 3, 4):
+        if version == 4:
+            other = slow
+        ledger.deliver(other)
+        step = ledger.take(trained)
+        assert step is not None and step.group_ids == [other.group_id]
+        counted.append(step.overdue)
+        trained = step.after(trained)
+        ledger.publish(version, trained)
+        [other] = ledger.lease("a", 1) or [slow]
+    assert counted == [0, 0, 0, 1] and trained == TrainedGroups(4)
 
 
 def test_a_group_is_overdue_after_twice_the_usual_time_in_steps_of_many_groups() -> None:
