@@ -130,7 +130,7 @@ class PolicyEngineSettings(EngineSettings):
     """Engines that weights are pushed to."""
 
     on_weight_update: OnWeightUpdate = setting(
-        not_with("engine.kind", "embedded", why="it is for samples of an SGLang server"),
+        not_with("engine.kind", "embedded", why="it applies to samples of an SGLang server"),
         default="continue",
         doc="samples in progress when weights are pushed to an SGLang server. continue: under the "
         "new weights (each token's version is recorded); restart: from their prompts; finish: "
@@ -155,7 +155,8 @@ class EngineConfig(SglangConfig):
     """Settings of one engine. The temperature is not a setting, but a field of every request."""
 
     kind: EngineKind = chz.field(
-        doc="sglang: a server of its own; embedded: transformers in the actor's own process"
+        doc="sglang: a server that the run starts; embedded: transformers in the actor's own "
+        "process",
     )
     model: str = chz.field(
         doc="Hugging Face checkpoint directory (or hub name), or http://host:port of a running "

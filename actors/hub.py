@@ -79,7 +79,7 @@ def download(name: str, print_line: Callable[[str], None]) -> None:
     if lacking > free:
         raise CheckpointError(
             f"{name} needs {gib(lacking)} GiB more at {place}, which has {gib(free)} GiB free; "
-            "HF_HOME names another place"
+            "set HF_HOME to a directory with more space"
         )
     disable_progress_bars()
     with _printing_progress(name, sum(sizes.values()), print_line):

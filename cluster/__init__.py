@@ -11,6 +11,6 @@ if sys.argv[:1] == ["-m"] and (sys.version_info < (3, 11) or find_spec("chz") is
     version = ".".join(map(str, sys.version_info[:2]))
     sys.exit(
         f"error: isotherm is not installed for {sys.executable} (Python {version}; it needs 3.11 "
-        "or newer): run `make install`, then `. .venv/bin/activate`; or `pip install -e .` in an "
-        "environment of your own"
+        "or newer): run `make install`, then `. .venv/bin/activate`; or `pip install -e .` in "
+        "your own environment"
     )

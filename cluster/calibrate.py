@@ -47,14 +47,14 @@ class CalibratedTeacherSettings(LocalTeacherSettings):
 
     model: str = model_field(
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
-        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
+        "ISOTHERM_TEACHER_API_KEY); it shares the student's tokenizer",
         metadata=ESSENTIAL,
     )
 
 
 @chz.chz
 class CalibrateConfig(LocalEngineConfig):
-    """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
+    """Check that student, teacher and learner score the same tokens alike, at T and 1.5 T."""
 
     section: ClassVar[Section] = Section.MODEL
 

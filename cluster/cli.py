@@ -10,25 +10,31 @@ from difflib import get_close_matches
 # Modules are imported when their command is called: imports are most of a command's start-up time.
 _COMMANDS = {
     "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft, dpo, reward_model, ..."),
-    "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
-    "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
+    "evaluate": ("cluster.evaluate", "evaluate a checkpoint with your serving decoder"),
+    "audit": ("cluster.audit", "check that each prompt group of a run was trained exactly once"),
     "report": (
         "cluster.inspect.report.command",
-        "a run's curves, events and rollouts, token by token, on one HTML page",
+        "write a run's curves, events and rollouts, token by token, to one HTML page",
     ),
-    "replay": ("cluster.replay", "a step of a run, done again; what if; who is to blame"),
-    "rollouts_to_sft": ("cluster.rollouts_to_sft", "a run's best rollouts as data for recipe=sft"),
+    "replay": (
+        "cluster.replay",
+        "repeat a step of a run, also with other settings; rank the causes of its gradient",
+    ),
+    "rollouts_to_sft": (
+        "cluster.rollouts_to_sft",
+        "write a run's best rollouts as data for recipe=sft",
+    ),
     "sample_to_sft": (
         "cluster.sample_to_sft",
-        "responses of a stronger or hinted model, or of an endpoint, as data for recipe=sft",
+        "sample a stronger or hinted model, or an endpoint, and write data for recipe=sft",
     ),
     "forecast": (
         "cluster.inspect.forecast.command",
-        "will it work? what a pair of models says on some prompts predicts it",
+        "predict from some responses whether student and teacher are a good pair",
     ),
-    "doctor": ("cluster.inspect.doctor", "does this machine have what a run needs?"),
-    "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
-    "demo": ("cluster.demo", "the main job on tiny models that it trains itself"),
+    "doctor": ("cluster.inspect.doctor", "check that this machine has what a run needs"),
+    "calibrate": ("cluster.calibrate", "check that student, teacher and learner score alike at T"),
+    "demo": ("cluster.demo", "run on-policy distillation on tiny models that it trains itself"),
 }
 
 
@@ -43,7 +49,7 @@ def main() -> int:
         print("\nisotherm COMMAND --help explains its settings")
         if sys.argv[1:] in ([], ["--help"]):
             return 0
-        print(f"error: {sys.argv[1]!r} is no command{_meant(sys.argv[1])}", file=sys.stderr)
+        print(f"error: {sys.argv[1]!r} is not a command{_meant(sys.argv[1])}", file=sys.stderr)
         return 2
     module, _ = _COMMANDS[sys.argv[1]]
     return importlib.import_module(module).main(sys.argv[2:])

@@ -21,7 +21,7 @@ from distill.durable_files import is_full
 _LOST = {
     errno.EPIPE: "the pipe of standard output was closed",
     errno.EIO: "the terminal was closed",
-    errno.EFBIG: "the file of standard output may not grow further (ulimit -f)",
+    errno.EFBIG: "the file of standard output has reached the limit on file sizes (ulimit -f)",
 }
 
 # Printed paths, tokens and model outputs must not be parsed: `[/INST]` is not markup, and

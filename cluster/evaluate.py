@@ -57,7 +57,7 @@ class EvaluatedDecoderSettings(DecoderSettings):
     size: int | None = setting(
         at_least(1),
         default=None,
-        doc="problems of each source that are evaluated, from the first; default: all",
+        doc="number of problems of each source to evaluate, from the first; default: all",
     )
 
 
@@ -66,7 +66,8 @@ class KlTeacherSettings(LocalTeacherSettings):
     """The teacher towards which KL(p_T || q_T) is evaluated."""
 
     model: str | None = model_field(
-        default=None, doc="checkpoint of a teacher: evaluate KL(p_T || q_T) at temperature=T too"
+        default=None,
+        doc="checkpoint of a teacher, to also evaluate KL(p_T || q_T) at temperature=T",
     )
 
 
@@ -91,7 +92,7 @@ class EvaluateConfig(
     EnvSettings,
     LocalEngineConfig,
 ):
-    """Responses of one model to files of prompts; accuracy where the prompts have answers."""
+    """Evaluate a model on prompts: its responses, and its accuracy where prompts have answers."""
 
     model: ModelSettings = section_field(ModelSettings)
     data: EvaluatedSettings = section_field(EvaluatedSettings)

@@ -65,7 +65,7 @@ class LineFile:
             self._warn_once(error)
             return
         if self._waiting:
-            self._warn_once(f"it took a part: {os.strerror(errno.ENOSPC)}")
+            self._warn_once(f"it was written in part: {os.strerror(errno.ENOSPC)}")
         else:
             self._warned = False
 
@@ -100,7 +100,7 @@ class LineFile:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s cannot be written (%s): its lines wait in memory. %s",
+                "%s cannot be written (%s): its lines are kept in memory. %s",
                 self.path,
                 error,
                 disk_remedy(error),
@@ -147,11 +147,11 @@ def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines) and isinstance(error, ValueError):
                 break
-            raise DataError(f"{path}:{number} is no JSON ({error}); remove the line") from error
+            raise DataError(f"{path}:{number} is not JSON ({error}); remove the line") from error
         if not isinstance(row, dict) or not required <= row.keys():
             raise DataError(
-                f"{path}:{number} is no object with {' and '.join(sorted(required))}; "
-                "remove the line"
+                f"{path}:{number} is not an object with {' and '.join(sorted(required))}; remove "
+                "the line"
             )
         found.append(row)
     return found
@@ -168,7 +168,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); remove the file") from error
     if found is not None and not isinstance(found, dict):
-        raise DataError(f"{path} is no JSON object; remove the file")
+        raise DataError(f"{path} is not a JSON object; remove the file")
     return found
 
 

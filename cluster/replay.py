@@ -1,13 +1,13 @@
-"""`python -m cluster.replay out=DIR step=N [key=value ...]`: a step of a run, done again.
+"""`python -m cluster.replay out=DIR step=N [key=value ...]`: repeat a step of a run.
 
-as it was    from the checkpoint before it, in one process: the steps between, and then the step
-             itself, on the groups that the run kept (keep=N). Bit-equal, or the first
-             tensor that differs. Equal bits need the same machine, the same number of threads,
-             and a learner of one worker; of several, norms must agree to a hundredth.
-what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
-             its metrics beside those of the run's own
-blame=20     the prompts, responses and tokens that have the largest shares of its gradient, and
-             where the page of cluster.report shows them
+as it was    Repeat the step, and those between it and the checkpoint before it, in one process,
+             on the groups that the run kept (keep=N). The result is bit-equal, or the first
+             tensor that differs is named. Equal bits need the same machine, the same number of
+             threads, and a learner of one worker; with several, norms must agree to 1%.
+what if      loss=ppo lr=1e-5 ...: repeat the step from the same weights with other settings, and
+             compare its metrics with the run's.
+blame=20     List the prompts, responses and tokens with the largest shares of the step's
+             gradient, and their places on the page of cluster.report.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 _USAGE = f"""{__doc__}
   out=DIR      the run's directory
-  step=N       the step that is done again
-  blame=N      rank so many; 0
-  others       settings of objective., learner., sft., teachers. and teacher.model of the run's
-               recipe (python -m cluster.train recipe=NAME --help)
+  step=N       the step to repeat
+  blame=N      number of prompts, responses and tokens to list; default: 0
+  others       settings of the run's recipe (python -m cluster.train recipe=NAME --help) in
+               objective., learner., sft. and teachers., and teacher.model
 """
 # Settings, or their sections, that a step with kept groups depends on.
 _OF_STEP = ("objective.", "learner.", "sft.", "teachers.", "teacher.model.")
@@ -68,7 +68,7 @@ def replay(arguments: list[str], console: Console) -> None:
     blamed, given = given.take("blame")
     if out is None or number is None:
         raise ConfigError(
-            "give out=DIR, a run's directory, and step=N", field="out" if out is None else "step"
+            "give out=DIR (a run's directory) and step=N", field="out" if out is None else "step"
         )
     step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
     check_run("out", out)
@@ -89,15 +89,16 @@ def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
     kind = CONFIGS.get(recipe or "")
     if kind is None or not issubclass(kind, RolloutConfig):
         raise ConfigError(
-            f"out={out} holds a run of recipe={recipe}; opd and rl are replayed", field="out"
+            f"out={out} holds a run of recipe={recipe}; only runs of opd and rl can be replayed",
+            field="out",
         )
     changed = by_name(kind, changes)
     config = built(kind, given.settings(kind) | {"out": out} | changed)
     for path in changed:
         if not f"{path}.".startswith(_OF_STEP):
             raise ConfigError(
-                f"{path} changes nothing of step=, which is done again on the groups that were "
-                f"kept; others can be {', '.join(_OF_STEP)}",
+                f"{path} does not affect a replayed step, whose groups are already sampled; "
+                f"settings that can differ: {', '.join(_OF_STEP)}",
                 field=path,
             )
     return config
@@ -107,9 +108,9 @@ def _agreement(step: int, tensors: int, workers: int, differing: int, largest: f
     if not differing:
         return f"step {step} is bit-equal: gradient and weights of {tensors} tensors"
     return (
-        f"step {step} is the same to {largest:.1e} of a tensor's norm, gradient and weights of "
+        f"step {step} agrees to {largest:.1e} of a tensor's norm, in gradient and weights of "
         f"{tensors} tensors ({_ALLOWED:g} is allowed: the run's learner had {workers} workers, "
-        "whose sums are in another order; one worker's would be bit-equal)"
+        "which add in another order; with one worker it would be bit-equal)"
     )
 
 
@@ -125,15 +126,16 @@ class StepReplay:
         self.config = _config(str(out), {})
         if self.config.only_keeps:
             raise ConfigError(
-                f"out={out} holds groups that no step has trained on (rollout_only=True); train on "
+                f"out={out} holds groups without training steps (rollout_only=True); train on "
                 f"them with train_from={out}",
                 field="out",
             )
         if self.config.teacher_heads:
             raise ConfigError(
-                f"out={out} learned from hidden states of its teacher (teacher.head=), which are "
-                "not kept: no step of it can be done again. Steps of a run with estimator=top_k, "
-                "or with the whole teacher in the learner (no teacher.head=), can",
+                f"out={out} was trained with its teacher's hidden states (teacher.head=), which "
+                "are not kept, so its steps cannot be replayed. Steps of runs with "
+                "estimator=top_k, or with the whole teacher in the learner (no teacher.head=), "
+                "can be replayed",
                 field="teacher.head",
             )
         self._directory = RunDirectory(self.config)
@@ -192,7 +194,9 @@ class StepReplay:
         was = self._kept.outcome(step)
         if was is None:
             if final:
-                self._print_line(f"step {step} never ended in the run; here it does")
+                self._print_line(
+                    f"step {step} did not complete in the run, but completes in the replay"
+                )
             return
         workers = was["workers"]
         largest = differing = 0.0
@@ -206,7 +210,7 @@ class StepReplay:
                 gap, differing = abs(now - norm) / max(norm, least), differing + 1
                 if workers == loop.learner.workers or not gap <= _ALLOWED:
                     raise RunFailed(
-                        f"step {step} is not as it was: the first tensor that differs is the "
+                        f"step {step} differs from the run: the first tensor that differs is the "
                         f"{what} of {name}, of norm {now!r} here and {norm!r} in the run (a gap "
                         f"of {abs(now - norm):.2g})"
                     )
@@ -223,7 +227,7 @@ class StepReplay:
 
         changed = with_lr(before, self.config.learner.lr, config.learner.lr)
         other = self.loop(config, changed, scratch).step()
-        table = Table(title=f"step {self._step}, as it was and what if")
+        table = Table(title=f"step {self._step}, in the run and with the changed settings")
         for header in ("metric", "as it was", "what if"):
             table.add_column(header, justify="left" if header == "metric" else "right")
         for name in dict.fromkeys([*metrics, *other]):
@@ -231,7 +235,7 @@ class StepReplay:
                 values = (metrics.get(name), other.get(name))
                 table.add_row(name, *("-" if each is None else f"{each:.6g}" for each in values))
         self._console.print(table)
-        self._print_line("metrics that are the same are left out")
+        self._print_line("equal metrics are left out")
 
     def _blame(self, loop: Any, number: int) -> None:
         from cluster.inspect.replayed import blame
@@ -255,8 +259,8 @@ class StepReplay:
         links = [f"  #{row.link(self._step)}  {row.where}" for row in rows if row.group in shown]
         if not links:
             self._print_line(
-                "none of these groups is on the page of cluster.report, which shows what "
-                "rollouts.jsonl has of a step (keep=all: all of it)"
+                "cluster.report shows none of these groups, because rollouts.jsonl does not "
+                "have them (keep=all keeps all groups)"
             )
             return
         page = self._directory.path / "report.html"

@@ -98,7 +98,7 @@ class SamplerSettings(ModelSettings):
 
 @chz.chz
 class SampleToSftConfig(PromptColumns, LocalEngineConfig):
-    """Samples responses, and writes those that a reward likes as rows for recipe=sft."""
+    """Sample responses, and write those with a high reward as rows for recipe=sft."""
 
     model: SamplerSettings = section_field(SamplerSettings)
     name: str | None = chz.field(default=None, doc="name of the model at the endpoint")
@@ -112,8 +112,8 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
     )
     hinted: bool = chz.field(
         default=False,
-        doc="show the model a row's teacher_messages or teacher_prompt in place of the prompt; the "
-        "written rows have the prompt alone",
+        doc="prompt the model with a row's teacher_messages or teacher_prompt; the written rows "
+        "contain only the prompt",
     )
     temperature: float = setting(
         at_least(0), default=1.0, doc="temperature of the samples; 0: greedy"
@@ -123,34 +123,37 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
     samples: int = setting(
         at_least(1),
         IN_MEMORY,
-        needs("temperature", remedy="all samples would be the same; give a temperature above 0"),
+        needs(
+            "temperature",
+            remedy="with temperature=0 all samples are the same; give a temperature above 0",
+        ),
         default=1,
         doc="responses per prompt",
     )
     reward: RewardSettings = section_field(RewardSettings)
     min_reward: float = chz.field(
         default=1.0,
-        doc="smallest reward of a response that is written, if its prompt has an `answer`",
+        doc="minimum reward of a response that is written, if its prompt has an `answer`",
     )
     keep: Literal["all", "best"] = chz.field(
         default="all",
-        doc="responses of a prompt that are written, of those that qualify: all that differ, or "
-        "the best",
+        doc="responses to write for each prompt, of those that qualify. all: all that differ; "
+        "best: the best one",
     )
     seed: int = chz.field(default=0, doc="seed of the samples of a checkpoint")
     timeout_s: float = setting(
-        above(0), default=300.0, doc="seconds that a request to an endpoint may take"
+        above(0), default=300.0, doc="time limit of a request to an endpoint in seconds"
     )
     max_concurrent: int = setting(
-        at_least(1), default=16, doc="most requests to an endpoint at the same time"
+        at_least(1), default=16, doc="maximum number of concurrent requests to an endpoint"
     )
 
     @chz.validate
     def _sampling_is_consistent(self) -> None:
         if is_url(self.model.path) != (self.name is not None):
             raise ConfigError(
-                f"model={self.model.path} with name={self.name}: an endpoint's model has a name, "
-                "and a checkpoint has none",
+                f"model={self.model.path} with name={self.name}: give name= with an endpoint, and "
+                "only with an endpoint",
                 field="name",
             )
         if self.name is not None:
@@ -176,7 +179,7 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         reward = self.reward.load()
         if isinstance(reward, ModelReward):
             raise ConfigError(
-                f"reward={self.reward.function}: reward models judge runs and evaluations; give a "
+                f"reward={self.reward.function}: a reward model cannot be used here; give a "
                 "function",
                 field="reward.function",
             )
@@ -242,7 +245,7 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
     rows = asyncio.run(_rows(config, reward, asked, console))
     if not rows:
         failed = RunFailed(
-            f"none of the responses to {len(asked)} prompts ended by itself with a reward of at "
+            f"no response to {len(asked)} prompts ended with a stop token and a reward of at "
             f"least min_reward={config.min_reward:g}; nothing is written"
         )
         failed.remedy = "Lower it, raise samples= or max_new_tokens=, or give hints (hinted=True)"
@@ -270,7 +273,7 @@ def _asked(
         shown = _shown(row, "teacher_") if config.hinted else plain
         if shown is None:
             raise DataError(
-                "hinted=True shows `teacher_messages` or `teacher_prompt`, and the row has neither"
+                "hinted=True needs `teacher_messages` or `teacher_prompt`, and the row has neither"
             )
         tools = check_tools(row)
         written: dict[str, Any] = {"prompt": plain}

@@ -64,9 +64,9 @@ recipes:
 A recipe's settings:  python -m cluster.train recipe=opd --help
 A first run:          python -m cluster.train recipe=opd student=DIR teacher=DIR \\
                           prompts=FILE.jsonl out=runs/first temperature=0.7
-Checked, not started: add dry_run=True
+Check only:           add dry_run=True
 From a file:          config=run.yaml, .toml or .json, or another run's directory; the command line
-                      is above it: config=runs/first out=runs/second lr=1e-5
+                      has precedence: config=runs/first out=runs/second lr=1e-5
 """
 
 
@@ -75,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def run(console: Console) -> None:
+        if arguments and arguments[0] in RECIPES:
+            name = arguments[0]
+            raise ConfigError(f"{name!r} is not key=value; write recipe={name}", field="recipe")
         given = Arguments.of(arguments)
         if not arguments or arguments == [HELP]:
             console.print(_usage(), highlight=False)
@@ -157,9 +160,9 @@ def _refuse_truncation(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in ("top_p", "top_k", "min_p"):
             raise ConfigError(
-                f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples of "
-                "softmax(z/T) over the whole vocabulary, or the reverse KL is another one; leave "
-                f"{name} out (the serving decoder of evaluation has eval.top_p and eval.top_k)",
+                f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples "
+                "of softmax(z/T) over the whole vocabulary, or the reverse KL changes; leave "
+                f"{name} out (evaluation has eval.top_p and eval.top_k)",
                 field=name,
             )
 
@@ -173,7 +176,7 @@ def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
         if others:
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(
-                f"{key}={text_of(value)}: recipe={recipe} has no such setting; "
+                f"{key}={text_of(value)}: recipe={recipe} does not have this setting; "
                 f"{', '.join(others)} {have} it. recipe={recipe} {HELP} all lists them",
                 field=key,
             )

@@ -412,7 +412,7 @@ def check_records(request: GenerateRequest, records: bool) -> None:
     """Raise DataError if experts are requested of an engine that does not record them."""
     if request.experts and not records:
         raise DataError(
-            "GenerateRequest.experts of an engine that records none; start it with "
+            "GenerateRequest.experts: the engine does not record experts; start it with "
             "routed_experts=True",
             field="GenerateRequest.experts",
         )
@@ -446,8 +446,8 @@ def _check_listed(listed: int, vocab_size: int, event: tuple[int, ...], field: s
     outcomes = vocab_size - merged(event)
     if listed > outcomes:
         raise DataError(
-            f"{field}: {listed} tokens listed at a position, and the engine has {outcomes} "
-            f"outcomes (its vocabulary is {vocab_size}); ask for that many at most",
+            f"{field}: {listed} tokens per position are requested, but the engine has {outcomes} "
+            f"outcomes (vocabulary {vocab_size}); request at most that many",
             field=field,
         )
 

@@ -85,7 +85,7 @@ def _importing(setting: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError)
-        remedy = ". Is the module installed, or its directory on PYTHONPATH?" if missing else ""
+        remedy = "; install the module, or put its directory on PYTHONPATH" if missing else ""
         raise ConfigError(
             f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}{remedy}",
             field=setting,

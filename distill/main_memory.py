@@ -51,8 +51,8 @@ def require_main_memory(needed: int, what: str) -> None:
     if needed > (free := free_main_memory()):
         raise ConfigError(
             f"{what} needs {gib(needed)} GiB of main memory, and this machine or container has "
-            f"{gib(free)} GiB free (shared memory, such as Ray's object store, is taken from the "
-            "same). Use a machine or a container limit with more"
+            f"{gib(free)} GiB free (shared memory, such as Ray's object store, counts as used). "
+            "Use a machine, or a container limit, with more memory"
         )
 
 

@@ -51,7 +51,7 @@ def check_model_path(path: str) -> None:
     if directory.is_dir():
         if (directory / "checkpoints").is_dir() and (directory / "metrics.jsonl").exists():
             raise CheckpointError(
-                f"{path} is the directory of a run that has no final/ yet; wait until it ends, or "
+                f"{path} is the directory of a run without final/; wait until the run ends, or "
                 f"give one of its checkpoints, {path}:STEP or {path}:best"
             )
         if not (directory / "config.json").is_file():
@@ -67,10 +67,9 @@ def check_model_path(path: str) -> None:
     elif directory.exists():
         raise CheckpointError(f"{path} is a file; give a checkpoint's directory")
     elif path.count("/") != 1 or path.startswith((".", "/", "~")):
-        owner = "" if "/" in path else ", and a hub name has an owner: OWNER/NAME"
         raise CheckpointError(
-            f"cannot read a model config from {path!r}: there is no such directory{owner}"
-            + path_meant(path, "*/")
+            f"cannot read a model config from {path!r}: the directory does not exist. Give a "
+            f"checkpoint's directory, or a hub name OWNER/NAME{path_meant(path, '*/')}"
         )
 
 

@@ -33,7 +33,7 @@ Settings = TypeVar("Settings")
 # Flags of a field, as its metadata; combined by |.
 # A resumed run may change the setting: nothing that a step computes depends on it.
 MAY_CHANGE: Final[dict[str, Any]] = {"may_change": True}
-# One of the dozen settings that matter first.
+# One of the dozen most important settings, which --help shows first.
 ESSENTIAL: Final[dict[str, Any]] = {"essential": True}
 # Looked up before a run: package.module:attribute, if the value has a colon; an adapter.
 FUNCTION: Final[dict[str, Any]] = {"path": "function"}

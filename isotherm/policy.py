@@ -190,8 +190,8 @@ class Policy(Samples):
         size = vocab_size(self.learner.model.config)
         if len(tokens_T) and not 0 <= tokens_T.min() <= tokens_T.max() < size:
             raise DataError(
-                f"tokens from {tokens_T.min()} to {tokens_T.max()} are given, and the model has "
-                f"ids from 0 to {size - 1}; encode the text with this model's tokenizer"
+                f"token ids from {tokens_T.min()} to {tokens_T.max()} are given, but the model "
+                f"has ids from 0 to {size - 1}; encode the text with this model's tokenizer"
             )
 
     def optim_step(self) -> dict[str, float]:
@@ -207,7 +207,7 @@ class Policy(Samples):
             NonFiniteError: the gradient is not finite. The weights are unchanged.
         """
         if not self._accumulated:
-            raise ConfigError("there is no gradient to step by; call forward_backward first")
+            raise ConfigError("no gradient has accumulated; call forward_backward first")
         [count] = self._accumulated.values()
         self._accumulated.clear()
         metrics = self.learner.optim_step(count)
@@ -319,7 +319,8 @@ def _learner_config(model: str, device: str, settings: dict[str, Any]) -> Learne
     made = built(LearnerConfig, by_name(LearnerConfig, all_settings))
     if "total_steps" not in settings and made.learner.lr_schedule != "constant":
         raise ConfigError(
-            f"lr_schedule={made.learner.lr_schedule} ends at total_steps=; give that, too",
+            f"lr_schedule={made.learner.lr_schedule} ends at total_steps=; give total_steps= as "
+            "well",
             field="learner.lr_schedule",
         )
     return made

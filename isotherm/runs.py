@@ -107,8 +107,8 @@ def _named(name: str, value: Any) -> Any:
     module, function = value.__module__, value.__qualname__
     if module == "__main__" or "." in function:
         raise ConfigError(
-            f"{name}={function}: the run's workers import functions and classes by name; write it "
-            f"into a file, my_file.py beside this one say, and give {name}='my_file:{function}'",
+            f"{name}={function}: the run's workers import functions and classes by name; move it "
+            f"to a file, for example my_file.py, and give {name}='my_file:{function}'",
             field=name,
         )
     return f"{module}:{function}"

@@ -84,7 +84,7 @@ class Completion:
         given = np.asarray(advantages, np.float32)
         if given.shape not in ((), self.tokens_T.shape):
             raise DataError(
-                f"advantages have the shape {given.shape}, and {len(self.tokens_T)} tokens were "
+                f"advantages have the shape {given.shape}, but {len(self.tokens_T)} tokens were "
                 "sampled; give one number, or one for each token"
             )
         on_sample_N = np.broadcast_to(given, self.tokens_T.shape)

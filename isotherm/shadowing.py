@@ -26,7 +26,7 @@ def check_packages() -> None:
             )
         if found != ours:
             raise ImportError(
-                f"{found} hides isotherm's own package {name!r}, which is at {ours}. "
+                f"{found} hides isotherm's package {name!r}, which is at {ours}. "
                 f"{_remedy(found, name)}"
             )
 
@@ -46,8 +46,8 @@ def _place(name: str) -> Path | None:
 def _remedy(found: Path, name: str) -> str:
     if "site-packages" in found.parts:
         return (
-            f"It belongs to another distribution: pip uninstall {name}, or give isotherm an "
-            "environment of its own"
+            f"It belongs to another distribution: pip uninstall {name}, or install isotherm in a "
+            "separate environment"
         )
     if (found.parent / "isotherm" / "__init__.py").is_file():
         return (

@@ -337,7 +337,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         if not isinstance(manifest, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
         raise _Damaged(f"manifest.json cannot be read ({error})") from error
     return manifest

@@ -111,7 +111,7 @@ class CheckpointWriter:
         if not fits and not self._warned:
             self._warned = True
             logger.warning(
-                "memory is short: steps wait while checkpoints are written, since a copy of the "
-                "state would take more than half of what is free"
+                "steps wait while checkpoints are written, because a copy of the state would "
+                "need more than half of the free memory"
             )
         return fits

@@ -65,8 +65,8 @@ class LoraSettings:
     adapter: str | None = setting(
         not_with(
             "rollout_only",
-            why="there is no learner to push the adapter to the engines; give a student with "
-            "the adapter merged, the final/ of a run with lora.rank",
+            why="no learner pushes the adapter to the engines; give a student with the adapter "
+            "merged, the final/ of a run with lora.rank",
         ),
         default=None,
         doc="peft adapter (safetensors) to start from, instead of lora.rank",
@@ -193,8 +193,8 @@ class LearnerSettings:
     def _lr_is_a_number(self) -> None:
         if isinstance(self.lr, str):
             raise ConfigError(
-                f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
-                "number (cluster.config.learning_rate.suggested_lr)",
+                f"lr={self.lr} needs a recipe, which has the model; give a number "
+                "(cluster.config.learning_rate.suggested_lr)",
                 field="learner.lr",
             )
         if self.lr is not None and not 0 < self.lr < float("inf"):

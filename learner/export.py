@@ -261,9 +261,9 @@ def _check_config(path: str, model: PreTrainedModel) -> None:
         there, here = getattr(origin, field), getattr(saved, field)
         if there != here:
             raise CheckpointError(
-                f"{path} cannot be trained: its checkpoints would be saved with {field}={here!r}, "
-                f"where its config.json has {there!r}, and servers would not read them. Start from "
-                "a checkpoint of the text model alone"
+                f"{path} cannot be trained: its checkpoints would be saved with "
+                f"{field}={here!r}, but its config.json has {there!r}, so servers could not load "
+                "them. Start from a checkpoint of the text model alone"
             )
 
 
@@ -295,7 +295,7 @@ def _explain(
     what = "nothing else" if counterpart is None else f"{counterpart} {there[counterpart]}"
     return (
         f"{path} cannot be trained: its weights would be saved under names or shapes that "
-        f"servers do not read. {type(model).__name__} would be saved with {name} {shape}, where "
-        f"the checkpoint has {what}. Is it complete, and of the architecture that its config "
-        "names? transformers' `save_pretrained` writes checkpoints that can be trained"
+        f"servers cannot load. {type(model).__name__} would be saved with {name} {shape}, where "
+        f"the checkpoint has {what}. Check that it is complete and of the architecture in its "
+        "config; a checkpoint written by transformers' `save_pretrained` can be trained"
     )

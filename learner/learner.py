@@ -167,7 +167,7 @@ class Learner(ShardedModel):
     def _number_of(self, loss: LossFunction) -> int:
         losses = self.worker.losses
         if loss not in losses:
-            assert self._group.size == 1, f"the other workers have no loss {loss}"
+            assert self._group.size == 1, f"the other workers do not have the loss {loss}"
             losses.append(loss)
         return losses.index(loss)
 

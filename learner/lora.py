@@ -119,7 +119,7 @@ def check_same_form(settings: LoraSettings, base: str, adapter: str) -> None:
     if differs := _other_shape(lora, adapter):
         raise ConfigError(
             f"lora.targets={settings.targets} in {of} differs from the adapter of {adapter}: "
-            f"{differs}; give the lora.targets= it was made with "
+            f"{differs}; give the adapter's lora.targets= "
             f"({', '.join(sorted(saved['target_modules']))})",
             field="lora.targets",
         )
@@ -381,7 +381,7 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
     if differs := _other_shape(lora, path):
         raise ConfigError(
             f"lora.adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {differs}. "
-            f"It was made for {made_for!r}; train it on that, or start afresh",
+            f"It was made for {made_for!r}; train that model, or leave it out",
             field="lora.adapter",
         )
 

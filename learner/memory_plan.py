@@ -281,7 +281,7 @@ def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassP
         plan = plan._replace(reduces_once=False)
     if plan[:2] != asked[:2]:
         logger.warning(
-            "memory is short on %s: gradient_checkpointing=%s, token_budget=%d",
+            "memory of %s is limited: using gradient_checkpointing=%s, token_budget=%d",
             device,
             plan.gradient_checkpointing,
             plan.token_budget,

@@ -49,7 +49,7 @@ def assert_optimizes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     for name, parameter in _trained(model):
         count = known.pop(id(parameter), 0)
         assert count == 1, f"the optimizer has {name} {count} times: it would not be trained"
-    assert not known, f"the optimizer has {len(known)} tensors that are no weights of the model"
+    assert not known, f"the optimizer has {len(known)} tensors that are not weights of the model"
 
 
 def lr_factor(step: int, settings: LearnerSettings, total_steps: int) -> float:

@@ -126,8 +126,8 @@ def _agree_on_tensors(model: PreTrainedModel, group: WorkerGroup) -> None:
     if group.sum_over_workers(float(leaders != ours)):
         difference = sorted(set(leaders).symmetric_difference(ours))
         raise CheckpointError(
-            "the leader's model has other tensors than a worker makes from its config: "
-            f"{difference[:3]}. Does config.json agree with the weights?"
+            f"the leader's model has other tensors than its config describes: {difference[:3]}. "
+            "Check that config.json matches the weights"
         )
 
 

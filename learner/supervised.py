@@ -220,8 +220,8 @@ def _read(path: Path, digest: str) -> FloatArray:
         ) from error
     if written_for != digest:
         raise CheckpointError(
-            f"{path} was written for pairs that differ from those of the data; use the same "
-            "file, or another out="
+            f"{path} was written for other pairs than those of data=; use the same file, or "
+            "another out="
         )
     return logprobs_N
 

@@ -36,7 +36,7 @@ This page lists every setting of `python -m cluster.train`, by section and by th
 declares it. It is generated from the code (`make docs-generated`). `--help all` of a recipe shows
 the same texts. [commands.md](commands.md#settings-worth-knowing) has those that most runs change.
 
-- Settings in **bold** matter first.
+- The most important settings are in **bold**.
 - An empty type is a class. An empty default means that the setting is unset; the last column says
   what happens then.
 - "Allowed" has the rules of a single setting. Combinations that depend on the models, the machine

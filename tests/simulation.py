@@ -169,7 +169,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
 
     def get(reference: LocalReference, timeout: float | None = None) -> Any:
         if not wait([reference], timeout=timeout)[0]:
-            raise GetTimeoutError(f"no answer in {timeout} s")
+            raise GetTimeoutError(f"no answer within {timeout} s")
         return reference.future.result()
 
     def clock() -> float:

@@ -124,15 +124,17 @@ class AgentResult:
         if not isinstance(value, dict) or not value.keys() <= _RESULT:
             names = ", ".join(sorted(_RESULT))
             raise AgentFailed(
-                f"gave {json.dumps(value)[:200]} as its result, which is neither a number, a text, "
-                f"nor an object of {names}"
+                f"gave {json.dumps(value)[:200]} as its result; a result is a number, a text, or "
+                f"an object of {names}"
             )
         reward, answer = value.get("reward"), value.get("answer")
         metrics, feedback = value.get("metrics") or {}, value.get("feedback") or ""
         if not (reward is None or is_number(reward)):
-            raise AgentFailed(f"gave the reward {json.dumps(reward)[:200]}, which is no number")
+            raise AgentFailed(f"gave the reward {json.dumps(reward)[:200]}, which is not a number")
         if not isinstance(metrics, dict) or not all(map(is_number, metrics.values())):
-            raise AgentFailed(f"gave the metrics {json.dumps(metrics)[:200]}, which are no numbers")
+            raise AgentFailed(
+                f"gave the metrics {json.dumps(metrics)[:200]}, which are not all numbers"
+            )
         return cls(
             reward=0.0 if reward is None else float(reward),
             answer=None if answer is None or reward is not None else str(answer),
@@ -166,8 +168,8 @@ class AgentEpisode(AskingEnv):
         if not endpoint.turns:
             return self._failed(
                 endpoint,
-                f"the agent {setting.program.command!r} asked the model nothing; its client must "
-                "take OPENAI_BASE_URL and OPENAI_API_KEY",
+                f"the agent {setting.program.command!r} sent no request to the model; its client "
+                "must use OPENAI_BASE_URL and OPENAI_API_KEY",
             )
         episode = _episode(endpoint)
         return replace(
@@ -186,7 +188,7 @@ class AgentEpisode(AskingEnv):
         if result.answer is None:
             return Verdict(reward=result.reward)
         if self._problem.answer is None:
-            raise AgentFailed("gave an answer, and the row has none to hold it against")
+            raise AgentFailed("gave an answer, but the row has no `answer` to compare it with")
         return await verdict(self._setting.reward, result.answer, self._problem.answer)
 
     def _failed(self, endpoint: AgentEndpoint, reason: str) -> Episode:
@@ -273,18 +275,22 @@ class AgentDataset(EnvDataset):
 class AgentLimits(EnvConfig):
     """Settings of all environments whose episodes an agent plays."""
 
-    max_turns: int = setting(at_least(1), default=64, doc="most answers of the model in an episode")
+    max_turns: int = setting(
+        at_least(1), default=64, doc="maximum number of the model's answers in an episode"
+    )
     time_s: float = setting(
-        above(0), default=600.0, doc="seconds after which an agent is ended and its episode fails"
+        above(0),
+        default=600.0,
+        doc="time limit of an agent in seconds; a longer episode is ended and fails",
     )
     memory_mb: int = setting(
-        at_least(64), default=4096, doc="memory in MB that each process of an agent may use"
+        at_least(64), default=4096, doc="memory limit of each process of an agent in MB"
     )
     client_sampling: ClientSampling = chz.field(
         default="force",
-        doc="what becomes of an agent's own temperature, top_p, penalties, seed and the like where "
-        "they differ from the run's: force overrides them, with a line in the log; refuse answers "
-        "with the API's error 400",
+        doc="treatment of an agent's requests whose temperature, top_p, penalties, seed or "
+        "similar parameters differ from the run's. force: use the run's values, and log it; "
+        "refuse: answer with error 400",
     )
 
 
@@ -293,9 +299,10 @@ class Agent(AgentLimits):
     """env=Agent: a program that owns its loop, and asks the policy through OpenAI's API."""
 
     command: str = chz.field(
-        doc="the agent: a command line, such as 'python my_agent.py', or module:function; it gets "
-        "the problem's row as JSON on stdin (or as its argument), OPENAI_BASE_URL and "
-        "OPENAI_API_KEY, and gives its reward or its answer as JSON (docs/recipes/agents.md)"
+        doc="the agent: a command line, such as 'python my_agent.py', or module:function; it "
+        "receives the problem's row as JSON on stdin (or as its argument), and "
+        "OPENAI_BASE_URL and OPENAI_API_KEY; it prints (or returns) its reward or its "
+        "answer as JSON (docs/recipes/agents.md)",
     )
 
     def check_here(self) -> None:
@@ -306,8 +313,8 @@ class Agent(AgentLimits):
         for name in ("teacher_prompt", "teacher_messages"):
             if row.get(name) is not None:
                 raise DataError(
-                    f"`{name}`: the agent makes its prompts itself, so no row says what its "
-                    "teacher sees; give teacher.feedback, or leave the field out",
+                    f"`{name}`: an agent writes its own prompts, so the row cannot set the "
+                    "teacher's prompt; use teacher.feedback, or leave the field out",
                     field=name,
                 )
 

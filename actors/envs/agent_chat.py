@@ -18,7 +18,7 @@ from distill.chat.template import check_messages, check_tools
 
 _NOT_THERE = {
     "functions": "it is deprecated; give `tools`",
-    "top_logprobs": "leave it out; `logprobs` has those of the sampled tokens",
+    "top_logprobs": "leave it out; `logprobs` returns those of the sampled tokens",
 }
 
 

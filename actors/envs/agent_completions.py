@@ -17,9 +17,9 @@ from actors.envs.agent_requests import (
 from distill.errors import DataError
 
 _NOT_THERE = {
-    "echo": "the client has the prompt, and log-probs of its tokens are not computed",
-    "suffix": "the policy writes what follows a prompt",
-    "logprobs": "give 0, which has those of the sampled tokens",
+    "echo": "the prompt is not returned, and its tokens get no log-probs; leave it out",
+    "suffix": "the policy only continues a prompt; leave it out",
+    "logprobs": "give 0, for those of the sampled tokens",
 }
 _HEAD = ("cmpl", "text_completion")
 
@@ -32,7 +32,7 @@ class CompletionsApi:
     def read(self, body: Body) -> AgentRequest:
         refuse_fields(body, _NOT_THERE)
         if body.get("best_of") not in (None, body.get("n") or 1):
-            raise DataError("`best_of` must be `n`: all samples are trained", field="best_of")
+            raise DataError("`best_of` must equal `n`: all samples are trained", field="best_of")
         return AgentRequest.of(
             body,
             _prompts(body.get("prompt")),

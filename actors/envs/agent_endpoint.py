@@ -246,7 +246,7 @@ class AgentEndpoint:
             raise LimitReached(
                 StopReason.TURNS,
                 "turn_limit_exceeded",
-                f"the episode has had {self._samples} of its {self._max_turns} turns "
+                f"the episode has used {self._samples} of its {self._max_turns} turns "
                 f"(env.max_turns), and this request is {wanted}",
             )
         self._samples += wanted

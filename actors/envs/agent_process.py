@@ -111,12 +111,12 @@ class AgentProgram:
             words = shlex.split(self.command)
         except ValueError as error:
             raise ConfigError(
-                f"env.command={self.command!r} is no command line: {error}", field="env.command"
+                f"env.command={self.command!r} is not a command line: {error}", field="env.command"
             ) from error
         path = self.environment()["PATH"]
         if not words or not _found(words[0], path, self.working_directory):
             raise ConfigError(
-                f"env.command={self.command!r} names no program that can be started; give a "
+                f"env.command={self.command!r} names a program that cannot be started; give a "
                 "command line, such as 'python my_agent.py', or module:function",
                 field="env.command",
             )
@@ -166,9 +166,7 @@ class AgentProgram:
             try:
                 return loads(line)
             except ValueError:
-                raise AgentFailed(
-                    _with_last_line("printed no JSON as its last line", line)
-                ) from None
+                raise AgentFailed(_with_last_line("its last line is not JSON", line)) from None
 
     async def _called(self, problem: Mapping[str, Any], variables: Mapping[str, str]) -> object:
         with _kept(self) as child:

@@ -219,7 +219,7 @@ def refuse_fields(body: Body, remedies: Mapping[str, str]) -> None:
     """Raise DataError if the body sets a field of `remedies`."""
     for name, remedy in remedies.items():
         if body.get(name) not in (None, False, 0, ""):
-            raise DataError(f"`{name}` is not there; {remedy}", field=name)
+            raise DataError(f"`{name}` is not supported; {remedy}", field=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +250,9 @@ class SamplingRule:
         if asked and self.client_sampling == "refuse":
             name, value = next(iter(asked.items()))
             own = self._own(name)
-            instead = "" if own is None else f", or {own:g} as the run has it"
+            instead = "" if own is None else f", or {own:g} as in the run"
             raise RefusedRequest(
-                f"`{name}`={json.dumps(value)[:80]} differs from how the run samples; leave it "
+                f"`{name}`={json.dumps(value)[:80]} differs from the run's sampling; leave it "
                 f"out{instead} (or set env.client_sampling=force)",
                 field=name,
                 code="unsupported_value",
@@ -261,7 +261,7 @@ class SamplingRule:
         if new:
             _logged.update(new)
             logger.warning(
-                "an agent asks for %s: no effect, the policy is sampled as the run says",
+                "an agent's request has %s, which is ignored: the run's sampling applies",
                 ", ".join(f"{name}={json.dumps(asked[name])[:80]}" for name in new),
             )
 
@@ -304,7 +304,8 @@ def _stops(value: object) -> tuple[str, ...]:
         or not all(isinstance(stop, str) and stop for stop in stops)
     ):
         raise DataError(
-            f"`stop` must be a text or at most {_MOST_STOPS} of them, got {value!r}", field="stop"
+            f"`stop` must be a text or a list of at most {_MOST_STOPS} texts, got {value!r}",
+            field="stop",
         )
     return tuple(stops)
 

@@ -31,7 +31,7 @@ from distill.types import StopReason
 Item = Mapping[str, Any]
 
 _NOT_THERE = {
-    "background": "a request is answered when it has been sampled",
+    "background": "leave it out: a request is answered when its sample is complete",
     "conversation": "give `previous_response_id`, or all items",
     "prompt": "give `instructions` and `input`",
     "top_logprobs": 'leave it out; `include` "message.output_text.logprobs" for the sampled tokens',
@@ -84,8 +84,8 @@ class ResponsesApi:
         previous = body.get("previous_response_id")
         if previous is not None and str(previous) not in self._responses:
             raise RefusedRequest(
-                f"the previous response {str(previous)[:80]!r} is not kept: another episode has "
-                "it, or it was sent with store=false; send all items",
+                f"the previous response {str(previous)[:80]!r} is not stored: it belongs to "
+                "another episode, or was requested with store=false; send all items",
                 field="previous_response_id",
                 code="previous_response_not_found",
             )
@@ -105,8 +105,8 @@ class ResponsesApi:
                 yield known
             else:
                 raise RefusedRequest(
-                    f"`input[{number}]`: the item {str(item.get('id'))[:80]!r} is not kept; send "
-                    "the item itself",
+                    f"`input[{number}]`: the item {str(item.get('id'))[:80]!r} is not stored; "
+                    "send the item itself",
                     field=f"input[{number}]",
                     code="item_not_found",
                 )
@@ -145,7 +145,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case kind:
                 raise DataError(
-                    f"`{where}` has the type {kind!r}; the policy knows messages, reasoning, "
+                    f"`{where}` has the type {kind!r}; supported are messages, reasoning, "
                     "function_call and function_call_output",
                     field=where,
                 )
@@ -162,7 +162,7 @@ def _text(content: object, where: str) -> str:
         text = part.get(_TEXT_PARTS.get(str(kind), "")) if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise DataError(
-                f"`{where}` has a part of type {kind!r}: models of text see text only", field=where
+                f"`{where}` has a part of type {kind!r}: only text is supported", field=where
             )
         texts.append(text)
     return "".join(texts)
@@ -186,8 +186,8 @@ def _tools(tools: Sequence[object]) -> tuple[Mapping[str, Any], ...]:
     for number, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise DataError(
-                f"`tools[{number}]` must be a function, got {str(tool)[:80]}: the endpoint runs no "
-                "tools",
+                f"`tools[{number}]` must be a function, got {str(tool)[:80]}: the endpoint does "
+                "not run tools",
                 field=f"tools[{number}]",
             )
         names = ("name", "description", "parameters", "strict")

@@ -89,8 +89,8 @@ class Judge:
             ) from None
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ConfigError(
-                f"env.judge_url={self.url} does not answer as an OpenAI endpoint does; its API "
-                "may have another path, such as /v1",
+                f"env.judge_url={self.url} is not an OpenAI-compatible endpoint; its API may be "
+                "at another path, such as /v1",
                 field="env.judge_url",
             )
         names = [str(each.get("id")) for each in listed["data"] if isinstance(each, dict)]
@@ -187,7 +187,7 @@ class Judge:
         raise DataError(
             f"the judge {self.model} gave no verdict, asked twice: its last line must be "
             f"{task.form}, and it {ended} with {verdicts.last_line(reply)[-_SHOWN:]!r}. "
-            + ("Give it more env.judge_max_tokens" if cut else "Take another env.judge_model")
+            + ("Raise env.judge_max_tokens" if cut else "Use another env.judge_model")
         )
 
     async def _ask(self, messages: Messages) -> Answer:

@@ -119,7 +119,7 @@ def _sigmoid(x: float) -> float:
 
 def _alone() -> ConfigError:
     return ConfigError(
-        "env.mode=pairs compares the responses of a group, and this one has one; give more "
+        "env.mode=pairs compares the responses of a group, and this group has one; give more "
         "samples, or env.mode=score",
         field="env.mode",
     )
@@ -142,7 +142,7 @@ class Answered(MessageEnv):
         )
 
 
-_JUDGES = not_with("reward_model", why="it reads no rubric, and compares every pair")
+_JUDGES = not_with("reward_model", why="a reward model uses no rubric, and compares every pair")
 
 
 @chz.chz
@@ -156,66 +156,67 @@ class Judged(ChatEnvConfig):
     judge_url: str | None = setting(
         _JUDGES,
         default=None,
-        doc="judge: an OpenAI-compatible endpoint, http://host:port/v1; its key, if it needs one, "
-        "in the environment variable ISOTHERM_JUDGE_API_KEY",
+        doc="judge: an OpenAI-compatible endpoint, http://host:port/v1; if it needs a key, set "
+        "the environment variable ISOTHERM_JUDGE_API_KEY",
     )
     judge_model: str | None = setting(
-        not_blank("give the model's name at the judge's"),
+        not_blank("give the judge model's name at that endpoint"),
         _JUDGES,
         default=None,
         doc="name of the judge's model at judge_url",
     )
     rubric: str | None = setting(
-        not_blank("say what makes an answer good, or give @FILE"),
+        not_blank("give the criteria of a good answer, or @FILE"),
         _JUDGES,
         default=None,
-        doc="criteria of a good answer, for the judge to read; or @FILE",
+        doc="criteria of a good answer, for the judge; or @FILE",
     )
     reward_model: str | None = chz.field(
         default=None,
         munger=lambda _, path: path and trained_model(path),
         doc="instead of judge_url, judge_model and rubric: a checkpoint of recipe=reward_model, "
-        "which the run hosts",
+        "loaded by the run",
     )
     mode: str = setting(
         one_of(*MODES),
         default="score",
-        doc="score: each response alone; pairs: the responses of a group against one another "
-        "(evaluations use score)",
+        doc="score: each response alone; pairs: the responses of a group are compared with one "
+        "another (evaluations use score)",
     )
     max_pairs: int | None = setting(
         needs("mode", "pairs"),
         _JUDGES,
         default=None,
-        doc="mode=pairs: most comparisons in a group, with each response in equally many; a "
-        "comparison is two requests; default: every pair",
+        doc="mode=pairs: maximum number of comparisons in a group, each response in equally "
+        "many; a comparison is two requests; default: every pair",
     )
     judge_timeout_s: float = setting(
-        above(0), _JUDGES, default=120.0, doc="seconds that a request to the judge may take"
+        above(0), _JUDGES, default=120.0, doc="time limit of a request to the judge in seconds"
     )
     judge_max_concurrent: int = setting(
         at_least(1),
         _JUDGES,
         default=16,
-        doc="requests to the judge at the same time, of each rollout worker",
+        doc="maximum number of concurrent requests to the judge, per rollout worker",
     )
     judge_retries: int = setting(
         at_least(0),
         _JUDGES,
         default=3,
-        doc="further attempts if the judge is busy, fails or is lost",
+        doc="number of retries if the judge is busy, fails or is unreachable",
     )
     judge_max_tokens: int = setting(
         at_least(1),
         _JUDGES,
         default=1024,
-        doc="longest verdict, in tokens; a judge that reasons first needs more",
+        doc="maximum length of a verdict in tokens; a judge that reasons first needs more",
     )
     judge_max_chars: int = setting(
         at_least(1),
         _JUDGES,
         default=20_000,
-        doc="characters of a response that the judge sees; it is told how many it does not see",
+        doc="maximum number of characters of a response in the judge's prompt, which states how "
+        "many are left out",
     )
     system: str | None = chz.field(default=None, doc="system message before every prompt")
 
@@ -348,7 +349,7 @@ def read_rubric(given: str) -> str:
         ) from error
     if not text.strip():
         raise ConfigError(
-            f"env.rubric={given} is blank; say what makes an answer good", field="env.rubric"
+            f"env.rubric={given} is blank; give the criteria of a good answer", field="env.rubric"
         )
     return text
 

@@ -116,7 +116,7 @@ class McpSession:
             self._holder.cancel()  # the session is still being opened
         await asyncio.wait([self._holder], timeout=_CLOSE_S)
         if not self._holder.done():
-            logger.warning("MCP server %s does not end; it is left to itself", self._server)
+            logger.warning("MCP server %s does not end and is left running", self._server)
             self._holder.cancel()
 
     async def ask(self, question: Callable[[Client], Awaitable[Any]]) -> Any:
@@ -129,7 +129,7 @@ class McpSession:
             return await question(self._client.result())
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise ToolError("the server of this tool has ended; it cannot be used") from error
+                raise ToolError("this tool cannot be used: its server has ended") from error
             raise ToolError(error.message) from error
 
     async def _hold(self, opened: asyncio.Future[Client]) -> None:
@@ -158,7 +158,7 @@ class McpSession:
         why = _causes(error)
         if isinstance(error, TimeoutError):
             why = f"no answer within {self._server.start_s:g} s"
-        return f"{self._server} did not start: {why}{f'; it said: {printed}' if printed else ''}"
+        return f"{self._server} did not start: {why}{f'; its output: {printed}' if printed else ''}"
 
 
 def _causes(error: BaseException) -> str:
@@ -210,7 +210,7 @@ class McpTool(Tool):
             texts = [json.dumps(result.structured_content, ensure_ascii=False)]
         text = "\n".join(texts)
         if result.is_error:
-            raise ToolError(text or f"{self.name} failed and did not say why")
+            raise ToolError(text or f"{self.name} failed without a message")
         return text
 
 
@@ -226,9 +226,9 @@ def server_tools(server: McpServer) -> tuple[McpTool, ...]:
         return asyncio.run(_listed(server))
     except Exception as error:  # the client raises many types
         raise ConfigError(
-            f"the MCP server cannot be asked for its tools: {_causes(error)}. Does "
-            "env.mcp_command run in a shell, or env.mcp_url answer? Variables that it needs are "
-            "named by env.mcp_environment",
+            f"cannot list the MCP server's tools: {_causes(error)}. Check that env.mcp_command "
+            "runs in a shell, or that env.mcp_url answers; env.mcp_environment names the "
+            "variables that the server needs",
             field="env.mcp_url" if server.url else "env.mcp_command",
         ) from error
 
@@ -286,27 +286,35 @@ class McpToolUse(ToolUse):
     """env=McpToolUse: prompts that are answered with tools of an MCP server, and other tools."""
 
     tools: str = chz.field(
-        default="", doc="tools besides the server's, commas between; as of env=ToolUse"
+        default="", doc="additional tools, as in env=ToolUse, separated by commas"
     )
     mcp_command: str = setting(
         readable_as("command line", shlex.split, allows="a 'b'", refuses="a 'b"),
         default="",
-        doc="runs a server that speaks through its stdio",
+        doc="command line of a server that the run starts, connected through stdio",
     )
-    mcp_url: str = chz.field(default="", doc="a running server, streamable HTTP; or mcp_command")
+    mcp_url: str = chz.field(
+        default="", doc="address of a running server (streamable HTTP), instead of mcp_command"
+    )
     mcp_tools: str = chz.field(
-        default="", doc="those of the server's tools that the model has, commas between; none: all"
+        default="",
+        doc="the server's tools that the model may use, separated by commas; default: all",
     )
     mcp_environment: str = chz.field(
-        default="", doc="variables that mcp_command sees besides PATH and HOME, commas between"
+        default="",
+        doc="environment variables that are passed to mcp_command, besides PATH and HOME, "
+        "separated by commas",
     )
-    mcp_start_s: float = setting(above(0), default=60.0, doc="longest start of a server, seconds")
+    mcp_start_s: float = setting(
+        above(0), default=60.0, doc="time limit of a server's start in seconds"
+    )
 
     @chz.validate
     def _one_server(self) -> None:
         if bool(self.mcp_command.strip()) == bool(self.mcp_url.strip()):
             raise ConfigError(
-                f"give one of env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}",
+                f"env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}: give exactly "
+                "one of them",
                 field="env.mcp_command",
             )
         for name in _names(self.mcp_environment):

@@ -50,7 +50,7 @@ def loaded(name: str, args: Mapping[str, Any]) -> Any:
 def problems(env: Any, most: int | None) -> list[dict[str, Any]]:
     """First `most` problems of the environment; None: all."""
     if most is None and not env.taskset.bounded:
-        raise ValueError("it has problems without end; say how many (env.problems)")
+        raise ValueError("it has an endless number of problems; give env.problems")
     tasks = itertools.islice(env.taskset, most)
     return [task.data.model_dump(mode="json", exclude_none=True) for task in tasks]
 

@@ -53,8 +53,8 @@ def verifiers_version(python: str) -> str:
     """
     if shutil.which(python) is None:
         raise ConfigError(
-            f"env.python={python} is no program; give the interpreter that has verifiers, such as "
-            "venv/bin/python",
+            f"env.python={python} is not a program; give an interpreter in which verifiers is "
+            "installed, such as venv/bin/python",
             field="env.python",
         )
     done = subprocess.run(
@@ -130,7 +130,8 @@ class Verifiers(AgentLimits):
         doc="the environment, a taskset that is installed in env.python (docs/recipes/agents.md)"
     )
     python: str = chz.field(
-        doc="interpreter that has verifiers, uv and the environment, on each node of a worker"
+        doc="Python interpreter in which verifiers, uv and the environment are installed, on "
+        "each node that runs a rollout worker",
     )
     args: str = setting(
         readable_as("JSON object", read_object, allows="{}", refuses="[]"),
@@ -142,7 +143,7 @@ class Verifiers(AgentLimits):
         at_least(1),
         IN_MEMORY,
         default=None,
-        doc="its first problems alone; needed where they have no end",
+        doc="number of problems to use, from the first; required if they are endless",
     )
 
     def check_here(self) -> None:

@@ -225,7 +225,9 @@ async def play_group(
     async with user_code():
         rewards_G = await builder.group_rewards(envs_G, episodes_G)
     if len(rewards_G) != len(episodes_G):
-        raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
+        raise DataError(
+            f"group_rewards gave {len(rewards_G)} rewards for {len(episodes_G)} members"
+        )
     return [
         _checked(episode, reward) for episode, reward in zip(episodes_G, rewards_G, strict=True)
     ]

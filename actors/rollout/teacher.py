@@ -56,14 +56,13 @@ def teacher_of(teachers: Mapping[str, ScoringModel], name: str) -> ScoringModel:
         ConfigError: there are no teachers, or several and none of that name.
     """
     if not teachers:
-        raise ConfigError("there is no teacher to score with; give one", field="teacher.model")
+        raise ConfigError("no teacher is given to score with; give teacher=", field="teacher.model")
     if len(teachers) == 1:
         [teacher] = teachers.values()
         return teacher
     if name not in teachers:
         raise ConfigError(
-            f"a prompt names the teacher {name!r}, and there is none of that name; "
-            f"{known_names(name, teachers)}",
+            f"a prompt names the unknown teacher {name!r}; {known_names(name, teachers)}",
             field="teachers",
         )
     return teachers[name]
@@ -337,7 +336,7 @@ def _top_of_actions(segment: Segment, score: Score, listed: int) -> TopLogprobs 
     shape = None if score.top is None else score.top.ids_NK.shape
     if score.top is None or shape != (expected, listed):
         raise EngineError(
-            f"the teacher returned log-probs of tokens of shape {shape}, asked for were {listed} "
+            f"the teacher returned log-probs of tokens in shape {shape}; requested were {listed} "
             f"at each of {expected} positions"
         )
     return score.top.at(segment.action_mask_T[segment.first_action :])

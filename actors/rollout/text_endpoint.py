@@ -142,8 +142,8 @@ def check_url(setting: str, url: str, key_variable: str) -> None:
     """Raise ConfigError unless `url` has the form http(s)://host[:port][/path]."""
     if "@" in url or "?" in url or "#" in url:  # first: other errors print the address
         raise ConfigError(
-            f"{setting} holds a user, a password or a query, which would stand in config.json; "
-            f"give the server's key in {key_variable}, and write http://host:port/v1",
+            f"{setting} contains a user, a password or a query, which would be written to "
+            f"config.json; give the server's key in {key_variable}, and write http://host:port/v1",
             field=setting,
         )
     if split_address(url) is None:
@@ -161,7 +161,8 @@ def read_key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{variable} holds characters that no key has; set it anew", field=variable
+            f"{variable} contains characters that are not valid in a key; set it again",
+            field=variable,
         )
     return key
 
@@ -233,7 +234,9 @@ async def _bound(response: httpx.Response) -> None:
     import httpx
 
     if response.headers.get("content-encoding", "identity").lower() != "identity":
-        raise httpx.DecodingError("the answer is compressed, which was not asked for")
+        raise httpx.DecodingError(
+            "the answer is compressed, although compression was not requested"
+        )
     inner = response.stream
 
     class BoundedStream(httpx.AsyncByteStream):
@@ -243,7 +246,9 @@ async def _bound(response: httpx.Response) -> None:
             async for part in inner:
                 size += len(part)
                 if size > LARGEST_ANSWER:
-                    raise httpx.DecodingError(f"more than {LARGEST_ANSWER >> 20} MiB of answer")
+                    raise httpx.DecodingError(
+                        f"the answer is larger than {LARGEST_ANSWER >> 20} MiB"
+                    )
                 yield part
 
         async def aclose(self) -> None:
@@ -291,7 +296,7 @@ class TextEndpoint:
             EngineError: there was no answer within the limits of `AnswerLimits`; the message
                 includes the last failure.
         """
-        asked, troubles = self._asked(shown, sampling, tools), ["it is still at the first"]
+        asked, troubles = self._asked(shown, sampling, tools), ["the first attempt has not ended"]
         async with self.places:
             try:
                 async with asyncio.timeout(self.limits.all_s):
@@ -314,8 +319,8 @@ class TextEndpoint:
         if self.address.completes:
             if not isinstance(shown, str):
                 raise DataError(
-                    f"{self.address} goes on from texts, and a prompt is a chat, whose template "
-                    f"is the model's own; leave {_COMPLETIONS} out of the address"
+                    f"{self.address} continues plain text, but a prompt is a chat, which needs "
+                    f"the model's template; leave {_COMPLETIONS} out of the address"
                 )
             return {**asked, "prompt": shown}
         chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
@@ -373,14 +378,14 @@ class TextEndpoint:
         if status in _REFUSED_KEY:  # without the server's message: some repeat the key
             return EndpointRefused(
                 f"{self.address} refuses the key (HTTP {status}; {variable} is "
-                f"{'set' if key else 'not set'}); give the server's own in it, wherever responses "
-                "are made",
+                f"{'set' if key else 'not set'}); set it to the server's key on every machine "
+                "that samples",
                 status,
             )
         if status == 404:
             return EndpointRefused(
-                f"{self.address}: there is no such path, or no model {self.address.name} "
-                f"(HTTP 404): {reason}",
+                f"{self.address}: the path or the model {self.address.name} does not exist (HTTP "
+                f"404): {reason}",
                 status,
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
@@ -394,7 +399,7 @@ class TextEndpoint:
         body = choice if completes else getattr(choice, "message", None)
         if body is None:
             raise _TransientError(
-                f"{self.address} answered with no choice; the API may have another path than "
+                f"{self.address} returned no choice; the API may be at another path than "
                 f"{self.address.base_url}"
             )
         reason = getattr(choice, "finish_reason", None)
@@ -407,8 +412,8 @@ class TextEndpoint:
             )
         if reason not in ("stop", "length", None):
             raise UnusableAnswer(
-                f"{self.address} did not end its answer (finish_reason={reason}): what a filter "
-                "or a call of a tool has ended is no response"
+                f"{self.address} returned an incomplete answer (finish_reason={reason}), ended "
+                "by a filter or a tool call"
             )
         return Answer(text, reason)
 

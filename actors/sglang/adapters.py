@@ -148,5 +148,5 @@ class Adapters:
         try:
             await self._admin.order("/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:
-            logger.warning("the adapter %s may not be unloaded: %s", name, error)
+            logger.warning("the adapter %s may still be loaded: %s", name, error)
         del self._held[name]

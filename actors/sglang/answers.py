@@ -29,7 +29,7 @@ def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
     if not isinstance(content, list) or not all(
         isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict) for answer in content
     ):
-        raise EngineError(f"the server's answer is not SGLang's: {str(content)[:200]}")
+        raise EngineError(f"the server's answer is not in SGLang's format: {str(content)[:200]}")
     if len(content) != expected:
         raise EngineError(f"the server answered {len(content)} of {expected} requests")
     return content
@@ -96,9 +96,9 @@ def read_experts(
         )
     if tokens and mixture.top_k > 1 and not experts_NLK.any():
         raise EngineError(
-            "the server's routed_experts are 0 throughout: it chooses experts inside a kernel, "
-            "where SGLang records none. Give policy.server_flags='--moe-runner-backend triton', or "
-            "routing_replay=False"
+            "the server's routed_experts are all 0: it chooses experts inside a kernel, where "
+            "SGLang does not record them. Use policy.server_flags='--moe-runner-backend "
+            "triton', or routing_replay=False"
         )
     return experts_NLK.astype(mixture.dtype)
 

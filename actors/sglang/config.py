@@ -33,7 +33,7 @@ class SglangConfig:
     max_running_requests: int = setting(
         at_least(1),
         default=256,
-        doc="most sequences that are decoded at the same time; further ones wait",
+        doc="maximum number of sequences that are decoded concurrently; further ones wait",
     )
     gpu_share: float = chz.field(default=1.0, doc="part of a GPU that a server may fill")
     gpu_reserved: int = chz.field(
@@ -46,7 +46,7 @@ class SglangConfig:
         default=None, doc="file of the turn on GPUs that several servers share; the others sleep"
     )
     routed_experts: bool = chz.field(
-        default=False, doc="record the experts of a mixture that tokens are routed to"
+        default=False, doc="record the experts to which tokens are routed"
     )
     log_path: str | None = chz.field(
         default=None, doc="file for the server's output; None: an unnamed temporary file"
@@ -54,7 +54,7 @@ class SglangConfig:
     start_deadline_s: float = setting(
         above(0),
         default=START_S,
-        doc="longest start in seconds; the first request of each kind may take as long",
+        doc="time limit of the start in seconds, and of the first request of each kind",
     )
     request_deadline_s: float = chz.field(default=1800.0, doc="longest request, seconds")
     stops: StopTokens | None = chz.field(

@@ -77,8 +77,8 @@ class CudaTools:
             )
         elif _major(self.nvcc[1]) != _major(self.cuda):
             problems.append(
-                f"nvcc at {self.nvcc[0]} is of CUDA {self.nvcc[1]}, and torch of {self.cuda}: set "
-                f"CUDA_HOME to a toolkit of CUDA {_major(self.cuda)}"
+                f"nvcc at {self.nvcc[0]} is from CUDA {self.nvcc[1]}, but torch was built for "
+                f"CUDA {self.cuda}: set CUDA_HOME to a toolkit of CUDA {_major(self.cuda)}"
             )
         return problems
 

@@ -602,7 +602,7 @@ class SglangEngine:
         self._note_server(await self._server_info())
         if self._context_length < model_context:
             logger.warning(
-                "The cache of %s's server is too small for the model's context of %d tokens: "
+                "the cache of %s's server is smaller than the model's context of %d tokens: "
                 "samples end at %d; raise --max-total-tokens in server_flags",
                 self._model, model_context, self._context_length,
             )  # fmt: skip

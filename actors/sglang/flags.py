@@ -142,7 +142,8 @@ def parse_flags(text: str, setting: str = "server_flags") -> Flags:
             flags[name] = [value] if value else []
         elif name is None:
             raise ConfigError(
-                f"{setting}={text!r}: {word!r} belongs to no flag; write --name", field=setting
+                f"{setting}={text!r}: {word!r} does not belong to a flag; write --name",
+                field=setting,
             )
         else:
             flags[name].append(word)

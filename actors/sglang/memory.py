@@ -177,10 +177,10 @@ class ServerMemory:
         if tokens < least:
             raise ConfigError(
                 f"{what} does not fit: of {gib(room)} GiB of a GPU its weights take "
-                f"{gib(self.weights)}, working memory {gib(self.working)}, and what is left holds "
+                f"{gib(self.weights)}, working memory {gib(self.working)}, and the rest holds "
                 f"{max(0, tokens)} tokens of cache ({self.token} bytes each), less than one "
-                f"context of {least}. Use --tp-size, a larger gpus_per_actor, fewer others on the "
-                "GPU, or --context-length and --max-total-tokens of your own in its server flags",
+                f"context of {least}. Use --tp-size, a larger gpus_per_actor, fewer processes on "
+                "the GPU, or --context-length and --max-total-tokens in its server flags",
                 field="cluster.gpus_per_actor",
             )
         return tokens

@@ -180,5 +180,5 @@ class TurnTakingEngine(HostedSglangEngine):
             scores = await self._score(first.rows.requests, Use())
         if why := first.judge(first.rows.answer(scores)).why:
             raise EngineLost(
-                f"{self._model} answers the same rows differently after its sleep: {why}"
+                f"{self._model} scores the same rows differently after its sleep: {why}"
             )

@@ -46,8 +46,8 @@ class ServerGroup:
         except TimeoutError:
             raise EngineError(
                 f"the server did not join the weight group at {member.address}:{member.port} "
-                f"within {member.join_deadline_s:.0f} s; can it reach that address? "
-                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface to use; otherwise "
+                f"within {member.join_deadline_s:.0f} s; check that it can reach that address, "
+                "set the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or use "
                 "weights=disk"
             ) from None
         self._name = member.name

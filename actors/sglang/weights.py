@@ -271,7 +271,7 @@ class WeightSession:
                 await self._admin.order("/continue_generation", {})
                 await prove()
             except BaseException as error:
-                self._loads.torn = str(error) or "the wake of the server was interrupted"
+                self._loads.torn = str(error) or "the server's wake-up was interrupted"
                 raise
             finally:
                 self._open.set()

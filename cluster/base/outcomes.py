@@ -28,8 +28,8 @@ class Diverged(RunFailed):
     """A loss, a gradient or a weight is not finite."""
 
     remedy = (
-        "The same command would come to the same place: begin another run, with an out= of its "
-        "own and a lower lr or max_grad_norm"
+        "The same command would fail in the same way: start another run, with another out= and "
+        "a lower lr or max_grad_norm"
     )
 
     def offer(self, out: Path, step: int) -> None:
@@ -45,8 +45,8 @@ class OutOfMemory(RunFailed):
 
     remedy = (
         "Give the learner more room: a smaller learner.token_budget, "
-        "learner.gradient_checkpointing=True, learner.offload_optimizer=True, or fewer others on "
-        f"that GPU. With that, the {_RESUMES}"
+        "learner.gradient_checkpointing=True, learner.offload_optimizer=True, or fewer "
+        f"processes on that GPU. With that, the {_RESUMES}"
     )
 
 

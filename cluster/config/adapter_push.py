@@ -55,11 +55,11 @@ def _unservable(config: RolloutConfig) -> str:
     if not (config.lora.trains_adapter and config.pushes):
         return "no adapter is trained; set lora.rank"
     if config.engine.kind_on(config.cluster.device) != "sglang":
-        return "the embedded engine computes no adapter"
+        return "the embedded engine does not support adapters"
     if not checks_adapters():
-        return "the SGLang that is installed here compares no checksums of an adapter"
+        return "the installed SGLang does not compare checksums of an adapter"
     if parallel.data > 1 or parallel.nodes > 1:
-        return "SGLang loads no adapters into replicas, nor over several nodes"
+        return "SGLang does not load adapters into replicas or over several nodes"
     if any(flag.startswith("--speculative") for flag in parse_flags(given)):
         return "a draft model would not have the adapter"
     if config.engines_sleep:

@@ -24,7 +24,7 @@ from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings,
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.settings import fields_of, is_section, meant_by, short_names
+from distill.settings import fields_of, is_section, meant_by, other_names, short_names
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
@@ -309,7 +309,7 @@ def _checked_value(field: Field, key: str, value: Any) -> Any:
         of = get_args(field.x_type)[1]
         within = f".{next(iter(chz.chz_fields(of)))}" if chz.is_chz(of) else ""
         raise ConfigError(
-            f"{key}={text_of(value)} is no mapping; write {key}.NAME{within}=VALUE", field=key
+            f"{key}={text_of(value)} is not a mapping; write {key}.NAME{within}=VALUE", field=key
         )
     if kind := (field.metadata or {}).get("path"):
         check_path(key, kind, text_of(value))
@@ -389,5 +389,7 @@ def _check_complete(kind: type, given: Mapping[str, Any]) -> None:
             if path not in given and each._default is each._default_factory is MISSING
         ]
     if missing:
-        listed = "; ".join(f"{path}= ({doc})" for path, doc in missing)
+        listed = "; ".join(
+            f"{[path, *other_names(kind, path)][-1]}= ({doc})" for path, doc in missing
+        )
         raise ConfigError(f"not given: {listed}", field=missing[0][0])

@@ -45,7 +45,7 @@ def check_readable(directory: Path) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {file}: {error}; copy it again") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds no JSON object; copy it again")
+        raise CheckpointError(f"{file} is not a JSON object; copy it again")
 
 
 def check_weights(directory: Path) -> None:
@@ -62,18 +62,18 @@ def check_weights(directory: Path) -> None:
                 f"{directory} lacks {shard}, which its index names; copy it again"
             )
     if not files and not pickles:
-        raise CheckpointError(f"{directory} holds no weights (no *.safetensors file)")
+        raise CheckpointError(f"{directory} has no weights (no *.safetensors file)")
     for file in pickles:
         _refuse_pointer(file)
         if not (zipfile.is_zipfile(file) or _begins(file, _TORCH)):
-            raise CheckpointError(f"{file} is corrupt or cut short: torch.save did not write it")
+            raise CheckpointError(f"{file} is corrupt or truncated: it is not a file of torch.save")
     for file in files:
         _refuse_pointer(file)
         try:
             with safe_open(file, framework="np"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} is corrupt or cut short: {error}") from error
+            raise CheckpointError(f"{file} is corrupt or truncated: {error}") from error
 
 
 def check_vocabulary_files(directory: Path) -> None:
@@ -143,8 +143,8 @@ def check_stop_tokens(directory: Path, stop_tokens: str) -> None:
         elif any(form in text for form in forms):
             continue
         raise ConfigError(
-            f"model.stop_tokens={stop_tokens}: {given!r} is no token of {directory}, nor an id; "
-            f"{known_names(given, sorted(_special_tokens(directory)))}",
+            f"model.stop_tokens={stop_tokens}: {given!r} is neither a token of {directory} nor "
+            f"an id; {known_names(given, sorted(_special_tokens(directory)))}",
             field="model.stop_tokens",
             value=stop_tokens,
         )

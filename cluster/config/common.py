@@ -67,7 +67,7 @@ class MachineSettings:
     )
     threads: int = setting(
         at_least(1),
-        at_most(4096, "threads beyond the cores of a machine do not help"),
+        at_most(4096, "more threads than cores do not help"),
         default=1,
         doc="torch threads of each engine and of the learner on a CPU",
         metadata=MAY_CHANGE,
@@ -107,7 +107,7 @@ class ClusterSettings(MachineSettings):
     no_progress_s: float = setting(
         above(0),
         default=1800.0,
-        doc="seconds without progress that any part waits for another before the run fails",
+        doc="seconds without progress after which a wait between parts fails the run",
         metadata=MAY_CHANGE,
     )
 
@@ -274,8 +274,8 @@ class CommonConfig(
         if units < self.learner.workers:
             raise ConfigError(
                 f"learner.workers={self.learner.workers} but an optimizer step has {units} "
-                f"({what}): some workers would have nothing to do; use at most {units} workers, or "
-                "larger steps",
+                f"({what}): some workers would be idle; use at most {units} workers, or larger "
+                "steps",
                 field="learner.workers",
             )
 

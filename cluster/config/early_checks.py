@@ -76,7 +76,7 @@ def check_path(name: str, kind: str, text: str) -> None:
     for path in text.split(",") if kind == "rows" else [text]:
         if why := _no_path(path):
             shown = path if len(path) < _SHOWN else f"{path[:_SHOWN]}..."
-            raise ConfigError(f"{name}={shown} is no path: {why}", field=name)
+            raise ConfigError(f"{name}={shown} is not a valid path: {why}", field=name)
 
 
 def _no_path(text: str) -> str:
@@ -89,7 +89,7 @@ def _no_path(text: str) -> str:
         if error.errno == errno.ENAMETOOLONG:
             return "it is too long"
         if _OF_A_SHELL.match(text):
-            return "only a shell replaces ~ and $NAME; write the path itself"
+            return "~ and $NAME are expanded only by a shell; write the full path"
     return ""
 
 
@@ -266,8 +266,8 @@ def check_run(name: str, path: str) -> None:
     run = path if Path(path).exists() else path.rpartition(":")[0] or path
     if not (Path(run) / "config.json").is_file():
         raise ConfigError(
-            f"{name}={path} is no run: there is no {Path(run) / 'config.json'}; give the out= of a "
-            f"run{path_meant(run, '*/')}",
+            f"{name}={path} is not a run: {Path(run) / 'config.json'} does not exist; give the "
+            f"out= of a run{path_meant(run, '*/')}",
             field=name,
         )
 
@@ -275,8 +275,8 @@ def check_run(name: str, path: str) -> None:
 def _check_adapter(name: str, path: str) -> None:
     if not (Path(path) / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{name}={path} is no adapter: there is no {Path(path) / 'adapter_config.json'}; give "
-            f"a directory in which peft saved one{path_meant(path, '*/')}"
+            f"{name}={path} is not an adapter: {Path(path) / 'adapter_config.json'} does not "
+            f"exist; give a directory in which peft saved one{path_meant(path, '*/')}"
         )
 
 
@@ -292,7 +292,7 @@ def _check_written(name: str, path: str) -> None:
     if Path(path).is_dir():
         why = "it is a directory; give a file"
     elif not parent.is_dir():
-        why = f"there is no directory {parent}; make it first"
+        why = f"the directory {parent} does not exist; create it first"
     elif not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
         why = f"no permission; choose another {name}"
     if why:

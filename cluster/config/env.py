@@ -52,13 +52,13 @@ class _EnvFactory(chz.factories.subclass):
                 found = super().from_string(factory)
             except chz.factories.MetaFromString as error:
                 raise ConfigError(
-                    f"env={factory} is unknown, and not package.module:Class; "
+                    f"env={factory} is neither built in nor package.module:Class; "
                     f"{known_names(factory, names)}",
                     field="env",
                 ) from error
         if not (isinstance(found, type) and issubclass(found, EnvConfig)):
             raise ConfigError(
-                f"env={factory} is no EnvConfig; docs/environments.md says how", field="env"
+                f"env={factory} is not a subclass of EnvConfig (docs/environments.md)", field="env"
             )
         if "__chz_fields__" not in vars(found):
             raise ConfigError(
@@ -99,8 +99,8 @@ class RewardSettings:
     timeout_s: float = setting(
         above(0),
         default=REWARD_TIMEOUT_S,
-        doc="seconds that a call of reward=package.module:function may take; a longer one fails "
-        "its group",
+        doc="time limit in seconds of a call of reward=package.module:function; a longer call "
+        "fails its group",
         metadata=MAY_CHANGE,
     )
 
@@ -134,8 +134,8 @@ class EnvSettings:
             )
         if self.reward.timeout_s != REWARD_TIMEOUT_S and not self.runs_user_code:
             raise ConfigError(
-                f"reward.timeout_s={self.reward.timeout_s:g} changes nothing: it is for a function "
-                f"of your own, and reward={self.reward.name} is built in; leave it out",
+                f"reward.timeout_s={self.reward.timeout_s:g} changes nothing: it limits custom "
+                f"functions, and reward={self.reward.name} is built in; leave it out",
                 field="reward.timeout_s",
             )
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:

@@ -43,8 +43,8 @@ def read_settings(path: str) -> dict[str, Any]:
         if not file.exists():
             raise _refused(
                 path,
-                "is not a run's directory, because it has no config.json; give a run's "
-                f"directory, or a file named {', '.join(SETTINGS_FILES)}",
+                "has no config.json, so it is not a run's directory; give a run's directory, or "
+                f"a file named {', '.join(SETTINGS_FILES)}",
             )
     if not file.exists():
         raise _refused(path, f"does not exist{path_meant(path)}")
@@ -59,9 +59,9 @@ def read_settings(path: str) -> dict[str, Any]:
         why = " ".join(str(error).split())
         raise _refused(path, f"is not valid {file.suffix[1:]}: {why}") from error
     if tree is None:
-        raise _refused(path, "holds no settings; write `name: value` lines in it")
+        raise _refused(path, "contains no settings; write `name: value` lines")
     if CONFIG in tree:
-        raise _refused(path, "names another file; give all settings in one")
+        raise _refused(path, "refers to another file (config=); give all settings in one file")
     return tree
 
 

@@ -29,20 +29,20 @@ _WIDTH = 100
 # Column of the docs. The doc of a longer name begins on the next line.
 _INDENT = 26
 _ABOVE_ALL = [
-    "Settings are key=value. config=FILE takes them from YAML, TOML or JSON, or from another run",
-    "by its directory; the command line is above it.",
+    "Settings are key=value. config=FILE reads them from a YAML, TOML or JSON file, and config=DIR",
+    "from another run's directory; the command line has precedence.",
 ]
 # Largest number of settings that --help without a word explains completely.
 _FEW = 40
 _ALL = "all"
 _OF_SECTIONS = [
-    "checkpoint.every may be written checkpoint_every, and checkpoint.keep_last keep_last, because",
-    "no other setting ends in that name. Names before a comma are the same setting's.",
+    "A name may be shortened if no other setting ends in it: checkpoint_every, keep_last. Names",
+    "before a comma are other names of the same setting.",
 ]
 
 _MORE = [
-    "--help WORD explains those of a section, or with the word in their name: --help sampling,",
-    "--help checkpoint. --help all explains all of them.",
+    "--help WORD explains the settings of a section, or those with WORD in their name, for example",
+    "--help sampling or --help checkpoint. --help all explains all settings.",
 ]
 
 
@@ -65,7 +65,7 @@ def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
     if word in ("", _ALL):
         first = [path for paths in sections.values() for path in paths if path in essential]
         first.sort(key=lambda path: _optional(fields[path]))
-        parts["the settings that matter first"] = first
+        parts["the most important settings"] = first
     if word:
         parts |= {
             title: [path for path in paths if _asked(word, title, names[path], path in essential)]
@@ -75,7 +75,7 @@ def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
     if any(map(is_section, chz.chz_fields(kind).values())):
         lines += _OF_SECTIONS
     if not any(parts.values()):
-        lines += ["", f"No setting and no section has {word!r} in its name."]
+        lines += ["", f"No setting or section has {word!r} in its name."]
     for title, paths in parts.items():
         if paths:
             lines += ["", f"{title}:"]

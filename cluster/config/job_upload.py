@@ -46,6 +46,7 @@ def missing_from_upload(settings: Mapping[str, str]) -> str | None:
     if not missing:
         return None
     return (
-        f"not in the job's upload: {', '.join(missing)}. Relative paths are read in {Path.cwd()}, "
-        "which lacks what .gitignore and .rayignore name; give absolute paths on shared storage"
+        f"not in the job's upload: {', '.join(missing)}. Relative paths are resolved in "
+        f"{Path.cwd()}, and the upload leaves out files that .gitignore or .rayignore names; "
+        "give absolute paths on shared storage"
     )

@@ -69,8 +69,9 @@ def check_scorer(role: str, model: str, tokenizer: Tokenizer) -> CheckedScorer:
         info = ask_server(role, model)
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
-                f"student and teacher={model} do not share a tokenizer: the server encodes known "
-                "texts differently. It scores the student's token ids unchanged",
+                f"student and teacher={model} do not share a tokenizer: the server encodes the "
+                "same texts differently, and it scores the student's token ids unchanged. Give "
+                "a teacher with the student's tokenizer",
                 field="teacher.model",
             )
         return CheckedScorer(

@@ -113,12 +113,11 @@ class RolloutConfig(
     verify: VerifySettings = section_field(VerifySettings)
     keep: Keep = chz.field(
         default="sample",
-        doc="rollouts that are kept. sample: the first group of every 10th step, of the first "
-        "and of the last, in out/rollouts.jsonl for cluster.report, and the responses of "
-        "evaluations to their first 8 problems, in out/evaluations.jsonl; all: all groups of "
-        "all steps, and all responses; none: nothing; a number N, at least checkpoint.every: as "
-        "sample, and all groups of the newest N steps in out/groups, for cluster.replay and "
-        "train_from=",
+        doc="rollouts that are kept. sample: the first group of the first, the last and every "
+        "10th step, in out/rollouts.jsonl for cluster.report, and the responses to the "
+        "first 8 problems of evaluations, in out/evaluations.jsonl; all: all groups and all "
+        "responses; none: nothing; a number N, at least checkpoint.every: as sample, and "
+        "all groups of the newest N steps in out/groups, for cluster.replay and train_from=",
         metadata=MAY_CHANGE,
     )
     train_from: str | None = setting(
@@ -161,9 +160,9 @@ class RolloutConfig(
         coefficient = self.objective.reference_kl_coef
         if coefficient > 0 and self.model.reference is None and not self.lora.trains_adapter:
             raise ConfigError(
-                f"reference_kl_coef={coefficient} needs a reference model; give "
-                "reference=DIR, the student's own checkpoint for example, or train an adapter "
-                "(lora.rank), whose base is a reference",
+                f"reference_kl_coef={coefficient} needs a reference model; give reference=DIR, "
+                "the student's own checkpoint for example, or train an adapter (lora.rank), "
+                "whose base model is the reference",
                 field="objective.reference_kl_coef",
             )
         asked = "reference" in self.env.queried_models

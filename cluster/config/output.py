@@ -74,7 +74,7 @@ class CheckpointSettings:
         names, bare = [name.removeprefix(family) for name in known], metric.removeprefix(family)
         near = get_close_matches(bare, names, n=1, cutoff=0.5)
         if near or not own or not metric.startswith(family):
-            more = ", and what your own code measures" if own else ""
+            more = ", and metrics of your own code" if own else ""
             raise ConfigError(
                 f"checkpoint.keep_best={metric} is not a metric of this run's evaluations; "
                 f"{known_names(family + bare, known)}{more}",
@@ -113,14 +113,14 @@ class TrackingSettings:
             return
         if names_user(self.notify):  # before the address is printed anywhere
             raise ConfigError(
-                "tracking.notify= holds a user or a password, which would be written to "
+                "tracking.notify= contains a user or a password, which would be written to "
                 "config.json; give package.module:function, which can read them from the "
                 "environment",
                 field="tracking.notify",
             )
         if is_url(self.notify) and split_address(self.notify) is None:
             raise ConfigError(
-                f"tracking.notify={self.notify} names no host; give https://HOST/PATH",
+                f"tracking.notify={self.notify} has no host; give https://HOST/PATH",
                 field="tracking.notify",
             )
         if ":" not in self.notify:
@@ -135,7 +135,7 @@ class TrackingSettings:
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ConfigError(
-                    f"tracking.track={self.track}: {name!r} is no tracker; "
+                    f"tracking.track={self.track}: {name!r} is not a tracker; "
                     f"{known_names(name, TRACKERS)}",
                     field="tracking.track",
                 )
@@ -159,8 +159,7 @@ class OutputSettings:
     section: ClassVar[Section] = Section.OUTPUT
 
     out: str = chz.field(
-        doc="directory for everything that the run writes; it holds one run, which the same "
-        "command resumes",
+        doc="directory of the run's files; it holds one run, which the same command resumes",
         metadata=ESSENTIAL | MAY_CHANGE | WRITTEN_DIRECTORY,
     )
     checkpoint: CheckpointSettings = section_field(CheckpointSettings)

@@ -68,8 +68,8 @@ class PolicyClusterSettings(ClusterSettings):
         """Raise ConfigError if engines would sleep although they share no GPUs."""
         if self.colocate == "sleep" and self.device == "cuda" and self.gpus_per_actor >= 1:
             raise ConfigError(
-                f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and learner "
-                "have GPUs of their own, so sleep frees no memory for the other; use "
+                f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and "
+                "learner have separate GPUs, so sleep frees no memory for the other; use "
                 "gpus_per_actor=0.5, or colocate=share to place them on one node",
                 field="cluster.colocate",
             )
@@ -282,8 +282,7 @@ class QueueSettings:
     max_staleness: int = setting(
         at_least(0),
         default=4,
-        doc="most weight versions that a rollout may be behind when it is trained; 0: fully "
-        "synchronous",
+        doc="maximum staleness of a trained rollout in weight versions; 0: fully synchronous",
     )
     groups_in_flight: int | None = setting(
         at_least("data.batch_size", "a step needs all of its groups"),
@@ -294,15 +293,15 @@ class QueueSettings:
     on_stale: OnStale = chz.field(
         default="wait",
         doc="treatment of groups that would become too stale. wait: the step waits for them; "
-        "train_late: they are trained beyond max_staleness; restart: those that take unusually "
-        "long begin again (at most 3 times). train_late and restart are for tools of unbounded "
-        "time",
+        "train_late: they are trained beyond max_staleness; restart: those that take "
+        "unusually long are restarted (at most 3 times). train_late and restart are for "
+        "tools without a time limit",
     )
     lease_s: float = setting(
         above(0),
         default=900.0,
         doc="seconds without progress (of the engine, or to the next turn) after which a prompt "
-        "group is given to another worker too",
+        "group is also given to another worker",
         metadata=MAY_CHANGE,
     )
 
@@ -340,17 +339,18 @@ class VerifySettings:
 
     handshake: bool = chz.field(
         default=True,
-        doc="False: train although the checks of the handshake fail, so that the objective "
-        "differs from the configured one; for experiments about such differences",
+        doc="False: train even if the handshake fails, so that the objective differs from the "
+        "configured one; for experiments on such differences",
     )
     every: int | None = setting(
         at_least(0),
         default=None,
-        doc="weight versions between two checks of each kind: that the policy engines hold what "
-        "the learner sent, by log-probs and by checksums; and canaries, fixed rows whose scores by "
-        "each teacher, reference and reward model must stay as they were (docs/proof.md). 0: none; "
-        "default: log-probs of every version, checksums of every version on CUDA and of every "
-        f"16th on a CPU, where they cost more than a push, canaries of every {CANARY_STEPS}th",
+        doc="weight versions between two checks of each kind (docs/proof.md): policy engines "
+        "hold the weights that the learner sent, by log-probs and by checksums; each "
+        "teacher, reference and reward model scores fixed rows (canaries) as it did at "
+        "first. 0: none; default: log-probs of every version, checksums of every version on "
+        "CUDA and of every 16th on a CPU, where they cost more than a push, canaries of "
+        f"every {CANARY_STEPS}th",
         metadata=MAY_CHANGE,
     )
 

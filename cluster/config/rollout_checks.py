@@ -203,8 +203,8 @@ def _check_vocabulary(role: str, scorer: CheckedScorer, student_vocab: int) -> N
     if scorer.vocab_size < student_vocab:
         raise ConfigError(
             f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
-            f"student's {student_vocab}: a token that the student may sample could not be scored. "
-            "Resize its embeddings, or choose another pair",
+            f"student's {student_vocab}: it could not score every token that the student may "
+            "sample. Resize its embeddings, or choose another pair",
             field=role,
         )
 
@@ -380,8 +380,8 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         its_P = [builder for builder in builders_P if builder.teacher == name]
         if not its_P:
             raise ConfigError(
-                f"teachers.{name}={teacher.model} scores nothing: no prompt of "
-                f"{config.data.source} names it; leave it out",
+                f"teachers.{name}={teacher.model} is unused: no prompt of {config.data.source} "
+                "names it; leave it out",
                 field=f"teachers.{name}",
             )
         if not any(builder.hinted for builder in its_P):
@@ -415,14 +415,14 @@ def _check_rewards(
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
             f"{unjudged[0] if several else f'{config.data.source}:{unjudged[0]}'} has none "
-            "(columns.answer= says which column it is)",
+            "(columns.answer= names its column)",
             field="objective.reward_coef",
         )
     if objective.hint_bonus_coef > 0 and unjudged:
         raise ConfigError(
-            f"hint_bonus_coef={objective.hint_bonus_coef} is for answers that are right, and "
-            f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= says which "
-            "column it is)",
+            f"hint_bonus_coef={objective.hint_bonus_coef} needs right answers, but "
+            f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= names its "
+            "column)",
             field="objective.hint_bonus_coef",
         )
     bonuses = any(builder.pays_bonuses for builder in builders_P)
@@ -484,8 +484,7 @@ def _check_feedback(
     if template.judges and unjudged:
         raise ConfigError(
             "teacher.feedback contains the reward, which needs an `answer`: "
-            f"{config.data.source}:{unjudged[0]} has none (columns.answer= says which column it "
-            "is)",
+            f"{config.data.source}:{unjudged[0]} has none (columns.answer= names its column)",
             field="teacher.feedback",
         )
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.may_give_feedback]
@@ -493,7 +492,7 @@ def _check_feedback(
         raise ConfigError(
             f"teacher.feedback names {{feedback}}, and responses to {mute[0]} get no feedback "
             "text: it comes from a reward that reads the prompt's `answer` (columns.answer= "
-            "says which column it is), not from a reward_model; leave it out",
+            "names its column), not from a reward_model; leave it out",
             field="teacher.feedback",
         )
 
@@ -515,8 +514,12 @@ def _for_teacher_messages(
         return run
     refusing = copy(run)
     refusing.chat_template = (
-        "{{- raise_exception('the server at " + teacher.model + " writes chats otherwise than the "
-        "run, and its template is not known here: give teacher_prompt, or chat_template=FILE') }}"
+        "{{- raise_exception('the server at "
+        + teacher.model
+        + (
+            " formats chats differently than the run, and its template is unknown here: give "
+            "teacher_prompt, or chat_template=FILE') }}"
+        )
     )
     return refusing
 

@@ -130,7 +130,8 @@ def check_read(setting: str, value: object, env: EnvConfig) -> None:
     """Raise ConfigError for a setting of a file of problems, if the environment reads no file."""
     if value and not env.reads_prompts:
         raise ConfigError(
-            f"{setting}={value} changes nothing: env={type(env).__name__} reads no file",
+            f"{setting}={value} changes nothing: env={type(env).__name__} does not read a file; "
+            "leave it out",
             field=setting,
             value=value,
         )

@@ -54,7 +54,9 @@ class RunRecord:
             kind = str if name in ("recipe", "run_id") else Mapping
             optional = name in ("stop_tokens", "forked_from")
             if not isinstance(value, kind) and not (optional and value is None):
-                raise DataError(f"{path} is not a run's: its {name} is {value!r}; remove the file")
+                raise DataError(
+                    f"{path} does not belong to a run: its {name} is {value!r}; remove the file"
+                )
         return cls(**given)
 
     @property

@@ -30,7 +30,7 @@ def _steps(config: SupervisedConfig, steps: int | None) -> int:
         return _STEPS if steps is None else steps
     if steps is not None:
         raise ConfigError(
-            f"steps={steps} and epochs={config.epochs:g} both say how long to train; leave one out",
+            f"steps={steps} and epochs={config.epochs:g} both set the length; leave one out",
             field="steps",
         )
     return _UNREAD
@@ -116,8 +116,8 @@ class PreferenceSettings:
     beta: float = setting(
         above(0, "at 0 the gradient is zero"),
         default=0.1,
-        doc="weight of a nat of distance from the reference; with a small beta the policy moves "
-        "further from it",
+        doc="weight of the distance from the reference, per nat; a smaller beta lets the policy "
+        "move further from it",
     )
     sft_coef: float = setting(
         at_least(0),

@@ -282,7 +282,8 @@ def _encoder(
     if config.data.max_length is not None:
         if config.data.max_length > limit:
             raise ConfigError(
-                f"max_length={config.data.max_length} must be at most the model's context, {limit}",
+                f"max_length={config.data.max_length} must be at most the model's context, "
+                f"{limit}; lower it",
                 field="data.max_length",
             )
         limit = config.data.max_length

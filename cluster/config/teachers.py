@@ -33,7 +33,7 @@ _NOT_KEPT = not_with(
     "train_from", why="the kept groups were already sampled, by the student or the teacher"
 )
 _NOT_ALONE = not_with(
-    "rollout_only", why="the student's weights never change, so neither would the teacher's"
+    "rollout_only", why="the student's weights never change, so the teacher's would not either"
 )
 
 
@@ -56,9 +56,9 @@ class LocalTeacherSettings(ServerSettings):
     def _model_stands_still(self) -> None:
         if self.model == OWN:
             raise ConfigError(
-                f"teacher={OWN} follows the student of a training run, and this command trains "
-                "nothing; give the student's checkpoint, from which such a teacher starts (for "
-                f"a directory of that name give ./{OWN})",
+                f"teacher={OWN} follows the student of a training run, but this command does not "
+                "train; give the student's checkpoint, from which such a teacher starts (for a "
+                f"directory of that name give ./{OWN})",
                 field="teacher.model",
             )
         if self.server_flags and (self.model is None or is_url(self.model)):
@@ -135,7 +135,7 @@ class TeacherSettings(EnginePoolSettings):
     )
     ema: float | None = setting(
         above(0, "at 0 the teacher is the live student; leave it out"),
-        below(1, "at 1 the teacher is the student's first checkpoint; name that as the teacher"),
+        below(1, "at 1 the teacher is the student's first checkpoint; give that as the teacher"),
         needs("teacher.model", OWN),
         _NOT_ALONE,
         default=None,
@@ -169,7 +169,7 @@ class TeacherSettings(EnginePoolSettings):
         _NOT_KEPT,
         default=0.0,
         doc="share of groups that the teacher samples in all later steps, also trained by "
-        "cross-entropy: 1 - lambda of GKD, whose lambda is the student's share; 0: on-policy",
+        "cross-entropy: 1 - lambda of GKD; 0: on-policy",
     )
 
     samples_from: str | None = chz.field(
@@ -455,7 +455,7 @@ class TeachersSettings:
                 (
                     f"teacher={self.teacher.model} and teachers.NAME ({names}) are both given: "
                     if self.teachers
-                    else "there is no teacher: "
+                    else "no teacher is given: "
                 )
                 + "give teacher=DIR for one, or teachers.NAME.model=DIR for several",
                 field="teacher.model",

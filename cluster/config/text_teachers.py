@@ -63,20 +63,20 @@ def _prompts_of(
         prompt, where = builder.single_prompt, f"{config.data.source}:{train.label(problem)}"
         if prompt is None:
             raise ConfigError(
-                f"{setting} answers one prompt with one text, and an episode of "
+                f"{setting} returns one text per prompt, but an episode of "
                 f"env={type(config.env).__name__} has more than one turn; use env=SingleTurn, or "
                 "leave it out, so that the teacher's engines sample",
                 field=address.url_setting,
             )
         if prompt.tools:
             raise ConfigError(
-                f"{setting} answers in text, which cannot hold tool calls, and {where} has "
+                f"{setting} returns text, which cannot contain tool calls, but {where} has "
                 "`tools`; leave the field out of the row, or let the teacher's engines sample",
                 field=address.url_setting,
             )
         if address.completes and not isinstance(prompt.for_text_teacher, str):
             raise ConfigError(
-                f"{setting} continues plain text, and {where} is a chat; give the address "
+                f"{setting} continues plain text, but {where} is a chat; give the address "
                 "without /completions, or rows with `prompt`",
                 field=address.url_setting,
             )

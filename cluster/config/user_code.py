@@ -111,7 +111,7 @@ def _first_failure(plays: Sequence[_Play], timeout_s: float) -> tuple[str, str] 
             wrong = tried(play.trial, timeout_s)
         except TimeoutError:
             raise ConfigError(
-                f"does not end within {timeout_s:g} s (reward.timeout_s= and {START_S:g}): code "
+                f"did not end within {timeout_s:g} s (reward.timeout_s= and {START_S:g}): code "
                 f"{play.label}. {_WAY_OUT}",
                 field="reward.timeout_s",
             ) from None

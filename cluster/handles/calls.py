@@ -67,7 +67,7 @@ def get(reference: Any, timeout: float | None = None) -> Any:
         return ray.get(reference, timeout=timeout)
     concurrent.futures.wait([reference.future], timeout)
     if not reference.future.done():
-        raise errors.GetTimeoutError(f"no answer in {timeout} s")
+        raise errors.GetTimeoutError(f"no answer within {timeout} s")
     return reference.future.result()
 
 

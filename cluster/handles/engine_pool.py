@@ -356,7 +356,7 @@ class EnginePool:
             if able:
                 return await self._choose(able, session)
             if now >= deadline:
-                last = "" if error is None else f"; the last said: {reason_of(error)}"
+                last = "" if error is None else f"; the last error: {reason_of(error)}"
                 raise EngineLost(
                     f"no {self._name} engine answered within {self._patience_s:.0f} s "
                     f"({len(self._members)} in the pool){last}"

@@ -278,9 +278,10 @@ def naming_heads(report: CalibrationReport, heads: Mapping[str, str]) -> Calibra
                 return replace(
                     comparison,
                     culprit=head,
-                    diagnosis=f"the head of {head} is not the one of {engine}: give "
-                    "the checkpoint that it serves. A head that it has quantised, or with an "
-                    "adapter, is in no checkpoint; estimator=top_k needs none",
+                    diagnosis=f"the head of {head} is not the head of {engine}: give the "
+                    "checkpoint that it serves. If it quantises the head or adds an "
+                    "adapter, no checkpoint has that head; use estimator=top_k, which "
+                    "needs none",
                 )
         return comparison
 

@@ -133,7 +133,7 @@ _CAUSES = {
     "lost": "when their node died",
     "recover": "when the queue died",
     "again": "to be scored again",
-    "begin_again": "restarted, because they were overdue",
+    "begin_again": "restarted because they were overdue",
 }
 
 
@@ -455,7 +455,7 @@ def _begins_late(lineage: _Lineage) -> list[str]:
 
 @chz.chz
 class AuditConfig:
-    """Was each prompt group of a run trained exactly once?"""
+    """Check that each prompt group of a run was trained exactly once."""
 
     out: str = chz.field(doc="the run's directory, which holds ledger.jsonl")
     steps: int | None = setting(at_least(1), default=None, doc="expected number of trained steps")

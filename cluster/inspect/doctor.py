@@ -76,7 +76,7 @@ class CheckResult:
 
 @chz.chz
 class DoctorConfig:
-    """Does this machine have what a run needs? Exit code 1 if one could not start here."""
+    """Check that this machine has what a run needs. Exit code 1 if a run could not start here."""
 
     sglang: bool = chz.field(
         default=True, doc="also check the installed SGLang with the plugin; takes 10 s"
@@ -269,7 +269,10 @@ def _plugin() -> str | None:
 
 def cpp(compiler: str | None) -> CheckResult:
     if compiler is None:
-        remedy = "compile=True and kernels built at run time need a compiler: apt-get install g++"
+        remedy = (
+            "compile=True, and kernels that are built at run time, need a compiler: apt-get "
+            "install g++"
+        )
         return CheckResult("C++ compiler", "none", CheckState.NOTE, remedy)
     return CheckResult("C++ compiler", compiler)
 
@@ -308,7 +311,7 @@ def threads(soft: int, hard: int) -> CheckResult:
     shown = f"{_limit(soft)}, at most {_limit(hard)}"
     if _at_least(soft, _THREADS_ADVISED):
         return CheckResult("processes", shown)
-    remedy = f"Ray's threads count, too: ulimit -u {_THREADS_ADVISED} (container: --pids-limit)"
+    remedy = f"Ray's threads count as well: ulimit -u {_THREADS_ADVISED} (container: --pids-limit)"
     enough = _at_least(soft, _THREADS_NEEDED)
     return CheckResult(
         "processes", shown, CheckState.NOTE if enough else CheckState.PROBLEM, remedy
@@ -351,7 +354,8 @@ def disk(directory: str, used: float, free: int) -> CheckResult:
     if used < _FULL:
         return CheckResult("disk", shown)
     remedy = (
-        f"Ray writes no objects to a disk that is {_FULL:.0%} full: set RAY_TMPDIR to another disk"
+        f"Ray does not write objects to a disk that is {_FULL:.0%} full: set RAY_TMPDIR to "
+        "another disk"
     )
     return CheckResult("disk", shown, CheckState.PROBLEM, remedy)
 

@@ -150,7 +150,7 @@ def _joining(address: str) -> Iterator[None]:
         raise
     except AuthenticationError as error:
         raise ConfigError(
-            f"RAY_AUTH_MODE=token, and there is no token for RAY_ADDRESS={address}; {_TOKEN}",
+            f"RAY_AUTH_MODE=token, but there is no token for RAY_ADDRESS={address}; {_TOKEN}",
             field="RAY_AUTH_MODE",
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -184,7 +184,8 @@ def _require_answer(address: str) -> None:
     _, separator, port = address.rpartition(":")
     if "://" in address or not separator or not port.isdigit():
         raise ConfigError(
-            f"RAY_ADDRESS={address} is no address of a Ray head; it is HOST:PORT, 6379 by default",
+            f"RAY_ADDRESS={address} is not the address of a Ray head, HOST:PORT (port 6379 by "
+            "default)",
             field="RAY_ADDRESS",
         )
     try:
@@ -214,8 +215,8 @@ def _require_answer(address: str) -> None:
 
 def _other_version(address: str, what: str) -> ConfigError:
     return ConfigError(
-        f"the Ray cluster of RAY_ADDRESS={address} has other versions than this process: {what}. "
-        f"Install ray=={ray.__version__} on Python {platform.python_version()} on every node, or "
-        "run with the cluster's own (in its image, or as a submitted job)",
+        f"the Ray cluster of RAY_ADDRESS={address} has versions that differ from this process: "
+        f"{what}. Install ray=={ray.__version__} on Python {platform.python_version()} on every "
+        "node, or run with the cluster's versions (in its image, or as a submitted job)",
         field="RAY_ADDRESS",
     )

@@ -150,9 +150,10 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
         if share == 0.5 and config.policy.size.smallest * gpus == workers:
             return
         raise ConfigError(
-            f"colocate={config.cluster.colocate} gpus_per_actor={share} learner.workers={workers} "
-            f"policy.engines={config.policy.engines}: two workers could meet on one GPU, which "
-            f"NCCL refuses; use gpus_per_actor=0.5 and policy.engines={workers // gpus}",
+            f"colocate={config.cluster.colocate} gpus_per_actor={share} "
+            f"learner.workers={workers} policy.engines={config.policy.engines}: two workers "
+            "could be placed on one GPU, which NCCL refuses; use gpus_per_actor=0.5 and "
+            f"policy.engines={workers // gpus}",
             field="cluster.colocate",
         )
     raise ConfigError(

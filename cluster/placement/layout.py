@@ -152,7 +152,7 @@ def render(
     more = f" to start; at the largest pool sizes, {describe(grown)}" if start != grown else ""
     lines.append(f"needs    {describe(start)}{more}")
     if cores and start.get("CPU", 0) > cores:
-        lines.append(f"         this machine has {cores} cores, which the actors share")
+        lines.append(f"         this machine has {cores} cores, shared by the actors")
     return "\n".join(lines)
 
 

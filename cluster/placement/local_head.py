@@ -183,7 +183,7 @@ def _start(cpus: int) -> str:
         except Exception as error:
             if start == _STARTS or "timed out during startup" not in str(error):
                 raise
-            print("Ray was not up in time on this machine; starting it again", file=sys.stderr)
+            print("Ray did not start in time on this machine; starting it again", file=sys.stderr)
             ray.shutdown()
     return ray.get_runtime_context().gcs_address
 
@@ -203,10 +203,10 @@ def _remedy(error: Exception) -> str:
     directory = get_default_system_temp_dir()
     if isinstance(error, OSError):
         return (
-            f"It writes to {directory} (RAY_TMPDIR names another directory) and, unless "
-            "RAY_AUTH_MODE=disabled, to ~/.ray (of HOME)"
+            f"It writes to {directory} (set RAY_TMPDIR to change it) and, unless "
+            "RAY_AUTH_MODE=disabled, to ~/.ray in HOME"
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        return f"Its processes may map no more than {limit >> 20} MiB each: lift ulimit -v"
+        return f"Each of its processes may map at most {limit >> 20} MiB: lift ulimit -v"
     return f"Its logs are in {directory}/ray/session_latest/logs"

@@ -179,7 +179,7 @@ class Placement:
         index = self._next_index[role]
         self._next_index[role] += 1
         demand = self._demands[role]
-        assert demand.span == 1, f"{role} shares the bundles of others, and there are no more"
+        assert demand.span == 1, f"{role} shares the bundles of other roles, which are all taken"
         if demand.needed:
             name = _own_group(role, index)
             self._groups[name] = self._create(name, PlannedGroup.of_one(demand))
@@ -299,9 +299,9 @@ class Placement:
             line = f"waiting for {who}: {_available_resources()}"
             if waited > deadline_s:
                 raise ConfigError(
-                    f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
-                    "each, add nodes, wait until others have ended (ray list actors, ray list "
-                    "placement-groups), or raise the deadline",
+                    f"still {line}, after {deadline_s:.0f} s. Request fewer members or less for "
+                    "each, add nodes, wait until other jobs end (ray list actors, ray list "
+                    "placement-groups), or raise start_deadline_s",
                     field="cluster.start_deadline_s",
                 )
             is_new = line != printed or waited - printed_at >= _SAY_EVERY_S
@@ -344,10 +344,9 @@ class Placement:
         total = sum_of(chain(*(group.bundles for group in planned.values())))
         raise ConfigError(
             f"the Ray cluster cannot hold {who}: {_available_resources()}, and it has no "
-            "autoscaler. "
-            f"The run needs {describe(total)} in all, and what one "
-            "member needs on one node. Ask for fewer members or less for each (dry_run=True "
-            f"shows them), or add nodes{self._by_turns()}"
+            f"autoscaler. The run needs {describe(total)} in all, and each member's resources on "
+            "one node. Request fewer members or less for each (dry_run=True shows them), or add "
+            f"nodes{self._by_turns()}"
         )
 
     def _lacking(self) -> list[str]:

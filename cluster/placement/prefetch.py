@@ -90,12 +90,14 @@ class _Download:
 
     def late(self) -> CheckpointError:
         return self.failed(
-            f"{gib(self.nbytes)} GiB did not arrive in {self.deadline_s:.0f} s. "
+            f"{gib(self.nbytes)} GiB were not downloaded within {self.deadline_s:.0f} s. "
             + download_remedy(*self.names)
         )
 
     def failed(self, why: str) -> CheckpointError:
-        return CheckpointError(f"the Ray node {ip_of(self.node)} did not get its models: {why}")
+        return CheckpointError(
+            f"the Ray node {ip_of(self.node)} could not download its models: {why}"
+        )
 
 
 def _planned(models: Mapping[str, Collection[str]]) -> list[_Download]:

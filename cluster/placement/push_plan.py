@@ -68,14 +68,17 @@ def _way(config: RolloutConfig) -> str:
     if lends_weights(config):
         how = "CUDA IPC" if on_gpu else "ipc, in main memory"
         where = "GPU" if on_gpu else "learner worker that lends"
-        return f"by {how}: {gib(lent_bytes(config))} GiB more on each {where} meanwhile"
+        return f"by {how}: {gib(lent_bytes(config))} GiB more on each {where} during a push"
     if config.weights.transport == "group":
         return f"by a group ({'NCCL' if on_gpu else 'gloo'})"
     if config.weights.transport != "auto":
         return f"by {config.weights.transport}"
     far = f"a group ({'NCCL' if on_gpu else 'gloo'})"
     if on_gpu and config.engine.kind_on(device) == "sglang":
-        return f"by {far} to GPUs of their own, shared memory to shared ones on the learner's node"
+        return (
+            f"by {far} to engines with separate GPUs, shared memory to engines on the learner's "
+            "GPUs"
+        )
     return f"by shared memory to engines on the learner's node, {far} elsewhere"
 
 
@@ -91,7 +94,7 @@ def require_lenders(config: RolloutConfig) -> None:
             else f"policy.server_flags={config.policy.server_flags}"
         )
         raise ConfigError(
-            f"weights=ipc with {what}: policy engines would have GPUs of their own, where no "
-            "learner worker is; use colocate=sleep gpus_per_actor=0.5, or weights=auto",
+            f"weights=ipc with {what}: policy engines would have separate GPUs, without a "
+            "learner worker; use colocate=sleep gpus_per_actor=0.5, or weights=auto",
             field="weights.transport",
         )

@@ -40,8 +40,8 @@ def require_visible(
         for (name, path), exists in zip(local.items(), seen, strict=True):
             if not exists:
                 raise ConfigError(
-                    f"{name}={path} does not exist on the Ray node {ip_of(node)}, which needs it: "
-                    f"{_SHARED}",
+                    f"{name}={path} does not exist on the Ray node {ip_of(node)}, which reads "
+                    f"it: {_SHARED}",
                     field=name,
                 )
 
@@ -64,8 +64,8 @@ def require_same_directory(
     for node, read in read_by.items():
         if read != word:
             raise ConfigError(
-                f"{name}={directory} is another directory on the Ray node {ip_of(node)} than on "
-                f"the driver's (or cannot be read there), and both write to it: {_SHARED}",
+                f"{name}={directory} on the Ray node {ip_of(node)} is not the driver's directory "
+                f"(or cannot be read there), but both write to it: {_SHARED}",
                 field=name,
             )
 
@@ -107,15 +107,15 @@ def ask_nodes(
         except GetTimeoutError as error:
             ray.cancel(reference, force=True)
             raise ConfigError(
-                f"the Ray node {ip_of(node)} did not look for {what} within {deadline_s:.0f} s; is "
-                "its storage mounted and answering?",
+                f"{what} was not checked on the Ray node {ip_of(node)} within {deadline_s:.0f} "
+                "s; check that its storage is mounted and responds",
                 field=what,
             ) from error
         except RayError as error:
             raise ConfigError(
-                f"the Ray node {ip_of(node)} could not look for {what}: {first_line(error)}. The "
-                "run's code and packages must be there, too: submit it as a job with "
-                "--working-dir, in one image",
+                f"{what} could not be checked on the Ray node {ip_of(node)}: "
+                f"{first_line(error)}. Each node needs the run's code and packages: submit a job "
+                "with --working-dir, in one image",
                 field=what,
             ) from error
     return answers

@@ -122,5 +122,6 @@ def killed(problem: str, reason: str) -> str:
     where = f", in the code of {problem}" if problem else ""
     return (
         f"its worker died while it ran this group alone{where} ({reason}); make its environment "
-        "and reward raise instead of ending or holding up their process, or take the problem out"
+        "and reward raise an exception instead of ending or blocking their process, or remove "
+        "the problem"
     )

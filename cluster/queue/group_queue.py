@@ -137,8 +137,8 @@ class GroupQueue:
             opened, lost = open_parts(payloads, before, self.timeout_s)
         except errors.GetTimeoutError:
             raise QueueTimeout(
-                f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "
-                "it hangs, or its network does"
+                f"waited {self.timeout_s:.0f} s for groups from the object store of another "
+                "node: it or its network hangs"
             ) from None
         if ahead:
             self._opened = {**before, **opened}
@@ -148,7 +148,7 @@ class GroupQueue:
 
     def mark_lost(self, ids: Collection[int], reason: str) -> None:
         """Report that trajectories of taken groups are lost; the groups are leased again."""
-        logger.warning("groups %s are lost, and leased again: %s", sorted(ids), reason)
+        logger.warning("groups %s are lost and leased again: %s", sorted(ids), reason)
         self._get(self.actor.mark_lost.remote(list(ids), reason))
 
     def push(self, version: int, trained: TrainedGroups) -> None:
@@ -178,7 +178,7 @@ class GroupQueue:
 
 def _silent(seconds: float) -> QueueTimeout:
     return QueueTimeout(
-        f"the queue did not answer for {seconds:.0f} s: its actor hangs, or its node is gone"
+        f"the queue did not answer for {seconds:.0f} s: its actor hangs, or its node is lost"
     )
 
 
@@ -242,8 +242,8 @@ class WorkerEnd:
             progress = answer.progress
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
-                    f"waited {timeout_s:.0f} s for the learner to publish and free slots, and no "
-                    "driver looked at the queue"
+                    f"waited {timeout_s:.0f} s for the learner to publish and free slots; no "
+                    "driver polled the queue"
                 )
 
     async def _give_back(self, asked: Any) -> None:

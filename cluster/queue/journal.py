@@ -121,7 +121,7 @@ def broken_links(path: str | Path) -> Iterator[str]:
         if link != _link(before):
             place = f"line {number - 1}" if before else "the beginning"
             yield (
-                f"line {number} does not follow {place}, as it was written: lines were removed, "
+                f"line {number} does not follow {place} as written: lines were removed, "
                 "repeated, moved or edited"
             )
         before = line
@@ -140,7 +140,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
                     yield number, line[:-1]
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read ({error.strerror}); a run writes it to its out="
+            f"{path} cannot be read ({error.strerror}); give the out= of a run"
         ) from error
 
 
@@ -156,8 +156,8 @@ def _event(line: bytes, where: str) -> dict[str, Any]:
 
 def _damaged(what: str) -> DataError:
     return DataError(
-        f"{what}. Put the file back as the run left it; or move it away: the run then goes on from "
-        "its checkpoint, and its audit proves nothing of what came before"
+        f"{what}. Restore the file as the run wrote it, or move it away: the run then continues "
+        "from its checkpoint, and its audit covers only what follows"
     )
 
 
@@ -289,7 +289,7 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "recover":
             ledger.recover(event.get("kept", ()))
         case kind:
-            raise ValueError(f"{kind!r} is no event of a ledger, or follows no call of it")
+            raise ValueError(f"{kind!r} is not an event that a ledger records")
 
 
 def adopted_of(event: Mapping[str, Any]) -> dict[int, Kept]:

@@ -281,7 +281,7 @@ class Ledger:
         if lease.group_id in self._set_aside:
             return f"it was set aside: {self._set_aside[lease.group_id]}"
         if lease.attempt <= self._over.get(lease.group_id, 0):
-            return "it was overdue, and has begun again"
+            return "it was overdue and has been restarted"
         known = lease.group_id in self.trained or lease.attempt <= self._attempts[lease.group_id]
         if not known:
             # The journal lacks its lease: the disk was full then, and later the queue died.
@@ -603,8 +603,8 @@ class Ledger:
             arrived = self.push if pushing else self.publish
             arrived(len(trained) // self._settings.groups_per_step, trained)
         assert trained is None or trained == self.trained, (
-            f"the learner asks for groups after {trained}, and its weights account for "
-            f"{self.trained}: some would be trained twice, or never"
+            f"the learner requests groups after {trained}, but its weights account for "
+            f"{self.trained}: some groups would be trained twice or never"
         )
         step = self.ready()
         if step is not None and step != self._taken:

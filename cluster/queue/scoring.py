@@ -86,12 +86,12 @@ class Scoring:
                 f"{_steps(s)}: groups of {who} after its last good canary"
                 for who, s in self.gaps.items()
             ),
-            *([f"{self.unwatched} groups name no scorer"] if self.unwatched else []),
+            *([f"{self.unwatched} groups without a scorer"] if self.unwatched else []),
             *self.problems,
         ]
         return (
             f"{self.proven} of {self.trained} trained groups are proven to be scored between two "
-            f"good canaries {watched}; not so: {'; '.join(why)}"
+            f"good canaries {watched}; not proven: {'; '.join(why)}"
         )
 
 
@@ -141,7 +141,7 @@ class ScoringRecord:
     def _read_canary(self, event: Mapping[str, Any]) -> None:
         number = event["replica"]
         if (replica := self._job.replicas.get(number)) is None:
-            self._problems.append(f"a canary of scorer {number}, which never began")
+            self._problems.append(f"a canary of scorer {number}, never recorded")
         elif replica.moved is not None:
             self._problems.append(f"a canary of {replica.who} after it had moved")
         elif event["good"]:
@@ -154,7 +154,7 @@ class ScoringRecord:
     def _read_put(self, event: Mapping[str, Any]) -> None:
         group_id, numbers = event["id"], event.get("by", [])
         if unknown := sorted(set(numbers) - self._job.replicas.keys()):
-            self._problems.append(f"group {group_id} was scored by {unknown}, which never began")
+            self._problems.append(f"group {group_id} was scored by {unknown}, never recorded")
         self._by[group_id] = self._job, numbers
 
     def _read_again(self, event: Mapping[str, Any]) -> None:

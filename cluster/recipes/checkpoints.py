@@ -107,7 +107,7 @@ class Checkpoints:
             self._finish()
         except (RunFailed, IsothermError) as error:
             step, self._writing = self._writing, None
-            why = f"the checkpoint of step {step} was being written at a failure: {error}"
+            why = f"the checkpoint of step {step} was not completed: {error}"
             self._context.unsaved(CheckpointError(why), again=False)
 
     def before_recovery(self, lost: LearnerLost) -> None:

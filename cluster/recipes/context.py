@@ -117,8 +117,8 @@ class RunContext:
         if self.best.due:
             self.best.drop()
             self.progress.note(
-                f"step {step} is the best evaluation so far, and is not kept: its checkpoint could "
-                "not be written at the time"
+                f"step {step} is the best evaluation so far but is not kept: its checkpoint "
+                "could not be written"
             )
 
     def found(self, finding: Finding) -> None:

@@ -178,7 +178,7 @@ class Evaluations(NoEvaluations):
         if pinned is None:
             if self._schedule.due(step):
                 self._context.progress.note(
-                    f"the evaluation of step {step} begins late: no evaluation engine is up"
+                    f"the evaluation of step {step} is delayed: no evaluation engine is running"
                 )
             return
         if self._config.checkpoint.keep_best is not None:
@@ -186,8 +186,8 @@ class Evaluations(NoEvaluations):
                 self._context.directory.store.hold(step)
             except CheckpointError as error:  # a full disk
                 self._context.progress.note(
-                    f"WARNING: the checkpoint of step {step}, which is evaluated, may be dropped "
-                    f"meanwhile: {error}"
+                    f"WARNING: the checkpoint of step {step}, which is being evaluated, may be "
+                    f"deleted: {error}"
                 )
         version, self._pinned = pinned
         self._running = self._create_task(
@@ -237,8 +237,7 @@ class Evaluations(NoEvaluations):
         self._context.directory.store.release()
         self._context.directory.append_event("evaluation lost", step=step, why=why)
         self._context.progress.note(
-            f"the evaluation of step {step} is lost: {why}; later weights are evaluated in its "
-            "place"
+            f"the evaluation of step {step} is lost: {why}; the next evaluation uses later weights"
         )
 
     def _wait(self, before: int, step: int | None) -> float:
@@ -263,7 +262,7 @@ class Evaluations(NoEvaluations):
                 self._wait(running, None)
             except LearnerLost as lost:  # the learner is no longer needed
                 self._learner_lost = True
-                self._context.progress.note(f"{lost}; its last checkpoint holds every step")
+                self._context.progress.note(f"{lost}; its last checkpoint contains every step")
 
     def abandon(self, why: str) -> None:
         """Abandon the running evaluation, if any, and report why."""
@@ -285,7 +284,7 @@ class Evaluations(NoEvaluations):
         self._discard()
         self._context.directory.store.release()
         self._context.directory.append_event("evaluation given up", step=step, why=why)
-        self._context.progress.note(f"the evaluation of step {step} is given up: {why}")
+        self._context.progress.note(f"the evaluation of step {step} is abandoned: {why}")
 
     # an evaluation
 

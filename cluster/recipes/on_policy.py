@@ -161,7 +161,7 @@ def _plan(
     objective = config.objective
     sampling = config.sampling
     again = ", some of them more than once" if config.data.batch_size > len(inputs.train) else ""
-    evaluation = f"{config.eval.engines} evaluation, " if config.eval.engines else ""
+    evaluation = f"evaluation engines: {config.eval.engines}, " if config.eval.engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
     sampled = (
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
@@ -172,12 +172,13 @@ def _plan(
     )
     made = (
         f"engine    {config.engine.kind} (dtype={config.engine.dtype}); "
-        f"{config.policy.engines} policy, {evaluation}{config.rollout.workers} rollout workers"
+        f"policy engines: {config.policy.engines}, {evaluation}"
+        f"rollout workers: {config.rollout.workers}"
     )
     if config.train_from is not None:
         made = (
-            f"rollouts  those that {config.train_from} has kept, in its order; no engines, and so "
-            "no evaluations (python -m cluster.evaluate, of final/)"
+            f"rollouts  the groups that {config.train_from} kept, in its order; without engines, "
+            "so without evaluations (evaluate final/ with python -m cluster.evaluate)"
         )
         sampled = ""
     return (
@@ -202,7 +203,7 @@ def _states_lines(config: RolloutConfig, inputs: RolloutInputs) -> str:
         each, step = state_bytes(config, path)
         alone = ""
         if inputs.states[name] == "only":
-            alone = "; its server has no plugin, and sends them as text, many times the size"
+            alone = "; its server has no plugin and sends them as text, which is many times larger"
         lines += (
             f"  states    of {name or 'the teacher'}, {each:,} bytes a trained token, at most "
             f"{readable(step)} a step; the learner has the head of {path}{alone}\n"
@@ -352,7 +353,7 @@ def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSte
     kept = KeptSteps(Path(config.train_from or ""))
     if not kept.steps:
         raise ConfigError(
-            f"train_from={config.train_from} holds no kept steps (groups/step-*.arrow); give the "
+            f"train_from={config.train_from} has no kept steps (groups/step-*.arrow); give the "
             "out= of a run with keep=N, or with rollout_only=True",
             field="train_from",
         )
@@ -366,8 +367,8 @@ def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSte
     before = kept.steps[:done]
     if before and not all(group.group_id in trained for group in kept.groups(before[-1])):
         raise ConfigError(
-            f"train_from={config.train_from} keeps other steps than the {done} that this run "
-            f"has trained on: the run there has gone on since. Choose another out=",
+            f"train_from={config.train_from} no longer keeps the {done} steps that this run has "
+            "trained on, because that run has continued. Choose another out=",
             field="train_from",
         )
     size = vocab_size(load_config(config.model.path))
@@ -388,15 +389,15 @@ def _check_kept(config: RolloutConfig, groups: Sequence[TrajectoryGroup], size: 
     for segment in (segment for group in groups for segment in group.segments()):
         if segment.temperature != config.sampling.temperature:
             raise ConfigError(
-                f"temperature={config.sampling.temperature:g}, and train_from={config.train_from} "
-                f"were sampled at {segment.temperature:g}, at which they are scored and "
-                "trained; give that",
+                f"temperature={config.sampling.temperature:g}, but the groups of "
+                f"train_from={config.train_from} were sampled and scored at "
+                f"{segment.temperature:g}; give that temperature",
                 field="sampling.temperature",
             )
         if (largest := int(segment.tokens_T.max())) >= size:
             raise ConfigError(
-                f"train_from={config.train_from} have a token {largest}, and the vocabulary of "
-                f"student={config.model.path} is {size}; give the student that sampled them, or "
-                "one of its family",
+                f"groups of train_from={config.train_from} contain the token {largest}, but the "
+                f"vocabulary of student={config.model.path} is {size}; give the student that "
+                "sampled them, or a model of its family",
                 field="train_from",
             )

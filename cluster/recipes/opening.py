@@ -147,8 +147,8 @@ def _write_failure(context: RunContext, error: BaseException, seconds: float) ->
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
     """Error of a resumed run that completed no step, with a remedy for a bad checkpoint."""
     return RunFailed(
-        f"{error}. No step was made since resuming from {resume_from.path}: if it is the "
-        "checkpoint that cannot be loaded, move it away, and the one before it is taken"
+        f"{error}. The run made no step after resuming from {resume_from.path}: if that "
+        "checkpoint cannot be loaded, move it away, and the run resumes from the one before it"
     )
 
 

@@ -56,15 +56,15 @@ def is_over(plan: RunPlan, console: Console) -> bool:
     config, resume_from = plan.config, plan.resume_from
     if config.only_plans:
         console.print(describe_layout(config, plan.longest_row), highlight=False)
-        console.print("settings that are not the defaults, as a file for config=FILE.yaml:")
+        console.print("settings that differ from the defaults, in the format of config=FILE.yaml:")
         # Not wrapped: the file repeats the command.
         console.print(plan.directory.yaml, highlight=False, soft_wrap=True, end="")
         return True
     if resume_from is None or resume_from.step < config.steps or not plan.directory.is_finished():
         return False
     console.print(
-        f"{plan.directory.path} already holds this run, finished: nothing to do. Ask for more "
-        "steps= to go on, or choose another out="
+        f"{plan.directory.path} already contains this finished run: nothing to do. Raise steps= "
+        "to continue it, or choose another out="
     )
     return True
 
@@ -85,9 +85,7 @@ def kept_line(config: CommonConfig, out: Path) -> str:
     kept += [f"the best by {rules.keep_best}"] if rules.keep_best else []
     kept += ["those that replays begin from (keep=)"] if config.replayed_checkpoints else []
     tracked = f"; tracked by {', '.join(trackers)}" if trackers else ""
-    return (
-        f"a checkpoint every {rules.every} steps, of which stay {', '.join(kept)}{needed}{tracked}"
-    )
+    return f"a checkpoint every {rules.every} steps (kept: {', '.join(kept)}){needed}{tracked}"
 
 
 def learner_line(config: CommonConfig, updates_per_step: int = 1) -> str:
@@ -102,7 +100,7 @@ def learner_line(config: CommonConfig, updates_per_step: int = 1) -> str:
     rate = f"lr {config.learner.lr:g}"
     if config.learner.lr > _LR_TIMES * LARGEST:
         times = config.learner.lr / LARGEST
-        rate += f", {times:.0f} times the rate past which AdamW tends to diverge"
+        rate += f", {times:.0f} times the rate above which AdamW tends to diverge"
     if (updates := config.steps * updates_per_step) < config.learner.warmup_steps:
         rate += f", never reached: warmup_steps={config.learner.warmup_steps} of {updates} updates"
     if not config.lora.trains_adapter:

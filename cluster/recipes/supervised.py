@@ -57,12 +57,14 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
         if resume_from is None:
             fork = find_fork(config, tokenizer=inputs.tokenizer, print_line=print_line)
         console.print(
-            f"{config.recipe}: {config.model.path} on {units} {kind.noun}{held_out}{kind.how}, "
-            f"{config.steps} steps{epochs} of {config.data.batch_size}, into {directory.path} "
-            f"(learner: {learner_line(config)}); stops at "
-            f"{inputs.stops.described(inputs.tokenizer)}"
-            + (f"; starts from {fork.described}" if fork else "")
-            + f"; {kept_line(config, directory.path)}"
+            f"{config.recipe}: {config.model.path} on {units} {kind.noun}{held_out}\n"
+            f"{kind.line}"
+            f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
+            f"  learner   {learner_line(config)}\n"
+            + (f"  start     {fork.described}\n" if fork else "")
+            + f"  run       {config.steps} steps{epochs} of {config.data.batch_size} {kind.noun} "
+            f"into {directory.path}\n"
+            f"  keeps     {kept_line(config, directory.path)}"
         )
         if inputs.warning is not None:
             warning = Text("WARNING", "bold red")
@@ -81,25 +83,30 @@ def prepared(config: SupervisedConfig, console: Console) -> Iterator[RunPlan]:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Checked data of a recipe, and words of its plan. `noun`: unit that `batch_size` counts."""
+    """Checked data of a recipe, and parts of its plan.
+
+    Attributes:
+        noun: unit that `batch_size` counts.
+        line: a line of the plan that only this recipe has.
+    """
 
     noun: str
     inputs: SupervisedInputs
-    how: str = ""
+    line: str = ""
 
 
 def _checked(config: SupervisedConfig) -> _Checked:
     match config:
         case DpoConfig():
-            own = "its own start" if config.fork_from is None else config.model.path
-            how = f", near to {config.model.reference or own} (beta={config.objective.beta:g})"
-            return _Checked("pairs", check_dpo(config), how)
+            own = "the model before training" if config.fork_from is None else config.model.path
+            reference = config.model.reference or own
+            line = f"  reference {reference} (beta={config.objective.beta:g})\n"
+            return _Checked("pairs", check_dpo(config), line)
         case RewardModelConfig():
             inputs = check_reward_model(config)
             assert inputs.padding is not None, "its rows are checked against its padding"
             padding = inputs.tokenizer.convert_ids_to_tokens(inputs.padding)
-            how = f", with a scalar head (padding {padding})"
-            return _Checked("pairs", inputs, how)
+            return _Checked("pairs", inputs, f"  head      one score (padding {padding})\n")
         case SftConfig():
             return _Checked("rows", check_sft(config))
     raise TypeError(config)

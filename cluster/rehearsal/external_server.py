@@ -57,8 +57,8 @@ def check_server(
             )
     except TimeoutError:
         text = (
-            f"{url} did not answer within {deadline_s:g} s: it is overloaded, or hangs; each step "
-            "would wait for it"
+            f"{url} did not answer within {deadline_s:g} s: it is overloaded or hangs, and would "
+            "delay each step"
         )
     except (EngineError, IsothermError) as error:
         text = f"{url} cannot score: {error}"

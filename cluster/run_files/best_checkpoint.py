@@ -47,8 +47,8 @@ class BestCheckpoint:
         if self._metric not in metrics:
             known = [name for name in metrics if name.startswith(("eval/", "validation/"))]
             raise ConfigError(
-                f"checkpoint.keep_best={self._metric} is nothing that this run's evaluations "
-                f"measure; they measure {', '.join(sorted(known))}",
+                f"checkpoint.keep_best={self._metric} is not a metric of this run's evaluations; "
+                f"they measure {', '.join(sorted(known))}",
                 field="checkpoint.keep_best",
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])

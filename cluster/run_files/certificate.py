@@ -13,12 +13,12 @@ from typing import Any
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.queue.scoring import Replica, Scoring
 
-_NOT_WATCHED = "not proven: verify.every=0, so nobody was asked for canaries"
+_NOT_WATCHED = "not proven: verify.every=0, so no canaries were scored"
 
 _MOVES = (
-    "teacher=policy is the policy as it trains, so it has no answers that must stay as they were; "
-    "that engines hold what was pushed is asked of them after pushes (verify.every), "
-    "and each score says which version gave it"
+    "teacher=policy changes as it trains, so canaries cannot check it; checks after pushes "
+    "(verify.every) verify that its engines hold the pushed weights, and each score records "
+    "their version"
 )
 
 
@@ -93,8 +93,10 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
         found["groups that the teacher sampled have no scores: their log-probs are those of its "
               "decode, and canaries are prefills of the same weights"] = None  # fmt: skip
     for address in config.text_endpoints().values():
-        found[f"what {address} writes has no log-probs and no canaries: groups of it name no "
-              "scorer, and which model wrote them is its word alone"] = None  # fmt: skip
+        found[(
+            f"texts of {address} have no log-probs, no canaries and no scorer: the name of the "
+            "model that wrote them is not verified"
+        )] = None  # fmt: skip
     return list(found)
 
 
@@ -107,7 +109,7 @@ def _limits_of(who: str, start_event: Mapping[str, Any]) -> list[str]:
         )
     if start_event["scaling"].startswith("not announced"):
         found.append(
-            f"{who} does not echo T: that it scored at T is known of its canaries, at T and 1.5 T, "
-            "and not of each answer"
+            f"{who} does not echo T: only its canaries, at T and 1.5 T, show that it scores at "
+            "T, not each answer"
         )
     return found

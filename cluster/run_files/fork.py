@@ -96,8 +96,8 @@ def find_fork(
     run = path.resolve()
     if run == Path(config.out).resolve():
         raise ConfigError(
-            f"fork_from={config.fork_from} is out= itself: the same command without fork_from "
-            "resumes that run; give another out=",
+            f"fork_from={config.fork_from} is out= itself: give another out=, or leave fork_from "
+            "out to resume that run",
             field="fork_from",
         )
     recipe, their = config.recipe, _record(run, config.fork_from)
@@ -105,8 +105,8 @@ def find_fork(
     if "reward_model" in (recipe, their.recipe) and recipe != their.recipe:
         remedy = f"Give model={checkpoint.model_dir} in place of fork_from="
         raise ConfigError(
-            f"fork_from={config.fork_from} is a run of recipe={their.recipe}, and this one of "
-            f"recipe={recipe}: only one of them has a reward model's head. "
+            f"fork_from={config.fork_from} is a run of recipe={their.recipe}, but this is a run "
+            f"of recipe={recipe}: only one of them has a reward model's head. "
             + ("Choose another run" if their.recipe == "reward_model" else remedy),
             field="fork_from",
         )
@@ -137,7 +137,7 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
             raise _refused(fork_from, why)
         return Path(run), best.step
     if not step.isdecimal():
-        raise _refused(fork_from, f"{step!r} is no step; write RUN:STEP, RUN:best, or RUN")
+        raise _refused(fork_from, f"{step!r} is not a step; write RUN:STEP, RUN:best, or RUN")
     return Path(run), int(step)
 
 
@@ -148,7 +148,7 @@ def _refused(fork_from: str, why: str) -> ConfigError:
 def _record(run: Path, fork_from: str) -> RunRecord:
     try:
         record = RunRecord.of_run(run)
-        problem = f"{run / 'config.json'} is missing, or no run's"
+        problem = f"{run / 'config.json'} is missing, or was not written by a run"
     except DataError as error:
         record, problem = None, str(error)
     if record is None or not (record.recipe and record.run_id):
@@ -182,7 +182,7 @@ def _check_base(settings: Mapping[str, Any], fork_from: str, model: str) -> None
         return  # a hub name, or a directory that has moved
     if Path(theirs).resolve() != Path(model).resolve():
         raise ConfigError(
-            f"model={model}, and the adapter of fork_from={fork_from} was trained on {theirs}; "
+            f"model={model}, but the adapter of fork_from={fork_from} was trained on {theirs}; "
             f"give model={theirs}",
             field="model.path",
         )
@@ -206,29 +206,29 @@ def check_fork(
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
-                f"model={model} is another model than the one in {checkpoint.path}: its {name} "
-                f"is {ours.get(name)!r}, and {theirs.get(name)!r} there. Give the model= that "
-                "run had",
+                f"model={model} is not the model of {checkpoint.path}: its {name} is "
+                f"{ours.get(name)!r}, and {theirs.get(name)!r} there. Give the model= of that run",
                 field="model.path",
             )
     if difference := first_difference(tokenizer, load_tokenizer(saved), "here", "there"):
         raise ConfigError(
-            f"model={model} has another tokenizer than the model in {checkpoint.path}: "
-            f"{difference}. Give the model= that run had",
+            f"the tokenizer of model={model} differs from that of {checkpoint.path}: "
+            f"{difference}. Give the model= of that run",
             field="model.path",
         )
     adapter = Path(checkpoint.adapter_dir)
     if lora.trains_adapter and not adapter.is_dir():
         raise ConfigError(
-            f"{checkpoint.path} holds a model of which all weights were trained, and "
-            f"lora.rank={lora.rank} would train an adapter on model={model}, without them. "
-            f"Leave out the adapter, or give model={saved} in place of fork_from=",
+            f"{checkpoint.path} is a fully trained model, but lora.rank={lora.rank} would train "
+            f"an adapter on model={model}, without its weights. Leave out the adapter, or give "
+            f"model={saved} in place of fork_from=",
             field="lora.rank",
         )
     if adapter.is_dir() and not lora.trains_adapter:
         raise ConfigError(
-            f"{checkpoint.path} holds an adapter, and no lora.rank= is given: give that run's, or, "
-            f"to train all weights, model={saved} (the adapter merged) in place of fork_from=",
+            f"{checkpoint.path} holds an adapter, but lora.rank= is not given: give that run's "
+            f"lora.rank=, or, to train all weights, model={saved} (the adapter merged) in place "
+            "of fork_from=",
             field="lora.rank",
         )
     if lora.trains_adapter:

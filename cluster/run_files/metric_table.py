@@ -65,8 +65,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "opd/kl_top_share",
             "share",
-            "share of the sum of |log p - log q| that the tokens with the largest gaps have, one "
-            "hundredth of each group's tokens",
+            "share of the sum of |log p - log q| that is due to the tokens with the largest "
+            "gaps, one hundredth of each group's tokens",
         ),
         Metric(
             "opd/clipped_share",
@@ -82,8 +82,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "opd/unhinted_segments",
             "share",
-            "segments in which the teacher cannot see the privileged context, because they do not "
-            "begin with the prompt or the feedback has no room",
+            "segments in which the teacher does not see the privileged context: they do not "
+            "begin with the prompt, or the feedback does not fit",
         ),
         Metric("reference/kl", "nats", "mean of log p_T - log ref_T over the sampled tokens"),
     ),
@@ -113,7 +113,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/mean_of_all",
             "reward",
-            "`reward/mean` with the groups that `constant_groups=replace` replaced included",
+            "`reward/mean`, including the groups that `constant_groups=replace` replaced",
         ),
         Metric("reward/bonus", "reward", "mean sum of a trajectory's rewards of single tokens"),
         Metric("reward/constant_groups", "share", "groups whose members all have the same reward"),
@@ -177,17 +177,16 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "env/agent/rewritten",
             "requests",
-            "`env=Agent`: requests of an episode in whose history the agent changed something "
-            "before or between answers that it was sent; each begins a segment "
-            "(`rollout/segments`)",
+            "`env=Agent`: requests of an episode in which the agent changed its history before "
+            "its last answer; each begins a segment (`rollout/segments`)",
         ),
         Metric(
             "env/agent/unmatched",
             "requests",
-            "`env=Agent`: requests of an episode with an assistant's message that the agent was "
-            "never sent; each begins a segment",
+            "`env=Agent`: requests of an episode with an assistant message that the policy did "
+            "not write; each begins a segment",
         ),
-        Metric("env/overlong", "reward", "mean reward that `overlong_buffer=` took"),
+        Metric("env/overlong", "reward", "mean reward that `overlong_buffer=` subtracted"),
     ),
     "Staleness and accounting of groups": (
         Metric(
@@ -213,7 +212,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "groups/queued",
             "groups",
-            "groups that had arrived in the queue beside the step's, when the step took its own",
+            "groups in the queue, besides the step's own, when the step took them",
         ),
         Metric("groups/overdue", "groups", "trained groups older than `max_staleness`"),
         Metric(
@@ -345,8 +344,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "eval/majority@N",
             "reward",
-            "reward of the most frequent answer of N responses, for rewards that know what a "
-            "response answers",
+            "reward of the most frequent answer of N responses, for rewards that extract an answer",
         ),
         Metric("eval/response_length", "tokens", "mean response length"),
         Metric("eval/eos_share", "share", "responses that end by a stop token"),
@@ -371,7 +369,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "push/seconds", "s", "from the start of the push until the last engine has acknowledged"
         ),
-        Metric("push/overlapped", "s", "part of `push/seconds` that no step waited for"),
+        Metric("push/overlapped", "s", "part of `push/seconds` during which no step waited"),
         Metric("push/pause", "s", "longest time of an engine without generation"),
         Metric(
             "push/lost_share",
@@ -387,14 +385,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "push/void",
             "",
-            "1: the adapter, pushed alone, changes these log-probs by no more than the tolerance, "
-            "so that `push/probe_gap` does not prove that engines use it; 0: it does",
+            "1: an adapter that is pushed alone changes these log-probs by at most the "
+            "tolerance, so `push/probe_gap` does not prove that engines use it; else 0",
         ),
         Metric(
             "push/proven",
             "share",
-            "parameters of the engines (fused, and cut among ranks, as a server holds them) whose "
-            "checksums, under the version before, are those of what was sent",
+            "parameters of the engines (fused and sharded as a server holds them) whose "
+            "checksums, under the version before, equal those of the weights that were sent",
         ),
         Metric("push/teacher_seconds", "s", "push of a lagged or EMA teacher's weights"),
         Metric(
@@ -432,14 +430,15 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "turns/changes",
             "changes",
-            "times that an engine woke since the step before (`teacher.gpus=`); of several sets of "
-            "GPUs, this and the others are of the one whose changes took longest",
+            "number of changes of the engine that is awake, since the step before "
+            "(`teacher.gpus=`); with several sets of GPUs, these metrics are of the set whose "
+            "changes took longest",
         ),
         Metric(
             "turns/seconds",
             "s",
-            "these changes: memory and weights released and taken back, and proofs; without the "
-            "wait for calls of the engine that has the turn",
+            "duration of these changes: releasing and restoring memory and weights, and proofs; "
+            "without the wait for calls of the engine that is awake",
         ),
         Metric(
             "turns/proof", "s", "part of `turns/seconds`: scoring the rows that prove the weights"

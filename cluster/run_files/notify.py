@@ -101,7 +101,7 @@ class Notifier:
         if receiver is None or self._thread is None:
             return
         if not self._thread.add(lambda: receiver(message)):
-            self._warn_once(f"is late by {_WAITING} messages, and misses some")
+            self._warn_once(f"is {_WAITING} messages behind, and will miss some")
 
     def _fail(self, error: BaseException) -> None:
         self._warn_once(f"failed ({error if isinstance(error, OSError) else described(error)})")
@@ -110,6 +110,6 @@ class Notifier:
         if not self._failed:
             self._failed = True
             self._print_line(
-                f"WARNING: notify= {redacted(what)}; the run goes on, and out/events.jsonl has it "
-                "all"
+                f"WARNING: notify= {redacted(what)}; the run continues, and out/events.jsonl has "
+                "all messages"
             )

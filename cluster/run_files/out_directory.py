@@ -32,7 +32,7 @@ def check_out(path: Path) -> None:
         return
     if _holds_files(path):
         raise ConfigError(
-            f"out={path} is not empty and holds no isotherm run; choose another out=", field="out"
+            f"out={path} is not empty and is not an isotherm run; choose another out=", field="out"
         )
     try:  # permissions alone are not sufficient, for example in /proc
         with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=_nearest(path)):
@@ -64,7 +64,7 @@ def claimed_directory(
     def require_own() -> None:
         if _holds_files(path) and not marker.exists():
             raise ConfigError(
-                f"out={path} is not empty and no {command} made it; choose another out=",
+                f"out={path} is not empty and was not made by {command}; choose another out=",
                 field="out",
             )
 
@@ -91,7 +91,7 @@ def check_permissions(path: Path) -> None:
             )
     for name in _DIRECTORIES:
         if (path / name).exists() and not (path / name).is_dir():
-            raise ConfigError(f"{path / name} is no directory; remove it", field="out")
+            raise ConfigError(f"{path / name} is not a directory; remove it", field="out")
 
 
 def wait_for_other_job(path: Path, print_line: Callable[[str], None]) -> None:

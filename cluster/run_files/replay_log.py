@@ -124,9 +124,9 @@ class KeptSteps:
             return starts[at]
         can = ", ".join(str(each) for each in self.steps if start(each) is not None)
         raise ConfigError(
-            f"step={step} cannot be done again: it, or a step between it and the checkpoint before "
-            f"it, is not kept. {f'These can: {can}' if can else 'No step can'}; a run with keep=N "
-            "keeps its newest N steps",
+            f"step={step} cannot be replayed: it, or a step between it and the checkpoint before "
+            f"it, is not kept. {f'Steps that can: {can}' if can else 'No step can'}; a run with "
+            "keep=N keeps its newest N steps",
             field="step",
         )
 
@@ -147,8 +147,8 @@ class KeptSteps:
             return read_groups(path)
         except UNREADABLE as error:
             raise DataError(
-                f"{path} cannot be read ({described(error)}): another version of isotherm kept it, "
-                "or it is damaged; make these groups again"
+                f"{path} cannot be read ({described(error)}): it is damaged, or was written by "
+                "another version of isotherm; sample these groups again"
             ) from error
 
     def outcome(self, step: int) -> dict[str, Any] | None:

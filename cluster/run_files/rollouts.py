@@ -136,8 +136,8 @@ class RolloutLog:
             os.truncate(path, kept)
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be taken back to step {step}: {error}; remove the file, or give "
-                "this user the right to write it"
+                f"{path} cannot be truncated to step {step}: {error}; remove the file, or give "
+                "this user write permission"
             ) from error
 
 
@@ -240,7 +240,7 @@ class KeptSegment:
             raise ValueError(f"a negative token id, {min(self.tokens_T)}")
         edges = [0, *(edge for run in self.actions for edge in run), len(self.tokens_T)]
         if edges != sorted(edges):
-            raise ValueError(f"actions {self.actions} are no runs of {len(self.tokens_T)} tokens")
+            raise ValueError(f"actions {self.actions} are not runs of {len(self.tokens_T)} tokens")
         actions = sum(stop - start for start, stop in self.actions)
         for name in ("behaviour_logprobs", "teacher_logprobs", "versions", "advantages", "bonuses"):
             values = getattr(self, f"{name}_N")
@@ -365,7 +365,7 @@ def _checked_group(where: str, line: bytes) -> KeptGroup:
         OverflowError,
     ) as error:
         raise DataError(
-            f"{where} is no kept group ({type(error).__name__}: {error}); remove the line"
+            f"{where} is not a kept group ({type(error).__name__}: {error}); remove the line"
         ) from error
 
 
@@ -423,7 +423,7 @@ def _some(values: Any, what: str) -> Sequence[Any]:
 def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not a finite number")
     return number
 
 

@@ -151,8 +151,8 @@ class RunDirectory:
             if has_trained(self.path):
                 raise other
             print_line(
-                f"out={self.path} holds an attempt with another {other.field}=, which trained "
-                "nothing: this run takes its place"
+                f"out={self.path} holds an attempt with another {other.field}= that trained no "
+                "step; this run replaces it"
             )
             self._check_lines()
             return None
@@ -163,14 +163,16 @@ class RunDirectory:
         """Check the files that the run reads or appends to; a truncated last line is accepted."""
         for line in read_lines(self._metrics.path, {"step"}):
             if not isinstance(line["step"], int):
-                raise DataError(f"{self._metrics.path}: {line} has no number of a step; remove it")
+                raise DataError(
+                    f"{self._metrics.path}: {line} has no valid step number; remove the line"
+                )
         read_lines(self._events.path, {"t", "event"})
         of = replay(self.ledger).run_id
         if of not in ("", self.run_id) and self.store.complete():
             raise ConfigError(
-                f"{self.ledger} is of run {of}, and {self.path} holds run {self.run_id}; put its "
-                "own ledger back, or move this one away: the audit then proves nothing of what "
-                "came before",
+                f"{self.ledger} belongs to run {of}, but {self.path} holds run {self.run_id}; "
+                "restore its own ledger, or move this one away: the audit then covers only what "
+                "follows",
                 field="out",
             )
 
@@ -187,12 +189,14 @@ class RunDirectory:
         try:
             was = self._record()
         except DataError as error:
-            why = error.__cause__ or "no run wrote it"
+            why = error.__cause__ or "it was not written by a run"
             raise CheckpointError(
                 f"{self.path / 'config.json'} is unreadable ({why}); choose another out="
             ) from error
         if not (was.recipe and was.run_id and was.settings):
-            raise CheckpointError(f"{self.path / 'config.json'} is no run's; choose another out=")
+            raise CheckpointError(
+                f"{self.path / 'config.json'} was not written by a run; choose another out="
+            )
         return was
 
     def _check_same_run(self, was: RunRecord) -> None:
@@ -211,33 +215,33 @@ class RunDirectory:
         paths = fields_of(kind)
         if unknown := was.settings.keys() - {path.partition(".")[0] for path in paths}:
             raise ConfigError(
-                f"out={self.path} holds a run of another version, with a setting {min(unknown)}; "
-                "choose another out=",
+                f"out={self.path} holds a run of another version of isotherm, which has the "
+                f"setting {min(unknown)}; choose another out=",
                 field="out",
             )
         for name in (each for each in paths if each not in may_change | moved):
             before, after = at_path(was.settings, name), at_path(now, name)
             if identity_of(kind, name, before) != identity_of(kind, name, after):
                 raise ConfigError(
-                    f"out={self.path} holds another run: {name} was {before!r} there "
-                    f"and is {after!r} now. Choose another out=, or give {name} as it was",
+                    f"out={self.path} holds another run: {name} was {before!r} there and is "
+                    f"{after!r} now. Choose another out=, or restore {name}",
                     field=name,
                 )
 
         stops = self._stops and self._stops.to_json()
         if None not in (stops, was.stop_tokens) and stops != was.stop_tokens:
             raise ConfigError(
-                f"out={self.path} holds another run: its responses end at {was.stop_tokens}, "
-                f"and now at {stops}: the end of a model was changed, in its "
-                "generation_config.json or its tokenizer. Put it back, or choose another out=",
+                f"out={self.path} holds another run: its stop tokens were {was.stop_tokens} and "
+                f"are {stops} now, because a model's generation_config.json or tokenizer has "
+                "changed. Restore it, or choose another out=",
                 field="model.stop_tokens",
             )
         for name in sorted(was.data.keys() - moved):
             raise ConfigError(
-                f"{name}={at_path(now, name)} does not hold the rows that the run in "
-                f"out={self.path} began with: their sha256 is {self._data.get(name)} and was "
-                f"{was.data[name]}, and a group's number says which row it is. Put them back as "
-                "they were, or choose another out=",
+                f"{name}={at_path(now, name)} has changed since the run in out={self.path} "
+                f"began: its sha256 is {self._data.get(name)} and was {was.data[name]}, but "
+                "group ids refer to rows by their position. Restore the rows, or choose another "
+                "out=",
                 field=name,
             )
 

@@ -43,7 +43,7 @@ _SHOWN = 64
 # Events that are sent as alerts, with the text of the alert.
 _ALERTS = {
     "death": "{who} died: {why}",
-    "rewind": "the learner goes on from step {step}",
+    "rewind": "the learner continues from step {step}",
     "finding": "{text}: {remedy}",
     "unsaved": "a checkpoint could not be written: {why}",
 }
@@ -132,7 +132,7 @@ class Trackers:
         try:
             groups, self._rollouts_at = read_rollouts_from(self._rollouts, self._rollouts_at)
         except DataError as error:
-            self._print_line(f"WARNING: kept rollouts are not shown to trackers: {error}")
+            self._print_line(f"WARNING: kept rollouts are not sent to trackers: {error}")
             return
         texts = [text for group in groups for text in _texts(group, tokenizer)][-_SHOWN:]
         if texts:
@@ -200,8 +200,8 @@ class _Threaded:
         if not self._disabled.is_set():
             self._disabled.set()
             self._print_line(
-                f"WARNING: {self._name} {redacted(why)} and gets nothing more of this run; "
-                "out/metrics.jsonl has all of it"
+                f"WARNING: {self._name} {redacted(why)} and receives no more metrics of this "
+                "run; out/metrics.jsonl has all of them"
             )
 
 

@@ -106,7 +106,7 @@ class Admission:
         """Load, compare and serve; returns the reason of a failure, or None."""
         joins = self._actors.learner.join.options(concurrency_group=JOIN_GROUP)
         if await joins.remote(handles) is None:
-            return "the last push left no copy that they can read"
+            return "the last push left no copy of the weights for them"
         if not (serving := self._supervisor.serving(POLICY)):
             return "no engine serves"
         name, engine = next(iter(serving.items()))
@@ -115,7 +115,7 @@ class Admission:
         )
         report = await asyncio.wait_for(compared, self._driver.deadline_s)
         if report is None:
-            return "pushes fell into their handshake"
+            return "pushes during their handshake"
         if not self._agree(report):
             return report.message()
         self._print_admitted([m for m in self.joining if m in self._supervisor.waiting()], report)

@@ -199,7 +199,7 @@ class Autoscaler:
         memory_s: float,
         settling_windows: int = 0,
     ) -> None:
-        assert 0 <= up_after_s <= down_after_s, "growing is the more urgent of the two"
+        assert 0 <= up_after_s <= down_after_s, "growth takes precedence"
         assert min(cooldown_s, memory_s) >= 0
         self._pools: dict[PoolName, Pool] = {pool.name: pool for pool in pools}
         self._cooldown_s = cooldown_s
@@ -291,7 +291,8 @@ class Autoscaler:
             _Proposal(
                 name,
                 size,
-                f"nothing is left to be started, and {needed[name]} groups may still come here",
+                f"no group is left to start, and at most {needed[name]} groups may still reach "
+                "this pool",
             )
             for name, pool in self._pools.items()
             if (size := pool.clamp(needed[name])) < self._targets[name]

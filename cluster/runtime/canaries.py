@@ -121,7 +121,7 @@ class Canaries:
         refused = self._engines.inconsistent(engines)
         if refused and not self._config.verify.handshake:
             for name, why in refused.items():
-                self._supervisor.print_line(f"WARNING: {name} serves although {why}")
+                self._supervisor.print_line(f"WARNING: {name} stays in use although {why}")
             refused = {}
         for engine in engines:
             if engine.who not in refused:
@@ -198,7 +198,7 @@ class Canaries:
             return ""
         return (
             f"has other weights than the first one that was loaded: {model.described()['model']} "
-            "was changed while the run was under way. Put back what it held, or begin another out="
+            "was changed during the run. Restore it, or start another out="
         )
 
     def _register(self, watched: Watched) -> Any:

@@ -46,7 +46,10 @@ SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
 # Two signals within this time are one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 Value = TypeVar("Value")
-_ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
+_ENDING = (
+    "the run ends with a checkpoint of the last complete step; a second signal ends it at once, "
+    "without a checkpoint"
+)
 
 
 class Signals:
@@ -217,7 +220,7 @@ class Driver:
             return f"did not end within {self.deadline_s:.0f} s"
         if time.monotonic() - self.supervisor.last_progress(worker) <= self.deadline_s:
             return None
-        return f"has not got on for {self.deadline_s:.0f} s"
+        return f"made no progress for {self.deadline_s:.0f} s"
 
     def wait_until_started(self, roles: Sequence[str]) -> None:
         """Wait until every actor of the roles has answered; report missing ones periodically.

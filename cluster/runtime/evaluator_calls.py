@@ -78,8 +78,8 @@ class EvaluatorCalls:
 
     def _explain(self, what: str, ends: list[str]) -> str:
         return (
-            f"{what} failed: its actor died or hung {len(ends)} times{ends[-1]}. Make "
-            "that code end, and raise instead of ending or holding up its process, or take the "
-            f"problem out; deadline_s={self._driver.deadline_s:g} is the longest that an "
-            "evaluation may not get on"
+            f"{what} failed: its actor died or hung {len(ends)} times{ends[-1]}. Make that code "
+            "end, and raise an exception instead of ending or blocking its process, or remove "
+            f"the problem; an evaluation fails after deadline_s={self._driver.deadline_s:g} "
+            "without progress"
         )

@@ -260,7 +260,7 @@ class Fleet(LearnerAlone):
         try:
             self.driver.ask_learner("the last weight probe", self.learner.settle.remote())
         except LearnerLost as lost:  # it is not needed again
-            self._print_line(f"{lost}; its last checkpoint holds every step")
+            self._print_line(f"{lost}; its last checkpoint contains every step")
 
     def set_aside(self, checkpoint: Checkpoint) -> Counter[str]:
         set_aside = trained_in(checkpoint).set_aside
@@ -394,7 +394,7 @@ class Fleet(LearnerAlone):
         if in_a_row or status.set_aside > _MAX_SET_ASIDE:
             raise RunFailed(
                 f"{status.set_aside} prompt groups were set aside (at most {_MAX_SET_ASIDE} may "
-                f"be), {status.consecutive_set_aside} of them in a row; the last because of: "
+                f"be), {status.consecutive_set_aside} of them in a row; the last reason: "
                 f"{status.last_reason}"
             )
 

@@ -91,7 +91,7 @@ class Watchdog:
         ]
         if self._stalls > 1:
             for name in sorted(suspects(status, workers, since_progress_s, self._stall_after_s)):
-                self._terminate(name, f"nothing came of its work for {stalled_s:.0f} s")
+                self._terminate(name, f"it produced no group for {stalled_s:.0f} s")
         if late:
             self._re_lease(late, f"no progress for {stalled_s:.0f} s")
 
@@ -176,6 +176,6 @@ def wait_graph(status: QueueStatus, workers: Mapping[str, WorkerStatus], idle_s:
         lines.append(f"  {name}: {doing}; waits for {asked or 'no engine'}")
     lines.append(
         f"  queue: {status.depth} groups, credit for {status.credit} more, {len(status.pending)} "
-        f"to be leased again; last trouble: {status.last_reason or 'none'}"
+        f"to be leased again; last failure: {status.last_reason or 'none'}"
     )
     return "\n".join(lines)

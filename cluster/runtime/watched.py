@@ -41,8 +41,8 @@ class ScoringEngine:
     """
 
     remedy: ClassVar[str] = (
-        "it is restarted. Look at its log and its machine; of a server that runs elsewhere, see "
-        "that all replicas behind its address serve one model"
+        "it is restarted. Check its log and its machine; for an external server, check that all "
+        "replicas behind its address serve the same model"
     )
     member: Member
     first: CanaryAnswers
@@ -120,7 +120,7 @@ class Engines:
             else:
                 others = {n: judge(each, anchor, loosest, rows).why for n, each in answers.items()}
             refused |= {
-                name: f"it is not the {role} that the others are: {why}"
+                name: f"it differs from the other {role} engines: {why}"
                 for name, why in others.items()
                 if why
             }
@@ -135,8 +135,8 @@ class LearnerModel:
     """
 
     remedy: ClassVar[str] = (
-        "the learner is restarted, and loads it again. Look at the machine's memory, and at code "
-        "of yours that runs in the learner (loss=, baseline=)"
+        "the learner is restarted and loads it again. Check the machine's memory, and custom "
+        "code in the learner (loss=, baseline=)"
     )
     handle: Any
     question: CopyQuestion
@@ -181,7 +181,7 @@ class LearnerModel:
 class RewardModel:
     """A reward model, which returns scores and no log-probs."""
 
-    remedy: ClassVar[str] = "it is restarted. Look at its log and its machine"
+    remedy: ClassVar[str] = "it is restarted. Check its log and its machine"
     member: Member
     answer: RewardAnswer
 

@@ -405,7 +405,7 @@ class Supervisor:
         self._on_death(member, why)
         if member.state is State.DRAINING:
             self._budgets.pop((member.spec.name, member.index), None)
-            self.print_line(f"{member.name} died ({why}) while it drained")
+            self.print_line(f"{member.name} died ({why}) while its work was drained")
             return
         if not self.run_started and member.state is State.STARTING:
             if isinstance(error, errors.RayTaskError) and isinstance(error.cause, IsothermError):

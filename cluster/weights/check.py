@@ -169,8 +169,8 @@ class PushCheck:
         adapted = not self._compared("the base", self._base_N, logprobs_N).agrees
         if not (adapted or self._warned_unadapted):
             logger.warning(
-                "weights version %d: the adapter changes the log-probs of the rows by no more than "
-                "the tolerance, so they do not prove that engines use it (push/void=1); its "
+                "weights version %d: the adapter changes the rows' log-probs by at most the "
+                "tolerance, so they do not prove that engines use it (push/void=1); its "
                 "checksums prove that it arrived",
                 version,
             )
@@ -202,11 +202,11 @@ class PushCheck:
         comparison = self._compared(name, their_N, expected.logprobs_N)
         if not comparison.agrees:
             raise CalibrationError(
-                f"{name} does not hold weights version {expected.version}: its log-probs are up to "
-                f"{comparison.max_gap:.3g} nats from the learner's on {comparison.num_tokens} "
-                f"tokens (mean {comparison.mean_gap:.3g}; allowed {comparison.tolerance:.3g}, mean "
-                f"{comparison.mean_tolerance:.3g}). The push did not arrive whole, or prefixes "
-                "cached under older weights were kept"
+                f"{name} does not hold weights version {expected.version}: its log-probs are up "
+                f"to {comparison.max_gap:.3g} nats from the learner's on {comparison.num_tokens} "
+                f"tokens (mean {comparison.mean_gap:.3g}; allowed {comparison.tolerance:.3g}, "
+                f"mean {comparison.mean_tolerance:.3g}). The push was incomplete, or the engine "
+                "kept prefixes cached under older weights"
             )
         return comparison.max_gap
 
@@ -218,8 +218,8 @@ class PushCheck:
         self._ranks, self._shard_rules = len(served), find_shard_rules(served, weights)
         if unproven := served[0].keys() - self._shard_rules.keys():
             logger.warning(
-                "%d of %d parameters of the engines are not made of pushed weights in a way that "
-                "is known here (%s, for one): engines are compared with one another in them",
+                "%d of %d parameters of the engines (for example %s) cannot be derived from the "
+                "pushed weights by a known rule: they are only compared between engines",
                 len(unproven),
                 len(served[0]),
                 min(unproven),
@@ -246,9 +246,9 @@ def _proven_share(expected: Expected, name: str, served: Digests) -> float:
     for rank, (held, sent) in enumerate(zip(served, expected.digests, strict=True)):
         if wrong := [n for n, value in sent.items() if held.get(n) != value]:
             raise CalibrationError(
-                f"{name} does not hold weights version {expected.version}: {_some(wrong)} of rank "
-                f"{rank} {'is' if len(wrong) == 1 else 'are'} not what was sent, by checksum. The "
-                "push did not arrive whole: a tensor was skipped, or an older one kept"
+                f"{name} does not hold weights version {expected.version}: {_some(wrong)} of "
+                f"rank {rank} {'is' if len(wrong) == 1 else 'are'} not what was sent, by "
+                "checksum. The push was incomplete: a tensor was skipped, or an older one kept"
             )
     return len(expected.digests[0]) / len(served[0])
 
@@ -263,8 +263,8 @@ def _require_alike(version: int, served: Mapping[str, Digests]) -> None:
             if wrong := sorted(n for n in names if mine.get(n) != others.get(n)):
                 raise CalibrationError(
                     f"{name} and {other} hold different weights as version {version}: "
-                    f"{_some(wrong)} of rank {rank} differ by checksum. The push did not arrive "
-                    "whole at one of them"
+                    f"{_some(wrong)} of rank {rank} differ by checksum. The push was incomplete "
+                    "at one of them"
                 )
 
 

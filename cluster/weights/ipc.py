@@ -120,7 +120,7 @@ class _Lending(Sending):
             with self._own_work():
                 self._weights.take_back()
         except Exception as error:
-            self.problem = self.problem or f"the learner's memory is not free again: {error}"
+            self.problem = self.problem or f"the learner's memory was not released: {error}"
         if self.problem:
             self._dismiss(list(self._engines), self.problem)
 

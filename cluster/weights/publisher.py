@@ -107,7 +107,7 @@ class Attempt:
                 again_at = time.monotonic() + retries.pause_s()
                 if not retries.wait_for_room(error):
                     raise
-                logger.warning("%s. It is tried again", error)
+                logger.warning("%s. It is retried", error)
             while time.monotonic() < again_at:
                 self.waiting()
                 time.sleep(0.25)
@@ -442,7 +442,7 @@ class Publisher:
 
     def _terminate(self, names: Sequence[str], why: str) -> None:
         for name in names:
-            logger.warning("%s %s: it is ended", name, why)
+            logger.warning("%s %s and is terminated", name, why)
             calls.kill(self._engines.pop(name))
             self._replace_ways()
 

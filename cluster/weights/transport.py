@@ -261,7 +261,7 @@ def collect(
                 answers.lost.update(names.values())
             why = f"still in the collective that {left_by} left"
             if left_by is None:
-                why = f"no answer in {timeout_s:.0f} s"
+                why = f"no answer within {timeout_s:.0f} s"
             answers.failures |= dict.fromkeys(names.values(), why)
             break
         # Poll all of them at intervals. Waking at each answer would scan N references N times.

@@ -128,7 +128,7 @@ def lenders_of(name: str, engine: Place, ranks: int, lenders: Sequence[LenderPla
         raise _not_lent(name, f"has {ranks} ranks on {len(engine.gpus)} GPUs")
     for gpu in engine.gpus[:ranks]:
         if gpu not in here:
-            raise _not_lent(name, f"computes on GPU {gpu}, where no learner worker is")
+            raise _not_lent(name, f"computes on GPU {gpu}, which has no learner worker")
     return [here[gpu] for gpu in engine.gpus[:ranks]]
 
 
@@ -143,8 +143,8 @@ def _is_lent(engine: Place, lenders: Sequence[LenderPlace]) -> bool:
 
 def _not_lent(name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"weights=ipc, but {name} {why}: it reads weights where a worker of the learner has them. "
-        "Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)",
+        f"weights=ipc, but {name} {why}: weights=ipc needs each engine on a learner worker's "
+        "GPU. Use weights=auto, or place them together (colocate=sleep gpus_per_actor=0.5)",
         field="weights.transport",
     )
 
@@ -172,15 +172,16 @@ def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
             if learner.nccl.get(setting) != value:
                 raise ConfigError(
                     f"{setting} is {learner.nccl.get(setting)} for the learner and {value} for "
-                    f"{name}: a group of both would hang. Set it alike on all nodes, or nowhere",
+                    f"{name}: their group would hang. Set it to the same value on all nodes, or "
+                    "on none",
                     field=setting,
                 )
 
 
 def _shared_gpu(engines: Sequence[str], other: str) -> ConfigError:
     return ConfigError(
-        f"weights go by a group, but {', '.join(engines)} shares a GPU with {other}: NCCL takes a "
-        "GPU once in a group; give each of them GPUs of its own, or use weights=auto on the "
-        "learner's node and weights=disk elsewhere",
+        f"weights are pushed through a group, but {', '.join(engines)} shares a GPU with "
+        f"{other}: NCCL allows a GPU only once in a group; give each its own GPUs, or use "
+        "weights=auto on the learner's node and weights=disk elsewhere",
         field="weights.transport",
     )

@@ -378,5 +378,5 @@ def check_vocabulary(tokens_T: TokenArray, vocab_size: int) -> None:
     if tokens_T.max() >= vocab_size:
         raise DataError(
             f"the tokenizer produced id {tokens_T.max()}, outside the model's vocabulary of "
-            f"{vocab_size}; tokenizer and model do not belong together"
+            f"{vocab_size}; the tokenizer does not match the model"
         )

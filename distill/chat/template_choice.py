@@ -58,8 +58,8 @@ class ChatTemplateSettings:
     chat_date: str | None = setting(
         readable_as("date", datetime.fromisoformat, allows="2026-01-31", refuses="2026-02-31"),
         default=None,
-        doc="date that chat templates print, YYYY-MM-DD; default: the day on which the run in out= "
-        "began, else today",
+        doc="date that chat templates print, YYYY-MM-DD; default: the date on which the run in "
+        "out= began, else today",
     )
 
     def chat_day(self) -> datetime:

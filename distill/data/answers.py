@@ -23,8 +23,8 @@ def answer_text(value: object) -> str | None:
     if isinstance(value, str):
         if not value.strip():
             raise DataError(
-                f"`answer` is blank ({value!r}), so all responses or none would be right; write "
-                "the answer, or leave the field out if there is none",
+                f"`answer` is blank ({value!r}), so all responses or none would be right; give "
+                "the answer, or leave the field out",
                 field="answer",
             )
         return str(value)

@@ -93,7 +93,7 @@ def check_stops(
     for stop in sorted(added[id_] for id_ in stop_ids if id_ in added):
         if stop in text.removesuffix(stop):
             raise DataError(
-                f"{what} has the stop token {stop} before its end, where a served model would "
+                f"{what} has the stop token {stop} before its end, at which a served model would "
                 "stop; remove it",
                 field=field,
             )

@@ -79,7 +79,7 @@ class ExampleEncoder:
         if eos is not None and (eos in self.stop_ids or not self.stop_ids):
             return eos
         if not self.stop_ids:
-            raise DataError("the tokenizer has no EOS token, so no completion could end; set one")
+            raise DataError("the tokenizer has no EOS token, so completions could not end; set one")
         return min(self.stop_ids)
 
     @property
@@ -128,8 +128,8 @@ class ExampleEncoder:
         """
         if max(ids) >= self.vocab_size:
             raise DataError(
-                f"`tokens` has id {max(ids)}, outside the model's vocabulary of {self.vocab_size}; "
-                "train the model that the ids belong to",
+                f"`tokens` has id {max(ids)}, outside the model's vocabulary of "
+                f"{self.vocab_size}; train the model whose tokenizer made the ids",
                 field="tokens",
             )
         mask_T = np.zeros(len(ids), np.bool_)

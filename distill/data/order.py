@@ -30,7 +30,7 @@ class PromptStream:
 
     def __init__(self, num_prompts: int, seed: int, source: int = 0) -> None:
         if num_prompts < 1:
-            raise ConfigError("there are no prompts to train on", field="num_prompts")
+            raise ConfigError("the data has no prompts to train on", field="num_prompts")
         self._num_prompts = num_prompts
         self._seed, self._source = seed, source
         self._epoch = -1

@@ -128,7 +128,7 @@ def _begin(messages: Sequence[Message]) -> Message:
 
 def _no_preference() -> DataError:
     return DataError(
-        "`chosen` and `rejected` are the same: the pair carries no preference; drop it",
+        "`chosen` and `rejected` are the same: the pair states no preference; drop it",
         field="chosen",
     )
 

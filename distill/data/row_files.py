@@ -57,7 +57,7 @@ def require_file(path: str) -> None:
     if Path(path).exists():
         return
     where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-    raise DataError(f"cannot read {path!r}: there is no such file{where}{path_meant(path)}")
+    raise DataError(f"cannot read {path!r}: the file does not exist{where}{path_meant(path)}")
 
 
 def suffix_of(path: str) -> str:

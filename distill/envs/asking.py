@@ -48,4 +48,4 @@ class AskingEnv(Env):
         """None: the environment is not stepped."""
 
     async def step(self, sample: Sample) -> StepResult:
-        raise AssertionError("an AskingEnv is played, not stepped")
+        raise AssertionError("call play() of an AskingEnv, not step()")

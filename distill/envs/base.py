@@ -470,8 +470,8 @@ def only_teacher(setting: EnvContext) -> str:
     """
     if len(setting.teachers) > 1:
         raise ConfigError(
-            f"there are teachers {', '.join(sorted(setting.teachers))}, but this environment's "
-            "problems name no teacher; give one teacher",
+            f"several teachers are given ({', '.join(sorted(setting.teachers))}), but this "
+            "environment's problems do not name a teacher; give one teacher",
             field="teachers",
         )
     return next(iter(setting.teachers), "")

@@ -253,7 +253,7 @@ class ChatEnv(Env):
 
     @property
     def conversation(self) -> Conversation:
-        assert self._conversation is not None, "initial_observation comes first"
+        assert self._conversation is not None, "call initial_observation() first"
         return self._conversation
 
     async def step(self, sample: Sample) -> StepResult:

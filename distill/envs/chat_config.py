@@ -192,7 +192,7 @@ class ChatConfig(EnvConfig):
         doc="maximum length of a tool's answer in tokens; the rest is cut, with a note",
     )
     malformed_penalty: float = setting(
-        at_least(0, "it is subtracted from the reward"),
+        at_least(0, "the penalty is subtracted from the reward"),
         default=0.0,
         doc="penalty on the tokens of a turn for each tool call that cannot be parsed",
     )

@@ -325,7 +325,7 @@ class Reading(ChatEnvConfig):
             raise DataError(
                 f"the question and its instructions take {fixed} tokens, notes and turn "
                 f"{notes + setting.max_new_tokens}, of {limit} (env.max_tokens or the models' "
-                "context): no room is left for the document; lower max_new_tokens, raise "
+                "context), which leaves no room for the document; lower max_new_tokens, raise "
                 "env.max_tokens, or give a model with a longer context"
             )
         return room

@@ -255,7 +255,7 @@ def judge(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: Canary
     elif not found.within(allowed):
         why = (
             f"its hidden states moved by {found.states:.3g} (allowed {allowed.states:.3g}), and "
-            "its log-probs by no more than is allowed"
+            "its log-probs by an allowed amount"
         )
     return Drift(found.largest, found.mean, why)
 
@@ -291,7 +291,7 @@ class CanaryAnswers:
     def nondeterministic(self) -> str:
         """Description of an answer that differs from the first one; "" if none does."""
         reasons = (drift.why for drift in map(self.judge, self.answers) if drift.why)
-        return next((f"answers the same rows otherwise: {each}" for each in reasons), "")
+        return next((f"scores the same rows differently: {each}" for each in reasons), "")
 
     def described(self) -> dict[str, Any]:
         return {
@@ -311,8 +311,8 @@ def _cause(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: Canar
         return empty
     undivided = float(np.abs(answer.at_T_N - first.unscaled_N).max())
     if distinguishes_t(rows.temperature) and undivided <= allowed.largest:
-        return "its log-probs are not divided by T any more"
-    return "it holds other weights than at first, or computes otherwise"
+        return "its logits are no longer divided by T"
+    return "it has other weights than at first, or computes differently"
 
 
 def _empty(answer: CanaryScores, rows: CanaryRows) -> str:

@@ -90,14 +90,14 @@ class Comparison:
             found = f"some of the log-probs of {self.num_tokens} tokens are not finite"
         elif self.must_differ:
             found = (
-                f"the two are the same to {self.max_gap:.3g} nats on {self.num_tokens} tokens, so "
-                "it ignores the temperature it is asked for"
+                f"the two are the same to {self.max_gap:.3g} nats on {self.num_tokens} tokens, "
+                "so it ignores the requested temperature"
             )
         else:
             found = (
                 f"up to {self.max_gap:.3g} nats on {self.num_tokens} tokens (mean "
                 f"{self.mean_gap:.3g}; allowed {self.tolerance:.3g}, mean "
-                f"{self.mean_tolerance:.3g}), so the reverse KL would be another objective"
+                f"{self.mean_tolerance:.3g}), so the reverse KL would be a different objective"
             )
         remedy = self.diagnosis or "check its weights, precision and temperature handling"
         return f"{where}: {found}. {remedy[0].upper()}{remedy[1:]}"
@@ -224,10 +224,7 @@ def divided_twice(party: str, *, server: bool) -> str:
     found = f"the log-probs of {party} are divided by T twice"
     if not server:
         return found
-    return (
-        f"{found}: is the plugin loaded beside another patch, or beside the server's own option, "
-        "that does the same?"
-    )
+    return f"{found}: check whether another patch, or an option of the server, also divides by T"
 
 
 def decode_not_divided(decode: str, *, server: bool) -> str:
@@ -235,13 +232,13 @@ def decode_not_divided(decode: str, *, server: bool) -> str:
     found = f"the log-probs of {decode} look like T = 1"
     if not server:
         return found
-    return f"{found}: is SGLANG_RETURN_ORIGINAL_LOGPROB set on its server? Unset it and restart"
+    return f"{found}: unset SGLANG_RETURN_ORIGINAL_LOGPROB on its server, and restart it"
 
 
 def other_weights(engine: str, arbiter: str) -> str:
     return (
-        f"{engine} agrees with itself, so it holds other weights than the {arbiter}: a checkpoint "
-        "of another run, or a push that did not arrive"
+        f"{engine} agrees with itself, so its weights differ from those of the {arbiter}: a "
+        "checkpoint of another run, or an incomplete push"
     )
 
 
@@ -325,7 +322,7 @@ class CalibrationReport:
             worst = self._worst()
             return (
                 f"no agreement: {len(self.failures)} of {len(self.comparisons)} comparisons "
-                f"failed; {worst.culprit or worst.party} is off"
+                f"failed; {worst.culprit or worst.party} disagrees"
             )
         return (
             f"agreement: {len(self.comparisons)} comparisons, the largest gap "

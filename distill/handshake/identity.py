@@ -32,7 +32,7 @@ def fact_differences(
             )
         if info.stop_event != student.stop_event:
             differences.append(
-                f"{name} takes the token ids {_ids(info.stop_event)} for one event and {first} "
+                f"{name} counts the token ids {_ids(info.stop_event)} as one event and {first} "
                 f"{_ids(student.stop_event)}; give all engines the same stop tokens"
             )
     for name, info in policies.items():
@@ -45,8 +45,8 @@ def fact_differences(
         if info.vocab_size < student.vocab_size:
             differences.append(
                 f"{name} has a vocabulary of {info.vocab_size}, smaller than {first}'s "
-                f"{student.vocab_size}: a token that the student may sample could not be scored. "
-                "Resize the teacher's embeddings, or choose another pair"
+                f"{student.vocab_size}: it could not score every token that the student may "
+                "sample. Resize the teacher's embeddings, or choose another pair"
             )
     return differences
 

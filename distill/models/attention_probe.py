@@ -79,7 +79,7 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
             model.set_attn_implementation(native)
     _require_causal(model)
     logger.warning(
-        "%s runs with its own attention and computes every context in full each time (slow): %s",
+        "%s keeps its own attention and recomputes the full context for each response (slow): %s",
         type(model).__name__,
         why_not,
     )
@@ -98,8 +98,8 @@ def _require_causal(model: PreTrainedModel) -> None:
     if gap := _too_large(relative_gap(together[: len(alone)], alone), alone.dtype):
         raise CheckpointError(
             f"{type(model).__name__} is not a causal language model: its hidden states depend on "
-            f"later tokens or on padding ({gap}). Is a field of its config.json missing, such as "
-            "is_decoder?"
+            f"later tokens or on padding ({gap}). Check whether its config.json lacks a field, "
+            "such as is_decoder"
         )
 
 
@@ -122,9 +122,8 @@ def check_packs(model: PreTrainedModel) -> None:
     else:
         return
     raise ConfigError(
-        f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence "
-        "or attend to it in an unsupported way, so packed rows would influence one another. Use "
-        "packing=False",
+        f"packing=True: {config.model_type} has {layers}, which keep a state along a sequence or "
+        "use unsupported attention, so packed rows would affect one another. Use packing=False",
         field="learner.packing",
     )
 

@@ -217,7 +217,9 @@ def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -
         logger.warning("packed rows use padded attention, because flex attention failed: %s", why)
         return False
     if gap > _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES):
-        logger.warning("packed rows use padded attention: flex attention is off by %.2g", gap)
+        logger.warning(
+            ("packed rows use padded attention: flex attention differs from it by %.2g"), gap
+        )
         return False
     return True
 

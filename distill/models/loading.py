@@ -110,8 +110,8 @@ def require_complete(model: PreTrainedModel, path: str, missing: Collection[str]
     lacking = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in excused))
     if lacking:
         raise CheckpointError(
-            f"{path!r} lacks {len(lacking)} of the model's tensors, {lacking[0]!r} first; "
-            "they would have been random. Is the checkpoint complete?"
+            f"{path!r} lacks {len(lacking)} of the model's tensors, {lacking[0]!r} first; they "
+            "would be random. Copy the checkpoint again, or save it completely"
         )
 
 
@@ -191,7 +191,7 @@ def check_served_ties(role: str, path: str) -> None:
     if head := own_head(_on_meta(config, path, None), path):
         raise ConfigError(
             f"{role}={path}: config.json has tie_word_embeddings=true, but {head} differs from "
-            "the embedding. SGLang would use the embedding in its place. Set "
+            "the embedding, which SGLang would use instead. Set "
             '"tie_word_embeddings": false in that file, or use engine=embedded',
             field=role,
         )
@@ -275,7 +275,7 @@ def reading(file: str | Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is corrupt or cut short: {first_line(error)}") from error
+        raise CheckpointError(f"{file} is corrupt or truncated: {first_line(error)}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
     except (MemoryError, RuntimeError) as error:  # RuntimeError: from torch, which maps files

@@ -72,8 +72,8 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     config: Any = model.config
     if MixtureShape.of(config) is None:
         raise ConfigError(
-            f"routing_replay needs a mixture of experts, but {type(model).__name__} is dense; "
-            "leave it out",
+            f"routing_replay needs a mixture-of-experts model, but {type(model).__name__} is "
+            "dense; leave it out",
             field="learner.routing_replay",
         )
     routers = {

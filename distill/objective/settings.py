@@ -54,8 +54,8 @@ _REFUSED_ESTIMATORS = [
 _REWARDS = needs("objective.reward_coef", remedy="give a reward_coef, or leave it out")
 _TOP_K = needs("objective.estimator", "top_k")
 _FLAT_JSD = (
-    "there the generalised JSD and its gradient are zero; divergence=forward_kl or reverse_kl is "
-    "its limit"
+    "at 0 and 1 the generalised JSD and its gradient are zero; divergence=forward_kl or "
+    "reverse_kl is its limit"
 )
 
 
@@ -164,8 +164,9 @@ class ObjectiveConfig:
         ),
         default="train",
         doc="treatment of groups whose members all have the same reward. replace: groups of "
-        "further prompts replace them (dynamic sampling), at most 3 times prompts_per_step in a "
-        "step; drop: they are left out and the batch is smaller; train: they stay in the batch",
+        "further prompts replace them (dynamic sampling), at most 3 times prompts_per_step "
+        "in a step; drop: they are left out, so the batch is smaller; train: they stay in "
+        "the batch",
     )
 
     kl_coef: float = setting(at_least(0), default=1.0, doc="weight of the teacher's term")

@@ -94,7 +94,7 @@ class ModelReward:
         path = name.removeprefix(PREFIX)
         if not path.strip():
             raise ConfigError(
-                f"reward={name} names no checkpoint; write reward={PREFIX}DIR",
+                f"reward={name} lacks a checkpoint; write reward={PREFIX}DIR",
                 field="reward.function",
             )
         return cls(path=trained_model(path))

@@ -224,7 +224,7 @@ def _from_python(source: str, entry: str | None) -> ProgramTests:
     reached = _reached(running, [*collected, *classes, *checks], defined)
     if not any(map(_asserts, reached)):
         raise DataError(
-            "has no tests; any program would pass them: nothing that runs asserts or raises. Write "
+            "has no tests; any program would pass them: no code that runs asserts or raises. Write "
             "`assert f(1) == 2`, or functions named test_..."
         )
     if not checks and not _uses_program(source):

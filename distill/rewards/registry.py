@@ -362,8 +362,8 @@ class CheckedReward:
             abs(reward) <= LARGEST_REWARD  # pyright: ignore[reportOperatorIssue] - a Real has it
         ):
             raise self._error(
-                f"returned {returned!r}; it must return a finite number, of at most "
-                f"{LARGEST_REWARD:g} in size, or that and a text",
+                f"returned {returned!r}; it must return a finite number of at most "
+                f"{LARGEST_REWARD:g} in size, or such a number and a text",
                 answer,
             )
         return Verdict(reward=float(reward), feedback=words[:LONGEST_WORDS])
@@ -376,7 +376,7 @@ class CheckedReward:
         try:
             in_thread(check, answer, timeout_s=self.timeout_s)
         except BaseException as error:  # the user's may raise anything, an exit too
-            raise self._error(f"refuses the answer: {described(error)}", answer) from error
+            raise self._error(f"rejects the answer: {described(error)}", answer) from error
 
     def _error(self, what: str, answer: str) -> DataError:
         message = f"reward {self.name} {what} (for the answer {answer[:40]!r})"

@@ -245,8 +245,8 @@ def _sandbox_error(why: str) -> str:
         f"the sandbox cannot be created on this machine: {why}. It needs Linux 5.14 and user "
         "namespaces: `sysctl user.max_user_namespaces` above 0, on Ubuntu "
         "kernel.apparmor_restrict_unprivileged_userns=0, in a container a seccomp profile that "
-        'allows unshare and mount. Or accept with isolation="process" (tool `python:process`) '
-        "that programs use your network and your files"
+        'allows unshare and mount. With isolation="process" (tool `python:process`) programs '
+        "run without it, with access to your network and files"
     )
 
 

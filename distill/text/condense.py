@@ -335,8 +335,8 @@ async def condense_history(
             summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
         except DataError as error:
             raise TooLongToCondense(
-                f"max_tokens={max_tokens} is less than the {fixed} tokens that cannot be condensed "
-                f"and those of a summary of the rest ({error})",
+                f"max_tokens={max_tokens} is less than the {fixed} tokens that cannot be "
+                f"condensed, plus a summary of the rest ({error})",
                 field="max_tokens",
             ) from error
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)

@@ -78,7 +78,7 @@ def _printed(value: Number) -> str:
     if isinstance(value, int):
         return str(value)
     if not math.isfinite(value):
-        raise ToolError("the result is too large, or no number")
+        raise ToolError("the result is too large, or not a number")
     return str(int(value)) if value.is_integer() and abs(value) < _WHOLE else f"{value:.12g}"
 
 
@@ -125,7 +125,7 @@ def _round(value: Number, digits: Number | None = None) -> Number:
 
 def _factorial(value: Number) -> Number:
     if not (0 <= value <= _MAX_FACTORIAL and value == int(value)):
-        raise ValueError(f"factorial is of whole numbers from 0 to {_MAX_FACTORIAL}")
+        raise ValueError(f"factorial needs a whole number from 0 to {_MAX_FACTORIAL}")
     return math.factorial(int(value))
 
 
@@ -134,7 +134,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Number]:
 
 
 def _no_xor(left: Number, right: Number) -> Number:
-    raise ValueError("^ is not a power here; write **")
+    raise ValueError("^ is not a power; write **")
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {

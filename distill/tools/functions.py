@@ -31,8 +31,8 @@ def function_tool(function: Callable[..., Any]) -> Tool:
     name = f"{function.__module__}:{function.__qualname__}"
     if "<" in function.__qualname__:
         raise ConfigError(
-            f"tool {name} cannot be sent to other processes, which import it by name; define it "
-            "at the top level of a module",
+            f"tool {name} cannot be imported by other processes; define it at the top level of a "
+            "module",
             field="env.tools",
         )
     for parameter in inspect.signature(function).parameters.values():

@@ -45,9 +45,9 @@ class Retrieval(Tool):
         self._directory = str(directory)
         why = ""
         if not Path(directory).is_dir():
-            why = "there is no such directory"
+            why = "the directory does not exist"
         elif not any(path.stat().st_size for path in _files(Path(directory))):
-            why = "it has no texts; put *.txt, *.md or *.jsonl (with `text`) files there"
+            why = "it has no texts; add *.txt, *.md or *.jsonl files (rows with `text`)"
         if why:
             raise ConfigError(f"env.tools=retrieval:{directory}: {why}", field="env.tools")
 

@@ -133,10 +133,14 @@ def _kernel_serves(device: torch.device) -> bool:
         raise
     except Exception as error:  # compilers raise many types
         name = type(error).__name__
-        logger.warning("digests of weights by torch, %s: %s", name, first_line(error))
+        logger.warning(
+            "weight digests are computed by torch, because the kernel failed (%s: %s)",
+            name,
+            first_line(error),
+        )
         return False
     if found != int(sum_by_torch(data)):
-        logger.warning("digests of weights by torch: the kernel's are others")
+        logger.warning("weight digests are computed by torch, because the kernel's differ")
         return False
     return True
 

@@ -163,8 +163,8 @@ class BucketLender:
                 break
             time.sleep(_POLL_S)
         logger.warning(
-            "a reader has not let go of %d MiB of weights within %.0f s (it has ended?): this GPU "
-            "lacks them as long as this process lives",
+            "a reader did not release %d MiB of weights within %.0f s (it may have ended): they "
+            "occupy this GPU until this process ends",
             size >> 20,
             RELEASE_S,
         )

@@ -89,7 +89,7 @@ class SharedTensors:
             raise _gone(str(error)) from error
         try:
             if _identity(descriptor) != self.identity:
-                raise _gone(f"{self.path} is another file by now")
+                raise _gone(f"{self.path} was replaced by another file")
             yield replace(self, path=_path(descriptor))
         finally:
             os.close(descriptor)
@@ -186,8 +186,8 @@ def views_of(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor
 
 def _gone(why: str) -> EngineError:
     return EngineError(
-        f"weights in shared memory cannot be opened ({why}): their writer has ended, or runs as "
-        "another user or in another container; weights=group or weights=disk do without"
+        f"cannot open weights in shared memory ({why}): their writer has ended, or runs as "
+        "another user or in another container; use weights=group or weights=disk"
     )
 
 

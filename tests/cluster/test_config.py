@@ -229,6 +229,22 @@ def test_bad_input_ends_with_code_2_and_names_the_setting(
 
 
 @pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["opd"], ["recipe=opd"]),
+        (["recipe=opd", "out=o"], ["model=", "temperature="]),
+        (["recipe=sft", "out=o"], ["model=", "data="]),
+    ],
+)
+def test_what_is_missing_is_named_by_its_short_name(
+    capsys: pytest.CaptureFixture[str], given: list[str], named: list[str]
+) -> None:
+    assert main(given) == 2
+    words = capsys.readouterr().err.split()
+    assert all(name in words for name in named)
+
+
+@pytest.mark.parametrize(
     ("written", "field", "names"),
     [
         (["--steps", "5"], None, "steps=5"),

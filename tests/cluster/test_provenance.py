@@ -200,9 +200,9 @@ def test_the_audit_finds_missing_and_invented_canaries(path: Path) -> None:
     assert audited(ask=lambda _: None) == ([], False)
     assert audited(canary=lambda event: event | {"good": False, "why": "?"}) == ([], False)
     problems, _ = audited(canary=lambda event: event | {"replica": 7})
-    assert problems == ["a canary of scorer 7, which never began"]
+    assert len(problems) == 1 and "scorer 7" in problems[0]
     problems, _ = audited(put=lambda event: event | {"by": [5]})
-    assert problems[0] == "group 0 was scored by [5], which never began"
+    assert "group 0 was scored by [5]" in problems[0]
     assert audited(put=lambda event: event | {"by": []}) == ([], False)
     certificate = {"proven": True, "groups": {"trained": 2, "proven": 2, "unwatched": 0}}
     (path.parent / "certificate.json").write_text(json.dumps(certificate))

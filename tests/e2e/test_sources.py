@@ -87,7 +87,8 @@ def test_sources_have_their_shares_and_edits_are_detected(
     assert "data.source" in capsys.readouterr().err
     table.write_text(table.read_text().replace("Ann", "Bob"))
     assert train(tiny_pair, out, prompts, steps=5) == 2
-    assert "does not hold the rows that the run" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"data.source={prompts} " in error and "sha256" in error
 
 
 def test_sft_on_rows_of_a_function(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class ForecastConfig(
     EnvSettings,
     LocalEngineConfig,
 ):
-    """Answers of a student and a teacher to some prompts, and a forecast of the distillation."""
+    """Forecast a distillation from answers of student and teacher to some prompts."""
 
     model: ModelSettings = section_field(ModelSettings)
     teacher: ForecastTeacherSettings = section_field(ForecastTeacherSettings)

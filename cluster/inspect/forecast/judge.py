@@ -112,9 +112,9 @@ def _verdict(measured: PairMeasurements) -> tuple[Verdict, list[str]]:
     gain, error = measured.reward_gain, measured.reward_gain_error or 0.0
     if gain is not None and gain <= _ERRORS * error:
         return "no better", [
-            f"the teacher is no better on these prompts: reward {measured.teacher.reward:.3g} "
-            f"against {measured.student.reward:.3g} ({gain:+.3g}, standard error {error:.2g}). It "
-            "can teach only its style: use another teacher, harder prompts, or recipe=rl"
+            f"the teacher is not better on these prompts: reward {measured.teacher.reward:.3g} "
+            f"against {measured.student.reward:.3g} ({gain:+.3g}, standard error {error:.2g}). "
+            "It can teach only its style: use another teacher, harder prompts, or recipe=rl"
         ]
     return "good", []
 

@@ -59,7 +59,7 @@ def read_run(out: Path, setting: str = "out") -> RunFiles:
     events = _events(out / "events.jsonl")
     if not events and not metrics:
         raise DataError(
-            f"{setting}={out} has no events and no metrics: events.jsonl and metrics.jsonl are "
+            f"{setting}={out} has no events or metrics: events.jsonl and metrics.jsonl are "
             "missing or empty; give the directory of a run that has started"
         )
     record = RunRecord.of_run(out) or RunRecord(recipe="unknown")
@@ -156,7 +156,7 @@ def run_tokenizer(run: RunFiles) -> Tokenizer:
 def why_no_rollouts(run: RunFiles) -> str:
     """Text that explains why the run has no rollouts."""
     if run.record.supervised:
-        return f"recipe={run.record.recipe} does not sample, so there are no rollouts to show."
+        return f"recipe={run.record.recipe} does not sample, so it has no rollouts."
     if run.record.settings.get("keep") == "none":
         return (
             "This run kept no rollouts: keep=none. Resume the run with the same command and "

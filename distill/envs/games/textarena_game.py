@@ -86,7 +86,7 @@ class TextArenaGame(Game):
                 return
             rewards, _ = self._env.close()
         if self._invalid(seat) and not flagged:
-            raise IllegalMove(f"{text[:40]!r} is no move of {self._name}")
+            raise IllegalMove(f"{text[:40]!r} is not a move of {self._name}")
         self._scores = float(rewards[0]), float(rewards[1])
 
     def _look(self) -> None:

@@ -151,7 +151,7 @@ class Seat(MessageEnv):
                 replaces_history=game.replaces_history(self._seat),
             )
         scores = self._table.scores
-        assert scores is not None, "the game goes on, and it is nobody's turn"
+        assert scores is not None, "the game has not ended, but no player has the turn"
         score = scores[self._seat]
         return MessageStep(
             reward=score,
