@@ -300,7 +300,7 @@ def _check_prompt(row: Mapping[str, Any], prefix: str) -> tuple[str, str]:
     """Names of the two fields of a prompt. Raises DataError unless the row has exactly one."""
     text, messages = f"{prefix}prompt", f"{prefix}messages"
     if (row.get(text) is None) == (row.get(messages) is None):
-        found = f"; {fields_of(row)}; columns.prompt= names the column with the prompt"
+        found = f"; {fields_of(row)}; give the prompt's column with columns.prompt="
         raise DataError(
             f"give exactly one of `{text}` (a string) and `{messages}` (chat format)"
             f"{'' if prefix else found}"

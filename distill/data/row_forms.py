@@ -66,6 +66,6 @@ def check_pair(row: Mapping[str, Any]) -> None:
 
 def _missing(field: str, row: Mapping[str, Any]) -> DataError:
     return DataError(
-        f"`{field}` is missing; {fields_of(row)}; columns.{field}= names the right one",
+        f"`{field}` is missing; {fields_of(row)}; give its column with columns.{field}=",
         field=field,
     )
