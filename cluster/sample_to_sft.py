@@ -248,7 +248,8 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
             f"no response to {len(asked)} prompts ended with a stop token and a reward of at "
             f"least min_reward={config.min_reward:g}; nothing is written"
         )
-        failed.remedy = "Lower it, raise samples= or max_new_tokens=, or give hints (hinted=True)"
+        hints = "" if config.hinted else ", or give hints (hinted=True)"
+        failed.remedy = f"Lower it, raise samples= or max_new_tokens={hints}"
         raise failed
     write_rows("data", Path(config.data), rows)
     answered = len({(row["source"], row["line"]) for row in rows})

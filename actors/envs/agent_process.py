@@ -18,7 +18,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ from distill.errors import ConfigError
 from distill.json_values import loads
 from distill.lookup import resolve_function
 from distill.sandbox.bounded_calls import child_command
-from distill.sandbox.guard import guarded, lifeline
+from distill.sandbox.guard import guarded, lifeline, search_path
 
 _LARGEST_OUTPUT = 4 << 20
 # Prefix of the names of scratch folders.
@@ -90,9 +89,7 @@ class AgentProgram:
 
     def environment(self) -> dict[str, str]:
         """Environment of this process, with the run's interpreter first in PATH as `python`."""
-        folder = str(Path(sys.executable).parent)
-        path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
-        return {**os.environ, "PATH": path}
+        return {**os.environ, "PATH": search_path()}
 
     def guarded(self, command: Sequence[str], scratch: str) -> list[str]:
         """Wrap a command in the memory limit and in a guard, which removes `scratch`."""

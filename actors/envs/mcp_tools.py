@@ -37,7 +37,7 @@ from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.lookup import known_names
 from distill.rules import above, readable_as, setting
-from distill.sandbox.guard import guarded
+from distill.sandbox.guard import guarded, search_path
 from distill.tools.base import Tool, ToolError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class McpServer:
         if self.url:
             return streamable_http_client(self.url)
         variables = {name: os.environ[name] for name in self.environment if name in os.environ}
+        variables["PATH"] = search_path()
         program, *arguments = guarded(self.command, inherits=False)
         parameters = StdioServerParameters(command=program, args=arguments, env=variables)
         return stdio_client(parameters, errlog=errors)

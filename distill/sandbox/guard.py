@@ -52,6 +52,12 @@ def guarded(command: Sequence[str], *, scratch: str = "", inherits: bool = True)
     return [sys.executable, "-I", "-S", "-B", __file__, line, scratch, *command]
 
 
+def search_path() -> str:
+    """PATH of a user's program: `python` is the run's interpreter."""
+    folder = os.path.dirname(sys.executable)
+    return os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+
+
 def lifeline() -> int:
     """File descriptor of the guards' end of this process's lifeline."""
     return _lifeline()[0]

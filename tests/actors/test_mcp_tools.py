@@ -284,6 +284,14 @@ def test_the_server_sees_no_variable_that_is_not_named(
     assert "swordfish" in policy.seen[1]
 
 
+def test_python_is_the_run_s_interpreter(
+    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    mine = McpServer(command=("python", str(server / "server.py"), str(server)))
+    assert "add" in {tool.name for tool in server_tools(mine)}
+
+
 def test_a_running_server_is_spoken_to_by_its_url(server: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         file, (host, port) = listening.fileno(), listening.getsockname()
