@@ -238,6 +238,16 @@ def settings(**changes: Any) -> LedgerSettings:
     return LedgerSettings(**given | changes)
 
 
+def test_groups_of_another_run_are_not_adopted(new_queue: NewQueue, tmp_path: Path) -> None:
+    queue = new_queue(run_id="one")
+    deliver(queue, 4)
+    wait_until_kept(tmp_path / "ledger.jsonl", 4)
+    kill(queue.actor)
+    other = new_queue(run_id="another")
+    assert get(other.actor.status.remote()).pending == []
+    assert not list((tmp_path / "groups").iterdir())
+
+
 def test_groups_that_would_become_too_old_are_not_adopted() -> None:
     """Steps of two groups from version 3: the oldest two are trained now, at an age of 2."""
     kept = {10: Kept(1, 1, 1), 11: Kept(1, 1, 1), 12: Kept(1, 1, 1), 13: Kept(1, 1, 2)}

@@ -535,6 +535,20 @@ def test_time_without_credit_is_counted_to_the_second() -> None:
     assert passes(9) == (12, 36)
 
 
+def test_a_synchronous_step_waits_for_its_slowest_group() -> None:
+    ledger = new()
+    first, second = ledger.lease("a", 9)
+    assert (first.group_id, second.group_id) == (0, 1)
+    assert ledger.lease("a", 9) == []  # synchronous: the next step waits for the publication
+    assert ledger.deliver(second) and ledger.take() is None
+    assert ledger.missing() == [0]
+    assert ledger.deliver(first)
+    step = ledger.take()
+    assert step is not None and step.group_ids == [0, 1] and step.set_aside == {}
+    ledger.publish(1, TrainedGroups(2))
+    assert lease(ledger, 1) == [2]
+
+
 def test_a_taken_group_that_comes_back_constant_makes_no_room_for_another() -> None:
     ledger = new(groups_per_step=1, total_groups=1, most_replaced=1)
     [first] = ledger.lease("a", 9)

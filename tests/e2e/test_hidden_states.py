@@ -223,3 +223,15 @@ def test_servers_without_states_of_whole_rows_are_refused(
     assert main(["recipe=opd", *arguments]) == 2
     assert remedy in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.slow
+@needs_sglang
+@pytest.mark.usefixtures("ray_cluster")
+def test_servers_of_the_run_return_hidden_states(
+    tiny_pair: TinyPair, tmp_path: Path, by_copy: list[float]
+) -> None:
+    settings = SETTINGS | {"engine": "sglang", "teacher.head": tiny_pair.teacher}
+    found = kls(distil(tiny_pair, tmp_path / "run", local=False, **settings))
+    assert found[0] == pytest.approx(by_copy[0], rel=0.5), "servers sample otherwise"
+    assert found[-1] < 0.6 * found[0]

@@ -27,10 +27,12 @@ from tests.e2e.harness import (
     process_of,
     run,
     start,
+    train,
     trained_groups,
     wait_until,
 )
-from tests.e2e.objectives import FAILS_ON_A_WORKER, FAILURE
+from tests.e2e.objectives import FAILS_ON_A_WORKER, FAILURE, POLICY_GRADIENT
+from tests.families import family_dir
 from tests.rows import write_rows
 from tests.waiting import DEADLINE_S
 
@@ -79,6 +81,51 @@ def test_an_adapter_on_two_replicas_resumes_with_one_worker(
     base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(out / "adapter"))
     torch.testing.assert_close(logits(adapted), final, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_share_of_scores_trains_alike_on_two_workers_of_a_mixture(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """Long answers, too: groups without an engine's scores train alike on every worker."""
+    mixtures = {
+        "student": family_dir(tmp_path / "student", "qwen3_moe"),
+        "teacher": family_dir(tmp_path / "teacher", "qwen3_moe", seed=2),
+    }
+    learnt = {}
+    # A custom loss reads the engine's scores of all groups. Advantages are 0, so it adds nothing.
+    for scored, loss in (("some", "importance_sampling"), ("all", POLICY_GRADIENT)):
+        out = tmp_path / scored
+        given = {"estimator": "full", "loss": loss, "prompts_per_step": 12, "learner_workers": 2}
+        given |= {"smoke_test": False}
+        given |= {"max_new_tokens": 48, **mixtures}
+        steps = opd(tiny_pair, out, **given)
+        assert all(step["opd/reverse_kl"] > 0 and step["opd/divergence"] > 0 for step in steps)
+        assert audit(out / "ledger.jsonl").problems == []
+        learnt[scored] = AutoModelForCausalLM.from_pretrained(out / "final").state_dict()
+    for name, tensor in learnt["all"].items():
+        torch.testing.assert_close(tensor, learnt["some"][name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_preferences_on_two_workers_with_the_base_as_reference(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    pairs = [{"prompt": f"q{i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
+    data = write_rows(tmp_path / "pairs.jsonl", *pairs)
+    shared = {"model": tiny_pair.student, "data": data, "batch_size": 6, "lr": 1e-2}
+    made = []
+    for workers in (1, 2):
+        out = tmp_path / f"of {workers}"
+        settings = {"learner_workers": workers, "local": workers == 1}
+        made.append(train("dpo", out, **shared, steps=3, lora_rank=4, seed=1, **settings))
+    alone, together = made
+    assert alone[0]["train/loss"] == pytest.approx(together[0]["train/loss"], rel=1e-5)
+    for steps in made:
+        assert steps[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
+        assert steps[-1]["dpo/margin"] > 1e-3
 
 
 @pytest.mark.slow

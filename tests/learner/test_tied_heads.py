@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
 from learner.process_group import WorkerGroup
+from tests.learner.two_workers import on_workers
 from tests.refusals import refuses
 from tests.samples import demonstration
 from tests.tiny import save_tokenizer
@@ -95,3 +97,24 @@ def test_equal_matrices_stay_tied(head: str, tmp_path: Path) -> None:
     model = load_causal_lm(path, dtype=torch.float32, device="cpu")
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert model.config.tie_word_embeddings and meta_causal_lm(path).config.tie_word_embeddings
+
+
+def trained_and_exported(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
+    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    learner.export(Path(given["final"]), load_tokenizer(given["tokenizer"]))
+    return {}
+
+
+@pytest.mark.slow  # two more processes; tests/learner/test_sharding.py has them always
+def test_two_workers_train_a_separate_head(tmp_path: Path) -> None:
+    path = checkpoint("qwen3", tmp_path / "model")
+    given = {"final": str(tmp_path / "final"), "tokenizer": path}
+    config = LearnerConfig.of(model=path, total_steps=4, device="cpu", lr=1e-2)
+    on_workers(trained_and_exported, config, tmp_path / "failed", (cross_entropy_loss,), given)
+    alone = trained(path)
+    final = load_causal_lm(str(tmp_path / "final"), dtype=torch.float32, device="cpu")
+    assert not final.config.tie_word_embeddings
+    for name, parameter in alone.model.named_parameters():
+        np.testing.assert_allclose(
+            final.get_parameter(name).detach(), parameter.detach(), atol=1e-4, err_msg=name
+        )
