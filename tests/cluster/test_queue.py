@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import WorkerCrashedError
 
 from benchmarks.data_path import message_bytes
 from cluster.handles.calls import get, kill, wait
@@ -391,7 +392,7 @@ def test_groups_lost_after_their_delivery_are_leased_again(
         asyncio.run(work())
         os.kill(os.getpid(), signal.SIGKILL)  # later, Ray may have ended the idle process
 
-    with pytest.raises(ray.exceptions.WorkerCrashedError):
+    with pytest.raises(WorkerCrashedError):
         get(deliver.remote())
     places = [TrajectoryId(i, member) for i in (0, 1) for member in (0, 1)]
 
