@@ -61,10 +61,11 @@ def test_the_search_finds_the_commands() -> None:
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory on the path with the modules in docs/environments.md."""
-    page = (ROOT / "docs/environments.md").read_text()
-    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    modules = dict(zip(("backwards", "letters"), blocks, strict=True))
+    """A directory on the path with the modules of the pages about environments."""
+    pages = (ROOT / "docs" / page for page in ("environments.md", "environments/users.md"))
+    text = "\n".join(page.read_text() for page in pages)
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    modules = dict(zip(("backwards", "letters", "helpdesk"), blocks, strict=True))
     for name, code in modules.items():
         (tmp_path / f"{name}.py").write_text(code)
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -100,7 +100,7 @@ def test_a_slow_engine_gets_less() -> None:
 def test_an_engine_without_a_queue_length_delays_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.handles.engine_pool.TELL_S", 0.01)
+    monkeypatch.setattr("cluster.handles.engine_pool.QUEUE_QUERY_S", 0.01)
     clock = Clock()
     made = [Busy(clock, tells=False), Busy(clock)]
     asyncio.run(roll_out(clock, made, workers=2, groups_per_worker=2, rounds=5))

