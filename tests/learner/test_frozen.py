@@ -108,7 +108,7 @@ def test_two_workers_score_as_one_and_each_holds_half(
         assert [answer.teacher for answer in answers] == list(TEACHERS)
         for ours, theirs in zip(answers, expected, strict=True):
             np.testing.assert_allclose(
-                ours.answers[0].at_T_N, theirs.answers[0].at_T_N, rtol=rtol, atol=atol
+                ours.scored.answers[0].at_T_N, theirs.scored.answers[0].at_T_N, rtol=rtol, atol=atol
             )
         for before, after in zip(answers, together["again"][rank], strict=True):
             assert after.changed == () and after.digest == before.digest
