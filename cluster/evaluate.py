@@ -205,7 +205,8 @@ async def _measure(
         flags = config.teacher.server_flags
         engines.append(config.engine_config(config.teacher.model, stops, flags))
     async with running_engines(*engines) as (engine, *teachers):
-        asked |= zip([TEACHER], teachers, strict=False)
+        if teachers:
+            asked[TEACHER] = teachers[0]
         for name, evaluator in evaluators.items():
             responses = await evaluator.respond(engine, decoder, asked)
             metrics = evaluator.summarise(responses)

@@ -18,7 +18,14 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from distill.errors import CheckpointError
-from distill.types import GroupFacts, Segment, StopReason, Trajectory, TrajectoryGroup
+from distill.types import (
+    GroupFacts,
+    Segment,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    shared_fields,
+)
 
 # Treatment of groups that cannot be trained in time (cluster/queue/step_rule.py).
 OnStale = Literal["wait", "train_late", "restart"]
@@ -132,7 +139,9 @@ class TrajectoryGroupMeta(GroupFacts):
 
     def group(self, trajectories_G: Sequence[Trajectory]) -> TrajectoryGroup:
         """The whole group, from its trajectories."""
-        return TrajectoryGroup(trajectories_G=tuple(trajectories_G), **self.facts())
+        return TrajectoryGroup(
+            trajectories_G=tuple(trajectories_G), **shared_fields(GroupFacts, self)
+        )
 
     def group_of_segments(self, segments: Iterable[Segment]) -> TrajectoryGroup:
         """The whole group, from the segments of its trajectories in order."""

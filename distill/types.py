@@ -29,6 +29,7 @@ from distill.errors import DataError
 from distill.routing import ExpertArray
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Tokenizer
 else:
     Tokenizer = Any  # an annotation does not need transformers, whose import takes seconds
@@ -213,6 +214,11 @@ class Trajectory:
     reward_counts: bool = True
 
 
+def shared_fields(kind: type[DataclassInstance], record: object) -> dict[str, Any]:
+    """Values that `record` has for the fields of the dataclass `kind`, by name."""
+    return {each.name: getattr(record, each.name) for each in fields(kind)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupFacts:
     """Facts of a group of trajectories as a whole.
@@ -239,10 +245,6 @@ class GroupFacts:
     answer: str | None = None
     by_teacher: bool = False
     as_text: bool = False
-
-    def facts(self) -> dict[str, Any]:
-        """The facts by name, without what a subclass adds."""
-        return {each.name: getattr(self, each.name) for each in fields(GroupFacts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -48,7 +48,7 @@ from distill.json_values import is_number
 from distill.rewards.registry import RewardFunction, verdict
 from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.rules import above, at_least, setting
-from distill.types import StopReason, TokenArray, Tokenizer
+from distill.types import StopReason, TokenArray, Tokenizer, shared_fields
 
 if TYPE_CHECKING:
     from actors.envs.agent_endpoint import AgentEndpoint
@@ -257,7 +257,7 @@ class AgentDataset(EnvDataset):
 
     def builder(self, problem: int, group_size: int) -> AgentGroupBuilder:
         chosen = self._problems_P[problem]
-        facts = chosen.facts()
+        facts = shared_fields(ProblemFacts, chosen)
         row = json.dumps(chosen.row, sort_keys=True, default=str)
         facts["prompt_key"] = prompt_key(row.encode())
         return AgentGroupBuilder(

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.rollout.teacher import States
@@ -58,7 +58,7 @@ from distill.rules import get
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens, merged
 from distill.tokenizer import load_tokenizer, probe_tokenizer
-from distill.types import Tokenizer
+from distill.types import Tokenizer, shared_fields
 from learner.export import check_export
 
 
@@ -103,7 +103,7 @@ class RolloutInputs(LearnerInputs):
     @property
     def of_learner(self) -> LearnerInputs:
         """Only the learner's inputs, to be sent to the learner."""
-        return LearnerInputs(**{f.name: getattr(self, f.name) for f in fields(LearnerInputs)})
+        return LearnerInputs(**shared_fields(LearnerInputs, self))
 
 
 def check_rollout(config: RolloutConfig) -> RolloutInputs:

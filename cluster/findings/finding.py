@@ -1,4 +1,4 @@
-"""The finding of a detector, and its evidence."""
+"""The diagnosis of a detector, the finding that it becomes, and its evidence."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A fault of a run.
+class Diagnosis:
+    """A fault of a run that a detector has recognised.
 
     Attributes:
         text: the observation, in numbers.
         settings: settings that the remedy names.
-        name: name of the detector; a run has at most one finding of each. `Watch` sets it, the step
-            and the evidence of a detector's finding.
     """
 
     text: str
     remedy: str
     settings: tuple[str, ...]
-    name: str = ""
-    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding(Diagnosis):
+    """A diagnosis with its place in the run.
+
+    Attributes:
+        name: name of the detector; a run has at most one finding of each.
+    """
+
+    name: str
+    step: int
     evidence: Evidence | None = None
 
     def describe(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.findings.finding import Finding
+from cluster.findings.finding import Diagnosis, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.training import PATIENCE
 
@@ -15,7 +15,7 @@ _CHANGES = 0.3
 _IDLE = 0.5
 
 
-def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding | None:
+def staleness_at_its_bound(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Steps wait for groups that would become too old: the staleness bound limits the speed."""
     oldest = history.of("staleness/max", PATIENCE)
     waits, most = _wait_share(history), config.queue.max_staleness
@@ -24,7 +24,7 @@ def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding |
     at_bound = all(value >= most for value in oldest.values[-2 * SPAN :])
     if not at_bound or waits < _WAITS:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"in each of {2 * SPAN} steps some tokens were {most} versions old, "
         f"which is max_staleness, and the learner waits {waits:.0%} of the time",
         remedy="the learner waits for the oldest groups. Raise max_staleness, lower "
@@ -33,13 +33,13 @@ def staleness_at_its_bound(history: History, config: RolloutConfig) -> Finding |
     )
 
 
-def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
+def learner_starves(history: History, config: RolloutConfig) -> Diagnosis | None:
     """The learner mostly waits for groups, although sampling overlaps training."""
     waits = _wait_share(history)
     alone = config.cluster.local or config.queue.max_staleness == 0 or config.only_keeps
     if waits is None or waits < _STARVED or alone:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
         remedy="raise policy.engines and rollout.workers (a range such as 2..8 adds them as "
         "needed), or groups_in_flight",
@@ -47,7 +47,7 @@ def learner_starves(history: History, config: RolloutConfig) -> Finding | None:
     )
 
 
-def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
+def teachers_idle(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Several engines of a teacher do work that one engine could do.
 
     Overlapping scorings are each counted with their whole time, so the actual work is less than the
@@ -62,7 +62,7 @@ def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
     work = groups * scoring.now / max(step.now, 1e-9)
     if work >= _IDLE:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"{engines} engines of the teacher share work that keeps one engine busy for at most "
         f"{work:.0%} of the time",
         remedy="set teacher.engines=1, and use the freed resources for policy.engines",
@@ -70,7 +70,7 @@ def teachers_idle(history: History, config: RolloutConfig) -> Finding | None:
     )
 
 
-def turns_take_long(history: History, _config: RolloutConfig) -> Finding | None:
+def turns_take_long(history: History, _config: RolloutConfig) -> Diagnosis | None:
     """GPUs that engines share by turns spend much of the time on changes of turns."""
     spent, step = history.of("turns/seconds", PATIENCE), history.of("time/step", PATIENCE)
     changes = history.of("turns/changes")
@@ -79,7 +79,7 @@ def turns_take_long(history: History, _config: RolloutConfig) -> Finding | None:
     share = spent.now / max(step.now, 1e-9)
     if share < _CHANGES:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"engines that share GPUs change turns {changes.now:.1f} times per step, which takes "
         f"{share:.0%} of the time (turns/seconds)",
         remedy="longer turns need fewer changes: raise groups_in_flight or "

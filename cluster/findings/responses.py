@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.config.on_policy import RolloutConfig
-from cluster.findings.finding import Finding
+from cluster.findings.finding import Diagnosis
 from cluster.findings.history import History
 from cluster.findings.training import PATIENCE, gained
 
@@ -17,12 +17,12 @@ _REPEATED, _REPEATED_MORE = 0.3, 0.2
 _ENDED, _STILL_END = 0.3, 0.5
 
 
-def responses_are_cut(history: History, config: RolloutConfig) -> Finding | None:
+def responses_are_cut(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Most episodes end because a limit on tokens cuts them off."""
     cut = history.of("rollout/stop/length")
     if cut is None or cut.values[-1] <= _CUT:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"{cut.values[-1]:.0%} of the episodes were cut off by "
         f"max_new_tokens={config.sampling.max_new_tokens} or the context (rollout/stop/length)",
         remedy="raise max_new_tokens, unless this is intended",
@@ -30,12 +30,12 @@ def responses_are_cut(history: History, config: RolloutConfig) -> Finding | None
     )
 
 
-def members_are_equal(history: History, _config: RolloutConfig) -> Finding | None:
+def members_are_equal(history: History, _config: RolloutConfig) -> Diagnosis | None:
     """Members of most groups have the same tokens, which is improbable by their log-probs."""
     equal = history.of("rollout/equal_groups")
     if equal is None or equal.values[-1] <= _EQUAL:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"in {equal.values[-1]:.0%} of the groups all members have the same tokens, although "
         "they were sampled at a temperature above 0 (rollout/equal_groups)",
         remedy="the engine samples all members with one seed. Remove the flag from "
@@ -44,7 +44,7 @@ def members_are_equal(history: History, _config: RolloutConfig) -> Finding | Non
     )
 
 
-def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
+def responses_grow(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Responses become longer, but are cut off more often, or earn no higher reward."""
     length = history.of("rollout/response_length", PATIENCE)
     if length is None or length.now <= _LONGER * length.start:
@@ -55,7 +55,7 @@ def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
     if not (cut_more or for_nothing):
         return None
     why = "more of them are cut off" if cut_more else "the reward has not risen"
-    return Finding(
+    return Diagnosis(
         text=f"responses have grown from {length.start:.3g} to {length.now:.3g} tokens, and {why}",
         remedy="read the kept responses. If they ramble, use a third of the lr, or "
         "reference_kl_coef=0.05 with reference=; if they need the length, raise max_new_tokens",
@@ -63,12 +63,12 @@ def responses_grow(history: History, config: RolloutConfig) -> Finding | None:
     )
 
 
-def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None:
+def responses_repeat(history: History, _config: RolloutConfig) -> Diagnosis | None:
     """Responses have begun to repeat themselves, which a teacher's scores do not correct."""
     repeated = history.of("rollout/repeated_share", PATIENCE)
     if repeated is None or repeated.now <= max(_REPEATED, repeated.start + _REPEATED_MORE):
         return None
-    return Finding(
+    return Diagnosis(
         text=f"{repeated.now:.0%} of the sampled tokens repeat earlier text of the response "
         f"({repeated.start:.0%} at the start)",
         remedy="within a loop, a teacher also predicts the repetition, so its scores do not "
@@ -78,12 +78,12 @@ def responses_repeat(history: History, _config: RolloutConfig) -> Finding | None
     )
 
 
-def eos_vanishes(history: History, config: RolloutConfig) -> Finding | None:
+def eos_vanishes(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Episodes end by themselves much less often than at the start."""
     ended = history.of("rollout/eos_share", PATIENCE)
     if ended is None or ended.start < _ENDED or ended.now >= _STILL_END * ended.start:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"{ended.now:.0%} of the episodes end with a stop token, {ended.start:.0%} at the "
         "start",
         remedy="student and teacher may have different end tokens (set stop_tokens=), or the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.config.on_policy import RolloutConfig
-from cluster.findings.finding import Finding
+from cluster.findings.finding import Diagnosis, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.training import PATIENCE, declined, gained
 
@@ -13,7 +13,7 @@ _CONSTANT = 0.95
 _FORMAT_GREW = 0.15
 
 
-def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | None:
+def advantages_are_zero(history: History, config: RolloutConfig) -> Diagnosis | None:
     """No token has had an advantage since the first step, so nothing has been learnt."""
     extremes = [history.of(f"advantage/{end}") for end in ("min", "max")]
     groups = history.of("train/groups")
@@ -34,21 +34,21 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Finding | No
             "test the reward on the kept responses; use problems that are solved sometimes, or "
             "a larger group_size"
         )
-    return Finding(
+    return Diagnosis(
         text=f"all advantages are 0 so far: {why}",
         remedy=remedy,
         settings=settings,
     )
 
 
-def rewards_are_constant(history: History, config: RolloutConfig) -> Finding | None:
+def rewards_are_constant(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Hardly any group has members with different rewards, so there is nothing to learn from."""
     constant, reward = history.of("reward/constant_groups", SPAN), history.of("reward/mean", SPAN)
     if not config.objective.reward_coef > 0 or constant is None or reward is None:
         return None
     if constant.now < _CONSTANT or gained(reward) or _masked(history, config):
         return None  # for masked rewards, `advantages_are_zero` names the cause
-    return Finding(
+    return Diagnosis(
         text=f"in {constant.now:.0%} of the groups all members have the same reward "
         f"(mean {reward.now:.3g}), so the reward gives them no advantage",
         remedy="test the reward on the kept responses; use other prompts, a larger group_size, or, "
@@ -63,7 +63,7 @@ def _masked(history: History, config: RolloutConfig) -> bool:
     return config.objective.mask_truncated and cut is not None and cut.values[-1] >= _CONSTANT
 
 
-def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | None:
+def format_pays_alone(history: History, _config: RolloutConfig) -> Diagnosis | None:
     """The policy learns the format's reward at the expense of the task's reward."""
     format_, reward = history.of("env/format", PATIENCE), history.of("reward/mean", PATIENCE)
     if format_ is None or reward is None:
@@ -71,7 +71,7 @@ def format_pays_alone(history: History, _config: RolloutConfig) -> Finding | Non
     if format_.now - format_.start < _FORMAT_GREW or not declined(reward):
         return None
     best = reward.means[reward.highest()]
-    return Finding(
+    return Diagnosis(
         text=f"the share of responses in the format (env/format) has grown from "
         f"{format_.start:.0%} to {format_.now:.0%}, and the task's reward has fallen from "
         f"{best:.3g} to {reward.now:.3g}",

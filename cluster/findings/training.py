@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.config.on_policy import RolloutConfig
-from cluster.findings.finding import Finding
+from cluster.findings.finding import Diagnosis
 from cluster.findings.history import SPAN, History, Series
 
 # Number of steps that are the start of the KL, and number of steps before a trend is reported.
@@ -23,7 +23,7 @@ _GAP, _GAP_GROWN = 0.05, 4.0
 _PUSHES, _LOST = 8, 0.5
 
 
-def kl_rises(history: History, config: RolloutConfig) -> Finding | None:
+def kl_rises(history: History, config: RolloutConfig) -> Diagnosis | None:
     """The reverse KL rises, from the start or after a fall, because the updates are too large."""
     kl = history.of("opd/reverse_kl", PATIENCE)
     gradient = history.of("train/grad_norm")
@@ -38,7 +38,7 @@ def kl_rises(history: History, config: RolloutConfig) -> Finding | None:
     with_a_cause = least < _FALLEN * first and (grown > _GROWN or abs(moved) > _MOVED)
     if kl.now <= _RISEN * least or not (above_its_start or with_a_cause):
         return None
-    return Finding(
+    return Diagnosis(
         text=f"the reverse KL has risen to {kl.now:.3g}, from {first:.3g} at the start and "
         f"{least:.3g} at step {then} (means of {SPAN} steps; since then gradient norm x "
         f"{grown:.1f}, entropy {moved:+.2f} nats)",
@@ -60,7 +60,7 @@ def _estimator(config: RolloutConfig) -> tuple[str, ...]:
     return ("estimator",) if objective.kl_coef and objective.estimator == "sampled" else ()
 
 
-def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
+def kl_on_few_tokens(history: History, config: RolloutConfig) -> Diagnosis | None:
     """The reverse KL rises, and a few tokens account for most of it."""
     share, kl = history.of("opd/kl_top_share", PATIENCE), history.of("opd/reverse_kl", PATIENCE)
     if share is None or kl is None:
@@ -68,7 +68,7 @@ def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
     least = kl.means[kl.lowest()]
     if share.now < max(_FEW, share.start + 0.1) or kl.now <= _RISEN_BY_FEW * least:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"1% of the tokens account for {share.now:.0%} of the KL to the teacher "
         f"({share.start:.0%} at the start), and the reverse KL has risen from {least:.3g} to "
         f"{kl.now:.3g}",
@@ -79,7 +79,7 @@ def kl_on_few_tokens(history: History, config: RolloutConfig) -> Finding | None:
     )
 
 
-def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None:
+def entropy_collapses(history: History, config: RolloutConfig) -> Diagnosis | None:
     """The policy's entropy has collapsed, and neither KL nor reward has improved."""
     entropy = history.of("train/entropy", PATIENCE)
     if entropy is None or entropy.now >= _COLLAPSED * entropy.start:
@@ -90,7 +90,7 @@ def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None
     rewarded = config.objective.reward_coef > 0
     if rewarded and reward is not None and gained(reward) and not declined(reward):
         return None
-    return Finding(
+    return Diagnosis(
         text=f"the entropy has fallen from {entropy.start:.3g} to {entropy.now:.3g} nats per "
         "token, but neither the KL nor the reward has improved",
         remedy="samples are nearly equal, so there is little left to learn from. Start another "
@@ -99,7 +99,7 @@ def entropy_collapses(history: History, config: RolloutConfig) -> Finding | None
     )
 
 
-def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
+def engine_gap_grows(history: History, config: RolloutConfig) -> Diagnosis | None:
     """The difference of the engines' and the learner's log-probs grows."""
     gap = history.of("train/logprob_gap", PATIENCE)
     if gap is None or gap.now <= max(_GAP, _GAP_GROWN * _settled(gap)):
@@ -107,7 +107,7 @@ def engine_gap_grows(history: History, config: RolloutConfig) -> Finding | None:
     bound, bounds = "Lower", ()
     if config.objective.has_advantages:  # losses over ratios have something to weigh
         bound, bounds = "Bound the ratios with correction=truncate, lower", ("correction",)
-    return Finding(
+    return Diagnosis(
         text=f"engines and learner differ by a mean of {gap.now:.3g} nats per token "
         f"(train/logprob_gap), {_settled(gap):.3g} at first",
         remedy=f"samples deviate more and more from the trained policy. {bound} "
@@ -121,12 +121,12 @@ def _settled(series: Series) -> float:
     return series.means[min(2 * SPAN, len(series)) - 1]
 
 
-def updates_are_lost(history: History, _config: RolloutConfig) -> Finding | None:
+def updates_are_lost(history: History, _config: RolloutConfig) -> Diagnosis | None:
     """Most of an adapter's updates do not reach the engines."""
     lost = history.of("push/lost_share", _PUSHES)
     if lost is None or lost.values[-1] <= _LOST:
         return None
-    return Finding(
+    return Diagnosis(
         text=f"push/lost_share={lost.values[-1]:.2f} after {len(lost)} steps: the adapter's change "
         "is too small for the engines' precision, and most of it is rounded away",
         remedy="raise lr (1e-4 or more is usual for an adapter), or give the engines dtype=float32",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from cluster.config.on_policy import RolloutConfig
-from cluster.findings.finding import Evidence, Finding
+from cluster.findings.finding import Diagnosis, Evidence, Finding
 from cluster.findings.flow import (
     learner_starves,
     staleness_at_its_bound,
@@ -39,8 +39,9 @@ from cluster.findings.training import (
 from cluster.run_files.rollouts import KeptTrajectory, read_newest_rollouts
 from distill.errors import DataError
 from distill.objective.repetition import repeated_share
+from distill.types import shared_fields
 
-Detect = Callable[[History, RolloutConfig], Finding | None]
+Detect = Callable[[History, RolloutConfig], Diagnosis | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,17 @@ class Watch:
         self._history.add(metrics)
         found = []
         for detector in DETECTORS:
-            name, finding = detector.detect.__name__, detector.detect(self._history, self._config)
-            if finding is not None and name not in self._reported:
+            name, diagnosis = detector.detect.__name__, detector.detect(self._history, self._config)
+            if diagnosis is not None and name not in self._reported:
                 self._reported.add(name)
-                step, evidence = self._history.step, self._evidence(detector)
-                found.append(replace(finding, name=name, step=step, evidence=evidence))
+                found.append(
+                    Finding(
+                        **shared_fields(Diagnosis, diagnosis),
+                        name=name,
+                        step=self._history.step,
+                        evidence=self._evidence(detector),
+                    )
+                )
         return found
 
     def rewound(self, step: int) -> None:

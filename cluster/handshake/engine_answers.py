@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from distill.handshake.comparison import (
     probe_prompts,
 )
 from distill.sampling import UNSCALED, TrainSampling
-from distill.types import FloatArray, TokenArray
+from distill.types import FloatArray, TokenArray, shared_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,7 +258,7 @@ async def examine(
         _two_stops(engine, plan),
     )
     return EngineAnswers(
-        **{field.name: getattr(given, field.name) for field in fields(given)},
+        **shared_fields(Prefills, given),
         reference=[score.logprobs_by_temperature[0] for score in reference_scores],
         pairs=pairs,
         stops=stops,

@@ -37,9 +37,9 @@ from cluster.placement.places import Places, lacking_in
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
-    KEEPER,
     POLICY,
     QUEUE,
+    RECORDER,
     REFERENCE,
     REWARD,
     ROLLOUT,
@@ -398,7 +398,7 @@ class RolloutCast:
         recorder = self._make(
             GroupRecorder,
             self._local_options()
-            | {"concurrency_groups": LEADER_GROUPS, "name": self._name(KEEPER, 0, start.attempt)},
+            | {"concurrency_groups": LEADER_GROUPS, "name": self._name(RECORDER, 0, start.attempt)},
             config,
             queue=queue,
             directory=directory,

@@ -29,7 +29,7 @@ from cluster.hosts.learner_actor import (
     supervised_losses,
 )
 from cluster.placement.places import Places, lacking_in
-from cluster.placement.roles import KEEPER, LEARNER, learner_title
+from cluster.placement.roles import LEARNER, RECORDER, learner_title
 from cluster.run_files.replay_log import KeptGroupSource, KeptSteps
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
@@ -202,8 +202,8 @@ def learner_spec(config: CommonConfig, places: Places) -> ActorSpec:
         critical=True,
         start_deadline_s=max(config.cluster.no_progress_s, START_S + loading_s(read)),
     )
-    if config.only_keeps:  # the keeper reserves no resources
-        return replace(spec, title=lambda _: KEEPER, lacking=lambda _: "")
+    if config.only_keeps:  # the recorder reserves no resources
+        return replace(spec, title=lambda _: RECORDER, lacking=lambda _: "")
     return spec
 
 

@@ -22,7 +22,7 @@ from distill.settings import changed
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
-KEEPER = "keeper"  # replaces the learner if groups are only kept
+RECORDER = "group recorder"  # replaces the learner if groups are only kept
 EVALUATION = "evaluation"  # policy engines that serve only evaluations
 
 

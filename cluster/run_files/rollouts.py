@@ -40,7 +40,15 @@ from cluster.jsonl_log import LineFile, step_of
 from distill.errors import CheckpointError, DataError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
-from distill.types import BoolArray, GroupFacts, Segment, TopLogprobs, Trajectory, TrajectoryGroup
+from distill.types import (
+    BoolArray,
+    GroupFacts,
+    Segment,
+    TopLogprobs,
+    Trajectory,
+    TrajectoryGroup,
+    shared_fields,
+)
 
 if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
@@ -148,7 +156,7 @@ def _group(
     return {
         "step": step,
         "version": version,
-        **group.facts(),
+        **shared_fields(GroupFacts, group),
         "temperature": group.temperature,
         "metrics": _metrics(group.metrics),
         "trajectories": [

@@ -26,7 +26,7 @@ import numpy as np
 from distill.columns import MEMBER_FIELDS, PER_TOKEN, GroupColumns, pack
 from distill.durable_files import sync_directory, whole_write
 from distill.errors import DataError
-from distill.types import GroupFacts, StopReason, TopLogprobs, TrajectoryGroup
+from distill.types import GroupFacts, StopReason, TopLogprobs, TrajectoryGroup, shared_fields
 
 if TYPE_CHECKING:
     import pyarrow
@@ -181,7 +181,7 @@ def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
         for name in _TOP:
             parts = [getattr(top, name).reshape(-1) for top in there]
             arrays[f"teacher_top.{name}"] = np.concatenate(parts)
-    described = row.facts.facts() | {
+    described = shared_fields(GroupFacts, row.facts) | {
         "members": dict(zip(MEMBER_FIELDS, zip(*columns.members_G, strict=True), strict=True)),
         "segments_G": columns.segments_G,
         "lengths": columns.lengths,

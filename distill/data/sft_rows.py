@@ -18,7 +18,7 @@ Other fields are ignored, unless a name looks like a misspelling of one of these
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint
-
-if TYPE_CHECKING:
-    pass
 
 # The supervised likelihood is that of the model's unscaled distribution, softmax(z).
 SFT_TEMPERATURE = UNSCALED

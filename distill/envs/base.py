@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import chz
@@ -152,10 +152,6 @@ class ProblemFacts:
     pays_bonuses: bool = False
     answer: str | None = None
     prompt_key: bytes | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """The facts by name, without what a subclass adds."""
-        return {each.name: getattr(self, each.name) for each in fields(ProblemFacts)}
 
 
 @dataclass(frozen=True, kw_only=True)

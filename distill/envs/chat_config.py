@@ -49,7 +49,7 @@ from distill.text.condense import (
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.tools.read_block import Blocks, ReadBlock
-from distill.types import Tokenizer
+from distill.types import Tokenizer, shared_fields
 
 # (the messages of each member; empty for one that never had a turn) -> additional reward of each
 Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
@@ -140,7 +140,7 @@ class ChatDataset(EnvDataset):
 
     def builder(self, problem: int, group_size: int) -> ChatGroupBuilder:
         chosen = self._problems_P[problem]
-        facts = chosen.facts()
+        facts = shared_fields(ProblemFacts, chosen)
         facts["teacher"] = chosen.teacher or self._teacher
         facts["pays_bonuses"] = chosen.pays_bonuses or self._setting.malformed_penalty > 0
         return ChatGroupBuilder(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from distill.columns import GroupColumns, pack
 from distill.objective.repetition import RUN, repeated_share
 from distill.records import Sum, TrajectoryGroupMeta
-from distill.types import StopReason, TrajectoryGroup
+from distill.types import GroupFacts, StopReason, TrajectoryGroup, shared_fields
 
 # Number of first turns whose reverse KL is reported separately.
 TURNS_SHOWN = 8
@@ -43,7 +43,7 @@ def meta_of(group: TrajectoryGroup, columns: GroupColumns | None = None) -> Traj
         prefixes_S.append(_digest(context[: -tokens_L.itemsize]))
         start += length
     return TrajectoryGroupMeta(
-        **group.facts(),
+        **shared_fields(GroupFacts, group),
         rewards_G=tuple(member.reward for member in group.trajectories_G),
         reward_counts_G=tuple(member.reward_counts for member in group.trajectories_G),
         stop_reasons_G=tuple(member.stop_reason for member in group.trajectories_G),

@@ -373,7 +373,7 @@ def test_files_and_processes_go_when_the_server_has_ended(end: str) -> None:
         else:
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-        assert not gone(left), "the keeper still waits, for the copy?"
+        assert not gone(left), "the cleaner still waits, for the copy?"
         assert not is_alive(child)
     finally:
         with suppress(ProcessLookupError):

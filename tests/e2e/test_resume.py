@@ -149,13 +149,16 @@ def test_a_rollout_only_run_survives_deaths_of_its_actors(
     changes = {"rollout_only": True, "policy_engines": 2}
     arguments = opd_arguments(tiny_pair, out, steps=500, **changes)
     process = start_until_step(arguments, out, 3)
-    for victim in ("keeper", "policy engine 1"):
+    for victim in ("group recorder", "policy engine 1"):
         before = len(events(out, "restart"))
         os.kill(process_of(victim, out), signal.SIGKILL)
         wait_until(lambda seen=before: len(events(out, "restart")) > seen, process)
     output = interrupt(process, signal.SIGTERM)
     assert "out/groups" in output
-    assert {event["who"] for event in events(out, "restart")} == {"keeper", "policy engine 1"}
+    assert {event["who"] for event in events(out, "restart")} == {
+        "group recorder",
+        "policy engine 1",
+    }
     steps = len(metrics(out)) + 2
     run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
     assert_whole(out, steps)
