@@ -272,7 +272,7 @@ class McpEnv(MessageEnv):
     async def step(self, message: Message) -> MessageStep:
         return await self._env.step(message)
 
-    async def unfinished(self) -> float:
+    async def unfinished(self) -> MessageStep:
         return await self._env.unfinished()
 
     async def close(self) -> None:

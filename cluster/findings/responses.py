@@ -7,7 +7,8 @@ from cluster.findings.finding import Diagnosis
 from cluster.findings.history import History
 from cluster.findings.training import PATIENCE, gained
 
-# Share of episodes that are cut off, its growth, and the growth factor of lengths.
+# Share of episodes that are cut off (of a game between two members, one seat of two), its growth,
+# and the growth factor of lengths.
 _CUT, _CUT_MORE, _LONGER = 0.5, 0.1, 2.0
 # Share of groups with equal members.
 _EQUAL = 0.5
@@ -18,16 +19,22 @@ _ENDED, _STILL_END = 0.3, 0.5
 
 
 def responses_are_cut(history: History, config: RolloutConfig) -> Diagnosis | None:
-    """Most episodes end because a limit on tokens cuts them off."""
-    cut = history.of("rollout/stop/length")
-    if cut is None or cut.values[-1] <= _CUT:
-        return None
-    return Diagnosis(
-        text=f"{cut.values[-1]:.0%} of the episodes were cut off by "
-        f"max_new_tokens={config.sampling.max_new_tokens} or the context (rollout/stop/length)",
-        remedy="raise max_new_tokens, unless this is intended",
-        settings=("max_new_tokens",),
-    )
+    """At least half of the episodes end because one limit cuts them off."""
+    limits = {
+        "length": ("max_new_tokens", config.sampling.max_new_tokens, " or the context"),
+        "turns": ("env.max_turns", getattr(config.env, "max_turns", ""), ""),
+        "time": ("env.time_s", getattr(config.env, "time_s", ""), ""),
+    }
+    for reason, (setting, value, other) in limits.items():
+        cut = history.of(f"rollout/stop/{reason}")
+        if cut is not None and cut.values[-1] >= _CUT:
+            return Diagnosis(
+                text=f"{cut.values[-1]:.0%} of the episodes were cut off by {setting}={value}"
+                f"{other} (rollout/stop/{reason})",
+                remedy=f"raise {setting}, unless this is intended",
+                settings=(setting,),
+            )
+    return None
 
 
 def members_are_equal(history: History, _config: RolloutConfig) -> Diagnosis | None:

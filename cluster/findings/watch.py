@@ -73,7 +73,7 @@ def _length(member: KeptTrajectory) -> float:
 
 
 def _cut_length(member: KeptTrajectory) -> float:
-    return _length(member) * (member.stop_reason == "length")
+    return _length(member) * (member.stop_reason in ("length", "turns", "time"))
 
 
 def _repeated(member: KeptTrajectory) -> float:

@@ -93,9 +93,9 @@ class MessageEnv(ABC):
         or within a tool call has no answer.
         """
 
-    async def unfinished(self) -> float:
-        """Reward of an episode that was cut off by a limit."""
-        return 0.0
+    async def unfinished(self) -> MessageStep:
+        """Reward, metrics and feedback of an episode that was cut off by a limit."""
+        return MessageStep()
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release the episode's resources."""
@@ -268,23 +268,24 @@ class ChatEnv(Env):
         else:
             answered = await self._env.step(self.conversation.response.message)
         reward, ended, feedback = answered.reward, answered.stop_reason, answered.feedback
+        metrics = answered.metrics
         continues = bool(answered.messages) and ended is None
         if continues:
             last = cut and self._env.ends_when_cut
             ended = StopReason.LENGTH if last else await self._continue(answered)
             continues = ended is None
             if not continues:
-                reward += await self._env.unfinished()
-                feedback = (
-                    f"{feedback}\nIt was cut off by a limit ({ended}) before its end.".lstrip()
-                )
+                end = await self._env.unfinished()
+                reward, metrics = reward + end.reward, {**metrics, **end.metrics}
+                cause = f"It was cut off by a limit ({ended}) before its end."
+                feedback = "\n".join(filter(None, (feedback, end.feedback, cause)))
         self._counts["prefix_breaks"] = len(self.conversation.prefix_breaks)
         return StepResult(
             reward=reward,
             observation_T=self.conversation.observation_T if continues else None,
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
-            metrics=self._counts | dict(answered.metrics),
+            metrics={**self._counts, **metrics},
             feedback=feedback,
         )
 

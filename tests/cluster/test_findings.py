@@ -66,7 +66,7 @@ def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
     return rows
 
 
-def found(rows: list[dict[str, float]], config: OpdConfig = CONFIG) -> list[Finding]:
+def found(rows: list[dict[str, float]], config: OpdConfig | RlConfig = CONFIG) -> list[Finding]:
     watch = Watch(config, Path("/nowhere/rollouts.jsonl"))
     return [finding for row in rows for finding in watch.observe(row)]
 
@@ -136,6 +136,17 @@ def test_a_planted_failure_is_the_only_finding(name: str, seed: int) -> None:
         "updates_are_lost", "rewards_are_constant", "teachers_idle", "staleness_at_its_bound",
         "learner_starves", "advantages_are_zero",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "setting"), [("turns", "env.max_turns"), ("time", "env.time_s")]
+)
+def test_games_that_all_end_by_a_limit_are_found(reason: str, setting: str) -> None:
+    """Of every game one seat of two is cut off."""
+    config = make("selfplay", student="s", out="o", temperature=1.0)
+    rows = [{"step": 1, f"rollout/stop/{reason}": 0.5, "rollout/stop/done": 0.5}]
+    [finding] = found(rows, config)
+    assert (finding.name, finding.settings) == ("responses_are_cut", (setting,))
 
 
 def test_masked_rewards_do_not_count_as_constant() -> None:

@@ -62,8 +62,8 @@ class Echo(MessageEnv):
             reward=1.0, messages=again, bonus=0.5, oracle=oracle, metrics={"heard": self._heard}
         )
 
-    async def unfinished(self) -> float:
-        return -10.0
+    async def unfinished(self) -> MessageStep:
+        return MessageStep(reward=-10.0)
 
     async def close(self) -> None:
         Echo.closed += 1

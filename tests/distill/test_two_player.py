@@ -85,7 +85,9 @@ def test_an_illegal_move_loses_and_wins_nothing() -> None:
 def test_a_limit_on_one_seat_frees_the_other() -> None:
     (first, second), _ = scripted(first_free, max_turns=2)
     assert first.stop_reason is StopReason.TURNS and first.reward == -2.0
+    assert first.metrics == game_metrics(illegal=1)
     assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
+    assert second.metrics == game_metrics()
 
 
 def test_a_frozen_model_sits_opposite() -> None:

@@ -150,6 +150,9 @@ class Seat(MessageEnv):
                 messages=_shown(game, self._seat),
                 replaces_history=game.replaces_history(self._seat),
             )
+        return self._end()
+
+    def _end(self) -> MessageStep:
         scores = self._table.scores
         assert scores is not None, "the game has not ended, but no player has the turn"
         score = scores[self._seat]
@@ -167,14 +170,15 @@ class Seat(MessageEnv):
     def _result(self, score: float) -> str:
         table = self._table
         if table.forfeited_by == self._seat:
-            return f"You lost by an illegal move: {table.fault}."
+            made = f"an illegal move: {table.fault}" if table.fault else "making no move"
+            return f"You lost by {made}."
         if table.forfeited_by is not None:
             return "The other player lost by an illegal move, or by none."
         return "You won." if score > 0 else "You lost." if score < 0 else "A draw."
 
-    async def unfinished(self) -> float:
+    async def unfinished(self) -> MessageStep:
         await self._table.leave(self._seat)
-        return self._table.forfeit_reward
+        return self._end()
 
     async def _next_turn(self) -> bool:
         table = self._table
