@@ -1,15 +1,14 @@
 """Simulator of a run's schedule, to evaluate step rules and routing.
 
     python -m benchmarks.scheduling [engines=8] [steps=40] [seeds=2] [agents=True] [hangs=0.0005]
-        [sigma=0.2] [longest=131072] [of_slots=1] [only=again]
+        [sigma=0.2] [longest=131072] [of_slots=1] [only=restart]
 
 A discrete-event simulation on an event loop whose clock jumps from one event to the next. The
 ledger with its step rule and the pools of engines are real; engines, learner and lengths are
 simulated:
 
 - Lengths are log-normal, mean 4,000 tokens, p99 24,000, truncated at 32,768. Half of the variance
-    of
-  their logarithm is due to the prompt. Group i is the same in every schedule.
+  of their logarithm is due to the prompt. Group i is the same in every schedule.
 - An engine decodes 40 tokens/s in each of 64 slots. A push stops it for 5 s. Then the contexts in
   progress are prefilled again (SGLang's `retract`), at 8 times the rate at which a full engine
   decodes. Contexts of turns that are not cached at their engine are prefilled as well.
@@ -18,13 +17,17 @@ simulated:
   and a tool call of 5 s (p99 60 s) between turns; a share `hangs` of its calls takes an hour.
 - A group that is restarted is cancelled where it was. Its new samples, of the same prompt, differ.
 
-    rate     ideal seconds of a step over the real ones
-    learner  its idle share of the time; engines: their idle slots; pause: stopped or prefilling
-    off      versions between a token's sampling and its training: mean, p95 and max; age: from the
-             start of its group, max
-    mixed    samples of several versions
-    bias     mean trained length over the true mean, less 1
-    again    restarted groups, as a share of the trained ones
+Columns of the table:
+
+    rate       ideal duration of a step over the simulated one
+    learner    share of the time in which the learner is idle
+    engines    share of the slots that are idle; pause: share of the time that engines are stopped
+               or prefill
+    off        versions between the sampling of a token and its training: mean, p95 and maximum;
+               age: from the start of the token's group, maximum
+    mixed      share of samples with tokens of several versions
+    bias       mean length of trained samples over the true mean, less 1
+    restarted  restarted groups, as a share of the trained ones
 """
 
 from __future__ import annotations
@@ -321,7 +324,7 @@ class Schedule:
         steps_in_flight: window of the ledger, in steps of P groups.
         sticky: True if the turns of a group go to one engine.
         in_place: True if a push keeps the contexts in progress.
-        begin_again_after: as in `LedgerSettings`.
+        restart_after: as in `LedgerSettings`.
         samples: groups start only while there are fewer unfinished samples than this multiple of
             the slots.
     """
@@ -332,14 +335,14 @@ class Schedule:
     workers: int = 4
     sticky: bool = True
     in_place: bool = False
-    begin_again_after: float = 2.0
+    restart_after: float = 2.0
     samples: float | None = None
 
     def __str__(self) -> str:
         name = f"H = {self.max_staleness}"
         name += "" if self.on_stale == "wait" else f" {self.on_stale}"
         if self.on_stale == "restart":
-            name += f" after {self.begin_again_after:g} medians"
+            name += f" after {self.restart_after:g} medians"
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
         name += f", samples < {self.samples:g} x slots" if self.samples is not None else ""
@@ -363,7 +366,7 @@ class Outcome:
     age: int
     mixed: float
     bias: float
-    again: float
+    restarted: float
     first: tuple[float, ...]  # mean length of the first steps over the true mean
 
     @classmethod
@@ -372,7 +375,7 @@ class Outcome:
         of = {
             name: float(np.mean([getattr(outcome, name) for outcome in outcomes]))
             for name in ("rate", "step_s", "learner", "engines", "pause", "off", "p95", "mixed",
-                         "bias", "again")
+                         "bias", "restarted")
         }  # fmt: skip
         return cls(
             **of,
@@ -409,7 +412,7 @@ class Simulation:
             lease_s=1e9,
             groups_in_flight=window,
             on_stale=schedule.on_stale,
-            begin_again_after=schedule.begin_again_after,
+            restart_after=schedule.restart_after,
         )
         self._each = -(-settings.window // schedule.workers)
         self._workers, self._sticky = schedule.workers, schedule.sticky
@@ -565,10 +568,10 @@ class Simulation:
 
     async def _wait(self) -> None:
         """Wait for a change, or until some groups are overdue."""
-        if again := self.ledger.overdue():
-            self.ledger.restart_groups(again)
-            self._restarts += len(again)
-            for group_id in again:
+        if overdue := self.ledger.overdue():
+            self.ledger.restart_groups(overdue)
+            self._restarts += len(overdue)
+            for group_id in overdue:
                 self._tasks[group_id].cancel()
             self._changed.notify_all()
         looks = self._settings.on_stale == "restart"
@@ -619,7 +622,7 @@ class Simulation:
             age=age,
             mixed=mixed / samples,
             bias=float(np.mean(means[SETTLING:])) - 1,
-            again=self._restarts / (self._per_step * len(self.steps)),
+            restarted=self._restarts / (self._per_step * len(self.steps)),
             first=tuple(means[:8]),
         )
 
@@ -657,7 +660,7 @@ AGENTS = (
         max_staleness=4,
         on_stale="restart",
         steps_in_flight=3,
-        begin_again_after=4.0,
+        restart_after=4.0,
     ),
     Schedule(max_staleness=8, steps_in_flight=2),
     Schedule(max_staleness=8, samples=0.5),
@@ -691,7 +694,7 @@ def table(config: SchedulingConfig, of_slots: int) -> Table:
     samples = of_slots * config.engines * SLOTS
     made = Table(title=f"{config.engines * SLOTS} slots, {samples} samples a step")
     for column in ("", "rate", "step s", "learner", "engines", "pause", "off", "p95", "max", "age",
-                   "mixed", "bias", "again", "length of steps 1 to 8"):  # fmt: skip
+                   "mixed", "bias", "restarted", "length of steps 1 to 8"):  # fmt: skip
         made.add_column(column, justify="left" if not column else "right")
     for schedule in AGENTS if config.agents else SCHEDULES:
         if config.only not in str(schedule):
@@ -701,7 +704,7 @@ def table(config: SchedulingConfig, of_slots: int) -> Table:
             str(schedule), f"{found.rate:.0%}", f"{found.step_s:.0f}", f"{found.learner:.0%}",
             f"{found.engines:.0%}", f"{found.pause:.1%}", f"{found.off:.2f}", f"{found.p95:.1f}",
             str(found.most), str(found.age), f"{found.mixed:.0%}", f"{found.bias:+.1%}",
-            f"{found.again:.1%}",
+            f"{found.restarted:.1%}",
             " ".join(f"{mean:.2f}" for mean in found.first),
         )  # fmt: skip
     return made

@@ -177,7 +177,7 @@ class StepGroups:
         set_aside: reason for each id that the step's weights account for without training on it,
             ids of earlier weights excluded.
         overdue: number of groups that are older than `max_staleness`.
-        begun_again: number of restarts of the step's groups because they were overdue, in total.
+        restarts: total number of restarts of the step's groups because they were overdue.
         replaced: reward of each group of constant reward that the step skips, by id.
         start_max: weight versions since the first lease of the group that was leased first; None:
             unknown.
@@ -189,7 +189,7 @@ class StepGroups:
     groups_P: Sequence[TrajectoryGroupMeta] = field(default=(), compare=False)
     set_aside: Mapping[int, str] = field(default_factory=dict)
     overdue: int = 0
-    begun_again: int = 0
+    restarts: int = 0
     replaced: Mapping[int, float] = field(default_factory=dict)
     start_max: int | None = None
     queued: int | None = field(default=None, compare=False)
@@ -207,7 +207,7 @@ class StepGroups:
             "groups/last": self.group_ids[-1],
             "groups/watermark": trained.watermark,
             "groups/overdue": self.overdue,
-            "groups/begun_again": self.begun_again,
+            "groups/begun_again": self.restarts,
             "groups/set_aside": sum(reason != CONSTANT_REWARD for reason in aside),
             "groups/replaced": len(self.replaced),
         }

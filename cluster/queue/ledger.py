@@ -504,10 +504,10 @@ class Ledger:
             return []
         if len(self._seconds) < settings.groups_per_step:
             return []  # too few for a meaningful median
-        before = self._clock() - settings.begin_again_after * median(self._seconds)
+        before = self._clock() - settings.restart_after * median(self._seconds)
         began = {i: held.began for i, held in self._leased.items() if held.began < before}
         able = [*sorted(self._pending), *sorted(began, key=lambda i: (began[i], i))]
-        able = [i for i in able if self._restarts[i] < settings.most_begun_again]
+        able = [i for i in able if self._restarts[i] < settings.max_restarts]
         return self._rule.choose_restarts(self._view(), able, self._steps)
 
     def restart_groups(self, ids: Collection[int]) -> None:
@@ -517,7 +517,7 @@ class Ledger:
         """
         if not ids:
             return
-        most = self._settings.most_begun_again
+        most = self._settings.max_restarts
         assert all(i not in self._delivered and self._restarts[i] < most for i in ids)
         self._last_reason = "it was overdue"
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
@@ -548,7 +548,7 @@ class Ledger:
             group_ids=choice.ids,
             set_aside=dict(sorted(skipped)),
             overdue=sum(age > self._settings.max_staleness for age in ages),
-            begun_again=sum(self._restarts[group_id] for group_id in choice.ids),
+            restarts=sum(self._restarts[group_id] for group_id in choice.ids),
             start_max=max(ages),
             queued=len(self._delivered) - len(choice.ids),
             replaced={group_id: self._constant[group_id] for group_id in replaced},

@@ -26,9 +26,9 @@ class LedgerSettings:
             allows.
         on_stale: `wait` for groups that would otherwise be trained too late, `train_late`, or
             `restart` them.
-        begin_again_after: a group may begin again when it has taken this multiple of the median
+        restart_after: a group may be restarted when it has taken this multiple of the median
             duration of delivered groups.
-        most_begun_again: maximum number of times that a group begins again; then steps wait for it.
+        max_restarts: maximum number of restarts of a group; then steps wait for it.
         most_replaced: maximum number of groups of constant reward that a step skips.
     """
 
@@ -41,8 +41,8 @@ class LedgerSettings:
     groups_in_flight: int = 0
     on_stale: OnStale = "wait"
     most_replaced: int = 0
-    begin_again_after: float = 2.0
-    most_begun_again: int = 3
+    restart_after: float = 2.0
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
         assert self.groups_per_step > 0 and self.max_staleness >= 0

@@ -25,9 +25,8 @@ class View:
         step: number of steps trained since the run's start, resume or return to a checkpoint.
         groups_per_step: number of groups of each step, P.
         started: for each live group that is not trained, the number of steps whose weights were
-            published at its first lease, or at its first lease after it began again: `step` at that
-            time, or one less during a push. Groups start in order of id, except those that began
-            again.
+            published at its first lease, or at the first after its last restart: `step` at that
+            time, or one less during a push. Groups start in order of id, except restarted ones.
         finished: ids of the started groups that have been delivered.
         constant: ids of finished groups whose members all have the same reward. A step skips up to
             `most_replaced` of them, in order, and takes others instead.
@@ -81,7 +80,7 @@ class StepRule:
     preferred in the long run. After a start, while long groups accumulate, the steps consist of
     shorter groups: in the simulator, by one step's worth of groups in total.
 
-    A group that begins again gets a later start. So there is more room before that start and no
+    A restarted group gets a later start. So there is more room before that start and no
     less after it, and the induction holds.
 
     With H = 0 each step trains the groups of its own prompts, in order.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Fields of a step's choice that are kept with its groups: plain fields, and mappings by group id.
-_CHOICE = ("overdue", "begun_again", "start_max")
+_CHOICE = ("overdue", "restarts", "start_max")
 _BY_ID = ("set_aside", "replaced")
 _NAME = re.compile(r"step-(\d{6,})\.(arrow|json)$")
 

@@ -92,13 +92,13 @@ def overdue(out: Path, seed: int, strikes: int = 8) -> Monkey:
     kinds = [*(kind for kind in KILLS if kind.victims != EVALUATOR), WORKER_HANGS]
     with struck(out / "overdue", arguments, seed) as monkey:
         for number, kind in enumerate(monkey.plan(kinds, strikes), start=1):
-            monkey.run.wait_for_one_to_begin_again()
+            monkey.run.wait_for_a_restart()
             monkey.strike(kind)
             if number == strikes // 2:
-                monkey.run.wait_for_one_to_begin_again()
+                monkey.run.wait_for_a_restart()
                 monkey.kill_the_job()
         monkey.finish(PROMPTS_PER_STEP)
-        monkey.print_line(f"{monkey.run.begun_again} times groups began again")
+        monkey.print_line(f"{monkey.run.restarts} restarts of overdue groups")
     return monkey
 
 

@@ -116,9 +116,9 @@ def test_restarted_groups_are_trained_once_after_any_death(tortured: Start, tmp_
     monkey = Monkey(run, seed=22)
     kinds = [kind for kind in KILLS if kind.victims in (WORKER, LEARNER, QUEUE)]
     for kind in monkey.plan(kinds, len(kinds)):
-        run.wait_for_one_to_begin_again()
+        run.wait_for_a_restart()
         monkey.strike(kind)
-    run.wait_for_one_to_begin_again()
+    run.wait_for_a_restart()
     monkey.kill_the_job()
     print("\n".join(table(monkey.strikes)))
     assert not monkey.finish(PROMPTS_PER_STEP)

@@ -169,14 +169,14 @@ class TorturedRun:
         self.wait(done, f"{number} more steps")
 
     @property
-    def begun_again(self) -> int:
+    def restarts(self) -> int:
         """Number of restarts of overdue groups so far."""
         return (self.out / "ledger.jsonl").read_bytes().count(b'"event":"begin_again"')
 
-    def wait_for_one_to_begin_again(self) -> None:
+    def wait_for_a_restart(self) -> None:
         """Wait until a group has just restarted; some of the run's episodes hang."""
-        before = self.begun_again
-        self.wait(lambda: self.begun_again > before, "a group to begin again")
+        before = self.restarts
+        self.wait(lambda: self.restarts > before, "a group to restart")
 
     def pids(self) -> dict[str, int]:
         """Process id by name of each actor that has started and not died since."""

@@ -74,7 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.settings = {
             "groups_per_step": per_step, "max_staleness": max_staleness, "total_groups": self.total,
             "lease_s": LEASE_S, "max_failures": 2, "max_deaths": 4, "groups_in_flight": self.window,
-            "on_stale": on_stale, "begin_again_after": 0.0, "most_begun_again": 2,
+            "on_stale": on_stale, "restart_after": 0.0, "max_restarts": 2,
             "most_replaced": self.most_replaced,
         }  # fmt: skip
         self.journal.record(
@@ -93,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases: dict[int, list[Lease]] = {}  # of this epoch
         self.leased_at: dict[int, int] = {}  # version at the first lease, or at the last restart
         self.over: dict[int, int] = {}  # last attempt before the last restart
-        self.begun_again: Counter[int] = Counter()
+        self.restarts: Counter[int] = Counter()
         self.held: set[int] = set()  # delivered, payload not lost
         self.constant: set[int] = set()  # held groups of one reward
         self.on_disk: dict[int, int] = {}  # attempts of deliveries, by id
@@ -202,24 +202,24 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(held[2] <= LEASE_S for held in self.status().leased.values())
 
     @rule()
-    def begin_overdue_groups_again(self) -> None:
+    def restart_overdue_groups(self) -> None:
         """Restart groups only if the next step can then start; their old leases are void."""
-        again, before = self.ledger.overdue(), self.status()
-        if not again:
+        overdue, before = self.ledger.overdue(), self.status()
+        if not overdue:
             return
         assert self.on_stale == "restart" and self.ledger.ready() is None
-        assert set(again) <= {*before.leased, *before.pending}
-        self.ledger.restart_groups(again)
+        assert set(overdue) <= {*before.leased, *before.pending}
+        self.ledger.restart_groups(overdue)
         assert self.ledger.ready() is not None and self.ledger.overdue() == []
-        for group_id in again:
-            self.begun_again[group_id] += 1
-            assert self.begun_again[group_id] <= 2
+        for group_id in overdue:
+            self.restarts[group_id] += 1
+            assert self.restarts[group_id] <= 2
             self.over[group_id] = len(self.leases[group_id])
             self.leased_at[group_id] = self.served
             self.on_disk.pop(group_id, None)
             if self.leases[group_id]:
                 assert not self.ledger.deliver(self.leases[group_id][-1], "a")
-        assert set(again) <= set(self.status().pending)
+        assert set(overdue) <= set(self.status().pending)
 
     # nodes
 
@@ -261,7 +261,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ages = [self.version - self.leased_at[group_id] for group_id in step.group_ids]
             assert step.start_max == max(ages)
             assert step.overdue == sum(age > self.max_staleness for age in ages)
-            assert step.begun_again == sum(self.begun_again[i] for i in step.group_ids)
+            assert step.restarts == sum(self.restarts[i] for i in step.group_ids)
             assert step.overdue == 0 or self.on_stale == "train_late"
             assert step.replaced.keys() <= self.constant
             assert self.leaves_time(step.group_ids, list(step.replaced))
@@ -319,7 +319,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.arrive(again)
         self.held -= {*group_ids, *passed}
         for group_id in group_ids:
-            self.begun_again.pop(group_id, None)
+            self.restarts.pop(group_id, None)
         self.constant &= self.held
         ready = self.ledger.ready()  # nothing has arrived meanwhile
         assert peeked.whole == (ready is not None)

@@ -104,11 +104,11 @@ def test_the_smallest_sufficient_set_of_groups_is_restarted(
     def goes(ids: Iterable[int]) -> bool:
         return rule.choose(replace(made, started=started | dict.fromkeys(ids, 4))) is not None
 
-    again = rule.choose_restarts(made, able, 4)
-    assert set(again) <= set(able) and len(set(again)) == len(again)
-    if again:
-        assert goes(again)
-        assert not any(goes(fewer) for fewer in combinations(again, len(again) - 1))
+    restarts = rule.choose_restarts(made, able, 4)
+    assert set(restarts) <= set(able) and len(set(restarts)) == len(restarts)
+    if restarts:
+        assert goes(restarts)
+        assert not any(goes(fewer) for fewer in combinations(restarts, len(restarts) - 1))
     elif not goes(()):
         assert not goes(able), "the step waits although restarts would let it start"
 
@@ -215,8 +215,8 @@ def test_groups_trained_late_are_counted() -> None:
 def test_a_hanging_group_restarts_up_to_a_bound_and_is_then_awaited(tmp_path: Path) -> None:
     """The deliveries of its earlier leases are dropped."""
     now, path = 0.0, tmp_path / "ledger.jsonl"
-    rules: dict[str, Any] = {"on_stale": "restart", "most_begun_again": 2,
-                             "begin_again_after": 4.0}  # fmt: skip
+    rules: dict[str, Any] = {"on_stale": "restart", "max_restarts": 2,
+                             "restart_after": 4.0}  # fmt: skip
     settings = LedgerSettings(
         groups_per_step=1, max_staleness=1, total_groups=9, lease_s=1e9, **rules
     )
@@ -246,14 +246,14 @@ def test_a_hanging_group_restarts_up_to_a_bound_and_is_then_awaited(tmp_path: Pa
         assert ledger.deliver(other) and ledger.take(trained) is None
         assert ledger.overdue() == [], "no longer in progress than others"
         now += 35
-        again = ledger.overdue()
+        overdue = ledger.overdue()
         if version == 3:
-            assert again == [] and ledger.missing() == [0]  # it is waited for
+            assert overdue == [] and ledger.missing() == [0]  # it is waited for
             last = step(leases[-1], version + 1)
-            assert last.group_ids == [0] and (last.start_max, last.begun_again) == (1, 2)
+            assert last.group_ids == [0] and (last.start_max, last.restarts) == (1, 2)
             break
-        assert again == [0]
-        ledger.restart_groups(again)
+        assert overdue == [0]
+        ledger.restart_groups(overdue)
         restarted_at.append(version)
         assert not ledger.deliver(leases[-1], "a"), "a delivery of an earlier lease"
         leases += ledger.lease("c", 1)
@@ -295,7 +295,7 @@ def test_a_group_is_overdue_after_twice_the_usual_time_in_steps_of_many_groups()
 
 
 def test_the_audit_finds_a_group_that_was_restarted_without_cause(tmp_path: Path) -> None:
-    journal = begun(tmp_path, on_stale="restart", most_begun_again=1)
+    journal = begun(tmp_path, on_stale="restart", max_restarts=1)
     by = {"worker": "a", "epoch": 1}
     journal.record("lease", ids=[0], attempts=[1], **by, request="")
     journal.record("begin_again", epoch=1, ids=[0])
@@ -341,8 +341,8 @@ def test_a_larger_bound_makes_more_steps_of_long_tails_without_bias() -> None:
 def test_restarts_keep_the_bound_and_the_rate_where_tools_hang() -> None:
     kept: dict[str, Any] = {"agents": True, "hangs": 0.0005,
                             "max_staleness": 4, "steps_in_flight": 3}  # fmt: skip
-    waits, again = simulated(**kept), simulated(**kept, on_stale="restart")
-    assert again.age <= 4 and again.again > 0 and again.rate > 1.2 * waits.rate
+    waits, restarts = simulated(**kept), simulated(**kept, on_stale="restart")
+    assert restarts.age <= 4 and restarts.restarted > 0 and restarts.rate > 1.2 * waits.rate
 
 
 @pytest.mark.slow
