@@ -47,7 +47,7 @@ class Audit:
         set_aside: ids below the watermark that were not trained, with the reason.
         steps: number of steps in the final weights.
         committed: watermark of the newest checkpoint.
-        again: number of groups trained again after the learner and its weights were lost.
+        retrained: number of groups trained again after the learner and its weights were lost.
         jobs, rewinds, recoveries: numbers of starts, of returns to a checkpoint, and of deaths of
             the queue.
         re_leases: number of groups leased again, by cause.
@@ -65,7 +65,7 @@ class Audit:
     set_aside: dict[int, str]
     steps: int
     committed: int
-    again: int
+    retrained: int
     jobs: int
     rewinds: int
     recoveries: int
@@ -93,7 +93,7 @@ class Audit:
             *([f"{self.adopted} of earlier jobs reloaded from disk"] if self.adopted else []),
             f"{self.duplicates} dropped, because they arrived twice or too late",
             f"{self.jobs} jobs, {self.rewinds} returns to a checkpoint, {self.recoveries} deaths "
-            f"of the queue; {self.again} groups trained again after the learner died",
+            f"of the queue; {self.retrained} groups trained again after the learner died",
             f"the last job {ended}",
             *([f"scores: {self.scoring.verdict()}"] if self.scoring else []),
         ]
@@ -149,7 +149,7 @@ class _Lineage:
         self.steps: list[_Published] = []
         self.first = TrainedGroups()  # groups trained before the lineage's first step
         self.run_id = ""
-        self.epoch = self.committed = self.again = self.adopted = 0
+        self.epoch = self.committed = self.retrained = self.adopted = 0
         self._kept: set[int] = set()  # on disk, and sampled by weights that still exist
         self.per_step: int | None = None
         self._most_stale: int | None = None
@@ -333,7 +333,7 @@ class _Lineage:
                 f"version {version} was published after version {self.steps[-1].version}: out of "
                 "order"
             )
-        self.again += sum(group_id in self.undone for group_id in ids)
+        self.retrained += sum(group_id in self.undone for group_id in ids)
         self.undone -= set(ids)
         after = self._account_for(version, ids, skipped, watermark)
         self.steps.append(_Published(version, ids, after, self._oldest(ids)))
@@ -430,7 +430,7 @@ def audit(
         set_aside=dict(lineage.trained.set_aside),
         steps=len(lineage.steps),
         committed=lineage.committed,
-        again=lineage.again,
+        retrained=lineage.retrained,
         jobs=lineage.counts["start"],
         rewinds=lineage.counts["rewind"],
         recoveries=lineage.counts["recover"],

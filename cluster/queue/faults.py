@@ -28,12 +28,12 @@ class Death:
         had_groups: True if the worker ran groups, even if all their leases had ended.
         in_user_code: leased groups that ran environment or reward code by the worker's last report
             (all of them, if there was no report), with a description of each problem.
-        blamed: the only group of the worker, which is therefore the cause; None if there were more.
+        cause: the only group that the worker ran; None if there were more.
     """
 
     had_groups: bool
     in_user_code: dict[int, str]
-    blamed: int | None
+    cause: int | None
 
 
 class Faults:
@@ -103,12 +103,12 @@ class Faults:
         reported = self._in_user_code.pop(worker, dict.fromkeys(held, ""))
         in_user_code = {i: problem for i, problem in reported.items() if i in held}
         at = {lease.group_id for lease in self._at.pop(worker, ())}
-        blamed = next(iter(held)) if len(held) == 1 and at == set(held) else None
+        cause = next(iter(held)) if len(held) == 1 and at == set(held) else None
         for group_id in held:
             self._suspicion[group_id] += _SUSPECT if group_id in in_user_code else 1
-        if blamed is not None:
-            self._suspicion[blamed] = _SUSPECT
-        return Death(had_groups=bool(held or at), in_user_code=in_user_code, blamed=blamed)
+        if cause is not None:
+            self._suspicion[cause] = _SUSPECT
+        return Death(had_groups=bool(held or at), in_user_code=in_user_code, cause=cause)
 
     def forget_below(self, watermark: int) -> None:
         """Drop the counters of groups below the watermark, which are never leased again."""

@@ -271,7 +271,7 @@ class Ledger:
         self.record("put", **fields)
         if not self.provenance.record_delivery(group_id, replicas):
             moved = replicas & self.provenance.moved
-            self._score_again([group_id], resample=not moved.isdisjoint(self.provenance.rewarding))
+            self._rescore([group_id], resample=not moved.isdisjoint(self.provenance.rewarding))
         self._meter()
         return True
 
@@ -296,10 +296,10 @@ class Ledger:
         group_id = lease.group_id
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
-        self._blame(group_id, reason)
+        self._count_failure(group_id, reason)
         self._meter()
 
-    def _blame(self, group_id: int, reason: str) -> None:
+    def _count_failure(self, group_id: int, reason: str) -> None:
         """Count a failure of the group itself."""
         del self._leased[group_id]
         self._requeue(group_id, self.faults.failed(group_id, reason))
@@ -363,11 +363,11 @@ class Ledger:
         taken = scored & set(self._taken.group_ids if self._taken else ())
         bad = [v for i, v in self.provenance.versions.items() if i in scored]
         bad += [self._version + 1] if taken else []
-        again = sorted(scored & self._delivered - taken)
-        self._score_again(again, resample=replica in self.provenance.rewarding)
+        to_rescore = sorted(scored & self._delivered - taken)
+        self._rescore(to_rescore, resample=replica in self.provenance.rewarding)
         self._meter()
         return CanaryAnswer(
-            again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
+            to_rescore=tuple(to_rescore), first_bad=min(bad, default=None), proven=self._proven
         )
 
     @property
@@ -375,7 +375,7 @@ class Ledger:
         first = min(self.provenance.versions.values(), default=None)
         return self._version if first is None else first - 1
 
-    def _score_again(self, ids: Collection[int], *, resample: bool) -> None:
+    def _rescore(self, ids: Collection[int], *, resample: bool) -> None:
         """Make delivered groups pending again, without counting a failure.
 
         Args:
@@ -407,8 +407,9 @@ class Ledger:
             self._last_reason = reason
             in_user_code = _by_text(death.in_user_code)
             self.record("forfeit", worker=worker, ids=ids, inside=in_user_code, reason=reason)
-            if death.blamed is not None:
-                self._blame(death.blamed, killed(death.in_user_code.get(death.blamed, ""), reason))
+            if death.cause is not None:
+                why = killed(death.in_user_code.get(death.cause, ""), reason)
+                self._count_failure(death.cause, why)
             else:
                 for group_id in ids:
                     del self._leased[group_id]

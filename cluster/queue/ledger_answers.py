@@ -24,13 +24,13 @@ class CanaryAnswer:
     """Consequences of a scorer's canary for the groups that it has scored.
 
     Attributes:
-        again: ids of groups that are leased again, for another scorer.
+        to_rescore: ids of groups that are leased again, for another scorer.
         first_bad: first version with groups that the scorer may have scored wrongly, the version
             that the learner is computing included; None if there is none.
         proven: newest version up to which weights contain only groups with proven scores.
     """
 
-    again: tuple[int, ...] = ()
+    to_rescore: tuple[int, ...] = ()
     first_bad: int | None = None
     proven: int = 0
 

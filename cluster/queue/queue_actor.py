@@ -195,7 +195,7 @@ class GroupQueueActor:
                     self._to_score.pop(lease.group_id, None)
         self._keep_later(new)
         ids = [delivery.lease.group_id for delivery in deliveries]
-        distrusted = self._score_again([i for i in ids if not self._ledger.holds(i)])
+        distrusted = self._rescore([i for i in ids if not self._ledger.holds(i)])
         await _wake(self._may_train)
         # A worker without leases may now start a suspect; and every worker may start a group if a
         # delivered one will be replaced.
@@ -265,19 +265,19 @@ class GroupQueueActor:
             return set()
         return {row.facts.group_id for row in rows}
 
-    def _score_again(self, ids: Sequence[int]) -> bool:
+    def _rescore(self, ids: Sequence[int]) -> bool:
         """Move groups that the ledger made pending again from the delivered ones to `_to_score`.
 
         Groups whose rewards are wrong are dropped instead, to be sampled again. Returns True if any
         of `ids` was stored.
         """
-        again = {i: self._delivered.pop(i) for i in ids if i in self._delivered}
-        for group_id in again:
+        moved = {i: self._delivered.pop(i) for i in ids if i in self._delivered}
+        for group_id in moved:
             self._to_keep.pop(group_id, None)
         resampled = self._ledger.resampled
-        self._to_score |= {i: each for i, each in again.items() if i not in resampled}
+        self._to_score |= {i: each for i, each in moved.items() if i not in resampled}
         resampled.clear()
-        return bool(again)
+        return bool(moved)
 
     # the learner's end
 
@@ -400,7 +400,7 @@ class GroupQueueActor:
 
     async def canary(self, replica: int, good: bool, fields: Mapping[str, Any]) -> CanaryAnswer:
         answer = self._ledger.canary(replica, good, **fields)
-        if self._score_again(answer.again):
+        if self._rescore(answer.to_rescore):
             await self._wake_all()
         return answer
 

@@ -53,7 +53,7 @@ class Scoring:
         unwatched: number of these for which the journal names no scorer.
         gaps: steps with groups that were scored after their scorer's last good canary, by scorer.
         bad: the same for scorers whose next canary was bad.
-        again: number of groups that were scored again.
+        rescored: number of groups that were scored again.
         problems: contradictions about scorers in the journal.
     """
 
@@ -63,7 +63,7 @@ class Scoring:
     unwatched: int
     gaps: dict[str, list[int]]
     bad: dict[str, list[int]]
-    again: int
+    rescored: int
     problems: list[str]
 
     @property
@@ -116,7 +116,7 @@ class ScoringRecord:
         self._jobs: list[_Job] = []
         self._by: dict[int, tuple[_Job, list[int]]] = {}  # by group: its last scorers
         self._trained: dict[int, int] = {}  # versions, by group
-        self._again = 0
+        self._rescored = 0
         self._problems: list[str] = []
 
     def read(self, event: Mapping[str, Any], played: Replay) -> None:
@@ -158,7 +158,7 @@ class ScoringRecord:
         self._by[group_id] = self._job, numbers
 
     def _read_again(self, event: Mapping[str, Any]) -> None:
-        self._again += len(event["ids"])
+        self._rescored += len(event["ids"])
 
     def _read_train(self, event: Mapping[str, Any]) -> None:
         ids, _ = step_of(event)
@@ -207,7 +207,7 @@ class ScoringRecord:
             unwatched=unwatched,
             gaps={who: sorted(steps) for who, steps in gaps.items()},
             bad={who: sorted(steps) for who, steps in bad.items()},
-            again=self._again,
+            rescored=self._rescored,
             problems=[*contradictions, *self._problems],
         )
 

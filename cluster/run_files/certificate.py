@@ -38,7 +38,7 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
         "proven": scoring.holds,
         "verdict": scoring.verdict(),
         "canary_every": config.verify.canary_every,
-        "groups": {**counted(scoring), "scored_again": scoring.again},
+        "groups": {**counted(scoring), "scored_again": scoring.rescored},
         "gaps": scoring.gaps,
         "moved": scoring.bad,
         "replicas": [_replica(each) for each in scoring.replicas],

@@ -379,7 +379,7 @@ class Canaries:
             first_bad = self.step + 1  # the learner is restarted in any case
         if first_bad is not None and (self._bad is None or first_bad < self._bad[0]):
             self._bad = first_bad, f"{watched.who} has moved; {contained}"
-        again = f"; {len(answer.again)} groups are repeated" if answer.again else ""
+        again = f"; {len(answer.to_rescore)} groups are repeated" if answer.to_rescore else ""
         self._found(
             Finding(
                 name="scorer_moved",

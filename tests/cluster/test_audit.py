@@ -108,7 +108,7 @@ def test_a_clean_job_is_proved(path: Path) -> None:
     found = audit(path, steps=4)
     assert found == Audit(
         problems=[], trained=8, watermark=9, set_aside={0: "failed 1 times: KeyError"}, steps=4,
-        committed=5, again=0, jobs=1, rewinds=0, recoveries=0,
+        committed=5, retrained=0, jobs=1, rewinds=0, recoveries=0,
         re_leases={"after a failure": 1, "when a worker died": 3}, duplicates=1, ended=True,
     )  # fmt: skip
     assert found.lines()[-1] == "exactly once: proved"
@@ -122,7 +122,7 @@ def test_a_run_of_many_deaths_is_proved(path: Path) -> None:
     assert (found.trained, found.watermark) == (8, 9)
     assert (found.jobs, found.rewinds, found.recoveries) == (2, 1, 1)
     # 5 to 8 by the first job and again by the last; in between 5 and 6 once more
-    assert found.again == 2 + 2 + 2
+    assert found.retrained == 2 + 2 + 2
     assert found.re_leases["when the queue died"] == 4
     assert not found.ended
 

@@ -87,7 +87,7 @@ def test_groups_of_a_scorer_that_changed_are_scored_again_unless_trained(path: P
     run.train()  # by 1: in the weights of version 3, not proven
     first, _ = run.deliver(1), run.deliver(0)
     found = run.canary(1, False)
-    assert found == CanaryAnswer(again=tuple(first), first_bad=3, proven=2)
+    assert found == CanaryAnswer(to_rescore=tuple(first), first_bad=3, proven=2)
     assert run.ledger.status().pending == first
     # The same groups are leased again: attempt 2, for another scorer; they have not failed.
     again = run.ledger.lease("b", 9)
@@ -95,7 +95,7 @@ def test_groups_of_a_scorer_that_changed_are_scored_again_unless_trained(path: P
     for one in again[:2]:
         assert run.ledger.deliver(one, "b", scored_by=[0])
     assert run.ledger.take(run.trained) is not None
-    assert run.canary(1, False).again == ()  # Ray repeats the call after a death
+    assert run.canary(1, False).to_rescore == ()  # Ray repeats the call after a death
     found = audit(path)
     assert found.problems == [] and found.re_leases == {"to be scored again": 2}
     assert found.scoring is not None and found.scoring.bad == {"teacher engine 1": [3]}
@@ -106,13 +106,13 @@ def test_a_taken_group_counts_as_trained(path: Path) -> None:
     taken = run.deliver(1)
     step = run.ledger.take(run.trained)
     assert step is not None and step.group_ids == taken
-    assert run.canary(1, False) == CanaryAnswer(again=(), first_bad=1, proven=0)
+    assert run.canary(1, False) == CanaryAnswer(to_rescore=(), first_bad=1, proven=0)
 
 
 def test_a_delivery_scored_by_a_scorer_that_changed_is_scored_again(path: Path) -> None:
     run = Run(path)
     leases = run.ledger.lease("a", 2)
-    assert run.canary(1, False) == CanaryAnswer(again=(), first_bad=None, proven=0)
+    assert run.canary(1, False) == CanaryAnswer(to_rescore=(), first_bad=None, proven=0)
     run.deliver(0, 1, leases=leases)
     assert run.ledger.take(run.trained) is None
     assert run.ledger.status().pending == [0, 1] and run.ledger.status().depth == 0
@@ -127,7 +127,7 @@ def test_the_journal_replays_to_the_same_custody(path: Path) -> None:
     run.deliver(1)
     run.canary(0, True)
     found = run.canary(1, False)
-    assert found.first_bad == 2 and found.again == (4, 5)
+    assert found.first_bad == 2 and found.to_rescore == (4, 5)
     again = replay(path).ledger
     assert again is not None and again.status().pending == run.ledger.status().pending == [4, 5]
     assert again.canary(0, True) == run.ledger.canary(0, True, step=2, gap=0.0, mean=0.0, rode=True)
@@ -143,7 +143,7 @@ def test_a_rewind_keeps_the_custody_of_checkpointed_groups(path: Path) -> None:
     run.ledger.rewind(checkpoint, "the learner was lost")
     run.trained, run.version = checkpoint, 1
     # The first step is in the checkpoint, and not proven.
-    assert run.canary(0, False) == CanaryAnswer(again=(), first_bad=1, proven=0)
+    assert run.canary(0, False) == CanaryAnswer(to_rescore=(), first_bad=1, proven=0)
 
 
 def test_a_taken_group_that_is_delivered_again_needs_the_proof_of_both_scorers(path: Path) -> None:
@@ -235,7 +235,7 @@ def test_groups_of_a_reward_model_that_changed_are_sampled_again(path: Path) -> 
     waiting = run.deliver(0)
     in_progress = run.ledger.lease("a", 2)
     answer = run.canary(7, False)
-    assert list(answer.again) == waiting and answer.first_bad is None
+    assert list(answer.to_rescore) == waiting and answer.first_bad is None
     assert run.ledger.resampled == set(waiting)
     run.ledger.resampled.clear()
     run.reward_model(8)
@@ -261,7 +261,7 @@ def test_a_group_that_is_scored_again_keeps_its_reward_model(path: Path) -> None
     run = Run(path)
     run.reward_model(7)
     ids = run.deliver(0)
-    assert list(run.canary(0, False).again) == ids
+    assert list(run.canary(0, False).to_rescore) == ids
     assert run.ledger.resampled == set(), "its samples and rewards are kept"
     run.reward_model(8)  # the first died
     run.deliver(1, leases=run.ledger.lease("a", 2))
