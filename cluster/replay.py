@@ -252,15 +252,15 @@ class StepReplay:
 
     def _print_links(self, rows: Sequence[Blamed]) -> None:
         """Print links to these places on cluster.report's page, if the run kept their groups."""
-        from cluster.run_files.rollouts import KeptGroups
+        from cluster.store.kept_groups import KeptGroups
 
-        kept = KeptGroups(self._directory.rollouts).places
+        kept = KeptGroups(self._directory.groups).places
         shown = {group_id for step, group_id in kept if step == self._step}
         links = [f"  #{row.link(self._step)}  {row.where}" for row in rows if row.group in shown]
         if not links:
             self._print_line(
-                "cluster.report shows none of these groups, because rollouts.jsonl does not "
-                "have them (keep=all keeps all groups)"
+                "cluster.report shows none of these groups: the run did not keep them for it "
+                "(keep=all keeps all groups)"
             )
             return
         page = self._directory.path / "report.html"

@@ -199,6 +199,12 @@ class Segment:
     def num_actions(self) -> int:
         return int(np.count_nonzero(self.action_mask_T))
 
+    @property
+    def action_spans(self) -> list[tuple[int, int]]:
+        """Spans [start, stop) of sampled tokens, one per turn."""
+        edges = np.flatnonzero(np.diff(self.action_mask_T.astype(np.int8), prepend=0, append=0))
+        return [(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:

@@ -91,10 +91,6 @@ class SampleRecorder(Protocol):
         """Store chosen groups, their rows (see `rows_by_group`), and tables of all step tokens."""
         ...
 
-    def flush(self) -> None:
-        """Write the groups that could not be written earlier because the disk was full."""
-        ...
-
 
 class StepRecorder(Protocol):
     """Stores the inputs of steps, so that they can be replayed."""
@@ -320,10 +316,7 @@ class PolicyLoop:
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the current state: weights, optimizer, RNG, trained groups."""
-        saved = self.writer.save(self.step_count, self._trained.to_json())
-        if self._keep is not None:  # the disk has room now, and this may be the end of the run
-            self._keep.flush()
-        return saved
+        return self.writer.save(self.step_count, self._trained.to_json())
 
     def begin_save(self) -> Checkpoint | None:
         """Begin a checkpoint of the current state: see `CheckpointWriter.begin`."""

@@ -114,7 +114,7 @@ class RolloutConfig(
     keep: Keep = chz.field(
         default="sample",
         doc="rollouts that are kept. sample: the first group of the first, the last and every "
-        "10th step, in out/rollouts.jsonl for cluster.report, and the responses to the "
+        "10th step, in out/groups for cluster.report, and the responses to the "
         "first 8 problems of evaluations, in out/evaluations.jsonl; all: all groups and all "
         "responses; none: nothing; a number N, at least checkpoint.every: as sample, and "
         "all groups of the newest N steps in out/groups, for cluster.replay and train_from=",

@@ -36,12 +36,15 @@ from cluster.findings.training import (
     kl_rises,
     updates_are_lost,
 )
-from cluster.run_files.rollouts import KeptTrajectory, read_newest_rollouts
+from cluster.store.kept_groups import KeptGroups
 from distill.errors import DataError
 from distill.objective.repetition import repeated_share
-from distill.types import shared_fields
+from distill.types import StopReason, Trajectory, shared_fields
 
 Detect = Callable[[History, RolloutConfig], Diagnosis | None]
+
+# Stop reasons of trajectories that a limit ended.
+_CUT = (StopReason.LENGTH, StopReason.TURNS, StopReason.TIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +55,42 @@ class Detector:
     """
 
     detect: Detect
-    worst: Callable[[KeptTrajectory], float] | None = None
+    worst: Callable[[Trajectory], float] | None = None
 
 
-def _largest_gap(member: KeptTrajectory) -> float:
+def _largest_gap(member: Trajectory) -> float:
     """Largest |log p - log q| of the trajectory's tokens."""
     gaps = [
-        abs(student - teacher)
-        for segment in member.segments
-        if segment.teacher_logprobs_N is not None
-        for student, teacher in zip(
-            segment.behaviour_logprobs_N, segment.teacher_logprobs_N, strict=True
-        )
+        np.abs(each.behaviour_logprobs_T - each.teacher_logprobs_T)[each.action_mask_T].max()
+        for each in member.segments
+        if each.teacher_logprobs_T is not None
     ]
-    return max(gaps, default=0.0)
+    return float(max(gaps, default=0.0))
 
 
-def _length(member: KeptTrajectory) -> float:
-    return sum(len(segment.behaviour_logprobs_N) for segment in member.segments)
+def _length(member: Trajectory) -> float:
+    return sum(segment.num_actions for segment in member.segments)
 
 
-def _cut_length(member: KeptTrajectory) -> float:
-    return _length(member) * (member.stop_reason in ("length", "turns", "time"))
+def _cut_length(member: Trajectory) -> float:
+    return _length(member) * (member.stop_reason in _CUT)
 
 
-def _repeated(member: KeptTrajectory) -> float:
-    return repeated_share([np.array(segment.sampled_N, int) for segment in member.segments])
+def _repeated(member: Trajectory) -> float:
+    return repeated_share([each.tokens_T[each.action_mask_T] for each in member.segments])
 
 
-def _mean_logprob(member: KeptTrajectory) -> float:
+def _mean_logprob(member: Trajectory) -> float:
     """Mean log-prob of the trajectory's tokens."""
-    return sum(sum(s.behaviour_logprobs_N) for s in member.segments) / max(_length(member), 1)
+    logprobs = [each.behaviour_logprobs_T[each.action_mask_T].sum() for each in member.segments]
+    return float(sum(logprobs)) / _length(member)
 
 
-def _format_minus_reward(member: KeptTrajectory) -> float:
+def _format_minus_reward(member: Trajectory) -> float:
     return member.metrics.get("format", 0.0) - member.reward
 
 
-def _no_preference(_member: KeptTrajectory) -> float:
+def _no_preference(_member: Trajectory) -> float:
     return 0.0
 
 
@@ -118,7 +119,7 @@ class Watch:
     """Run all detectors at every step of a run.
 
     Args:
-        rollouts: file of the run's kept rollouts, the source of evidence.
+        groups: folder of the run's kept groups, the source of evidence.
         before: metrics of the steps before this job of the run.
         reported: names of earlier findings, which are not reported again.
     """
@@ -126,11 +127,11 @@ class Watch:
     def __init__(
         self,
         config: RolloutConfig,
-        rollouts: Path,
+        groups: Path,
         before: Iterable[Mapping[str, float]] = (),
         reported: Collection[str] = (),
     ) -> None:
-        self._config, self._rollouts = config, rollouts
+        self._config, self._groups = config, groups
         self._history = History(before)
         self._reported = set(reported)
 
@@ -158,17 +159,22 @@ class Watch:
 
     def _evidence(self, detector: Detector) -> Evidence | None:
         """Worst trajectory of the newest step that has kept trajectories of the policy."""
-        if (worst := detector.worst) is None:
+        if detector.worst is None:
             return None
         try:
-            kept = read_newest_rollouts(self._rollouts)
+            return _worst(detector.worst, KeptGroups(self._groups))
         except DataError:
-            return None  # cluster.report names the damaged line to the user
-        groups = [group for group in kept if not group.by_teacher]
+            return None  # cluster.report names the damaged file to the user
+
+
+def _worst(score: Callable[[Trajectory], float], kept: KeptGroups) -> Evidence | None:
+    for step in reversed(kept.steps):
         members = [
-            (worst(member), Evidence(step=group.step, group=group.group_id, member=m))
-            for group in groups
-            if group.step == groups[-1].step
-            for m, member in enumerate(group.trajectories_G)
+            (score(member), Evidence(step=step, group=each.group.group_id, member=m))
+            for each in kept.of_step(step)
+            if not each.group.by_teacher
+            for m, member in enumerate(each.group.trajectories_G)
         ]
-        return max(members, key=lambda pair: pair[0])[1] if members else None
+        if members:
+            return max(members, key=lambda pair: pair[0])[1]
+    return None

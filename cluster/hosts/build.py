@@ -24,7 +24,7 @@ from cluster.handles.node import node_address
 from cluster.hosts.actors import deferred, early_setting_on_gpus, local_node_options, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.group_recorder import GroupRecorder
-from cluster.hosts.learner_actor import publishers_to, rollout_log, teacher_weights
+from cluster.hosts.learner_actor import group_writer, publishers_to, teacher_weights
 from cluster.hosts.learners import (
     LEADER_GROUPS,
     LearnerActors,
@@ -402,7 +402,7 @@ class RolloutCast:
             config,
             queue=queue,
             directory=directory,
-            rollouts=rollout_log(config, directory),
+            keep=group_writer(config, directory),
             teacher_weights=teacher_weights(config),
             stop_event=self.inputs.stops.event,
             resume_from=start.resume_from,

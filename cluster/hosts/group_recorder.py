@@ -20,8 +20,8 @@ import chz
 from cluster.config.on_policy import RolloutConfig
 from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import drop_groups_after, write_step
-from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
+from cluster.store.kept_groups import KeptGroupWriter
 from cluster.supervision.supervise import WorkDone
 from distill.durable_files import disk_remedy
 from distill.errors import CheckpointError
@@ -48,13 +48,13 @@ class GroupRecorder:
         *,
         queue: GroupQueue,
         directory: RunDirectory,
-        rollouts: RolloutLog,
+        keep: KeptGroupWriter,
         teacher_weights: Mapping[str, float],
         stop_event: tuple[int, ...],
         resume_from: Checkpoint | None,
     ) -> None:
         self._queue, self._groups, self._store = queue, directory.groups, directory.store
-        self._rollouts = rollouts
+        self._keep = keep
         self._objective = config.objective  # advantages are kept for inspection
         if not config.scored_by_reference:  # a learner's own model scores when it trains
             self._objective = chz.replace(config.objective, reference_kl_coef=0.0)
@@ -65,7 +65,7 @@ class GroupRecorder:
             TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
         )
         drop_groups_after(self._groups, self._step_count)
-        rollouts.rewind(self._step_count)
+        keep.rewind(self._step_count)
 
     def step(self, waited_s: float) -> dict[str, float]:
         """Take a step's groups, keep them, and publish; returns metrics of the samples.
@@ -117,11 +117,11 @@ class GroupRecorder:
         self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
     ) -> None:
         """Keep some of the groups for inspection."""
-        ids = set(self._rollouts.chosen(step, [group.group_id for group in groups_P]))
+        ids = set(self._keep.chosen(step, [group.group_id for group in groups_P]))
         chosen = [pair for pair in rows_by_group(groups_P, rows_D) if pair[0].group_id in ids]
         if chosen:
             segments = [segment for group in groups_P for segment in group.segments()]
-            self._rollouts.keep(
+            self._keep.keep(
                 step,
                 [group for group, _ in chosen],
                 [row for _, rows in chosen for row in rows],
@@ -130,11 +130,9 @@ class GroupRecorder:
 
     def save(self) -> Checkpoint:
         """Mark the current step, from which a resumed run continues."""
-        saved = self._store.save(
+        return self._store.save(
             step=self._step_count, write=_nothing, delivery=self._kept.to_json()
         )
-        self._rollouts.flush()
-        return saved
 
     def begin_save(self) -> Checkpoint:
         return self.save()

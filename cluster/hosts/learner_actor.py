@@ -17,8 +17,8 @@ from cluster.config.supervised_checks import SupervisedInputs
 from cluster.hosts.followers import ActorFollowers
 from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import ReplayLog, push_nowhere
-from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
+from cluster.store.kept_groups import KeptGroupWriter
 from cluster.supervision.supervise import WorkDone
 from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings
@@ -212,7 +212,7 @@ def policy_loop(
         publishers: makes the publishers of the policy's and of the teacher's weights; None: nothing
             is pushed.
     """
-    keep = rollout_log(config, directory)
+    keep = group_writer(config, directory)
     keep.rewind(resume_from.step if resume_from else 0)
     group = WorkerGroup(membership, resolve_device(learner_config.device))
     losses = policy_losses(config, inputs.stops, group)
@@ -263,10 +263,10 @@ def _gpus_taken(
     return lambda _version: learner.acquire_turn(within_s)
 
 
-def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
-    """Log of the groups that are kept for inspection."""
-    return RolloutLog(
-        directory.rollouts,
+def group_writer(config: RolloutConfig, directory: RunDirectory) -> KeptGroupWriter:
+    """Writer of the groups that are kept for inspection."""
+    return KeptGroupWriter(
+        directory.groups,
         {"all": 1, "none": 0}.get(str(config.keep), _SAMPLE_EVERY),
         whole=config.keep == "all",
         last=config.steps,

@@ -27,12 +27,12 @@ from cluster.command import run_command
 from cluster.config.early_checks import WRITTEN
 from cluster.inspect.report.run_files import RunFiles, read_run, run_tokenizer, why_no_rollouts
 from cluster.jsonl_log import write_rows
-from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
+from cluster.store.kept_groups import KeptGroup
 from distill.chat.token_text import decode
-from distill.errors import CheckpointError, ConfigError, DataError
+from distill.errors import CheckpointError, DataError
 from distill.rules import ends_in, setting
 from distill.tokenizer import fingerprint
-from distill.types import Tokenizer
+from distill.types import Tokenizer, Trajectory
 
 
 @chz.chz
@@ -47,7 +47,7 @@ class RolloutsToSftConfig:
     )
     min_reward: float = chz.field(
         default=1.0,
-        doc="minimum reward of trajectories to write; kept rewards have four digits",
+        doc="minimum reward of trajectories to write",
     )
     only: Literal["all", "condensed"] = chz.field(
         default="all",
@@ -59,8 +59,8 @@ class RolloutsToSftConfig:
 class _Taken:
     """A trajectory that qualifies, and its group."""
 
-    group: KeptGroup
-    member: KeptTrajectory
+    kept: KeptGroup
+    member: Trajectory
 
 
 def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
@@ -72,10 +72,6 @@ def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
         CheckpointError: the run's tokenizer cannot be read.
     """
     run, data = read_run(Path(config.out)), Path(config.data)
-    if data.resolve() == (run.out / "rollouts.jsonl").resolve():
-        raise ConfigError(
-            f"data={data} is the file of kept rollouts itself; name another file", field="data"
-        )
     taken = _qualifying(run, config)
     rows = list(_rows(taken, _tokenizer(run)))
     write_rows("data", data, rows)
@@ -87,9 +83,9 @@ def _qualifying(run: RunFiles, config: RolloutsToSftConfig) -> list[_Taken]:
         raise DataError(f"out={run.out}: {why_no_rollouts(run)}")
     least_segments = 2 if config.only == "condensed" else 1
     long = [
-        _Taken(group=group, member=member)
-        for group in run.groups
-        for member in group.trajectories_G
+        _Taken(kept=kept, member=member)
+        for kept in run.groups
+        for member in kept.group.trajectories_G
         if len(member.segments) >= least_segments
     ]
     if not long:
@@ -108,7 +104,7 @@ def _qualifying(run: RunFiles, config: RolloutsToSftConfig) -> list[_Taken]:
 
 
 def _number_kept(run: RunFiles) -> int:
-    return sum(len(group.trajectories_G) for group in run.groups)
+    return sum(len(kept.group.trajectories_G) for kept in run.groups)
 
 
 def _tokenizer(run: RunFiles) -> Tokenizer:
@@ -124,25 +120,22 @@ def _tokenizer(run: RunFiles) -> Tokenizer:
 def _rows(taken: Sequence[_Taken], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """One row per segment. Of segments with equal tokens and masks, only the first is a row."""
     vocab_hash = fingerprint(tokenizer).vocab_hash
-    written: set[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = set()
+    written: set[tuple[bytes, bytes]] = set()
     for each in taken:
         for segment in each.member.segments:
-            key = (tuple(segment.tokens_T), tuple(segment.actions))
+            key = (segment.tokens_T.tobytes(), segment.action_mask_T.tobytes())
             if key in written:
                 continue
             written.add(key)
             yield {
-                **_trained(segment),
+                "tokens": segment.tokens_T.tolist(),
+                "loss_mask": segment.action_spans,
                 "tokenizer": vocab_hash,
-                "text": decode(tokenizer, list(segment.tokens_T)),
+                "text": decode(tokenizer, segment.tokens_T),
                 "reward": each.member.reward,
-                "step": each.group.step,
-                "group": each.group.group_id,
+                "step": each.kept.step,
+                "group": each.kept.group.group_id,
             }
-
-
-def _trained(segment: KeptSegment) -> dict[str, Any]:
-    return {"tokens": list(segment.tokens_T), "loss_mask": [list(run) for run in segment.actions]}
 
 
 def _summary(

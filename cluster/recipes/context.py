@@ -61,7 +61,7 @@ class RunContext:
     def start_detectors(self, config: RolloutConfig) -> None:
         """Let the detectors of findings see every later step."""
         reported = {event["name"] for event in self.directory.read_events("finding")}
-        self.watch = Watch(config, self.directory.rollouts, self.directory.read_steps(), reported)
+        self.watch = Watch(config, self.directory.groups, self.directory.read_steps(), reported)
 
     def trained(self, metrics: Mapping[str, float]) -> None:
         """A step is trained: report what detectors find in its metrics."""

@@ -50,9 +50,9 @@ from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
 from cluster.rehearsal.strikes import Strikes
 from cluster.run_files.out_directory import claimed_directory
-from cluster.run_files.rollouts import KeptGroups
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
+from cluster.store.kept_groups import KeptGroups
 from distill.errors import IsothermError
 from distill.models.loading import load_causal_lm
 from distill.settings import changed
@@ -266,10 +266,9 @@ class _Rehearsal:
 
     def _first_observations(self) -> list[int]:
         return [
-            member.segments[0].actions[0][0]
-            for group in KeptGroups(self._directory.rollouts)
-            for member in group.trajectories_G
-            if member.segments and member.segments[0].actions
+            member.segments[0].first_action
+            for kept in KeptGroups(self._directory.groups)
+            for member in kept.group.trajectories_G
         ]
 
     def _print(self, text: str) -> None:

@@ -1,1 +1,1 @@
-"""Files in `out/`: the run's directory, kept rollouts, progress and tracking."""
+"""Files in `out/`: the run's directory, steps for a replay, progress and tracking."""

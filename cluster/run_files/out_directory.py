@@ -18,7 +18,7 @@ from distill.errors import ConfigError
 _DIRECTORIES = (*SAVED_IN, "final", "adapter", "failed", "logs", GROUPS)
 _FILES = (
     "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
-    "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", LOCK,
+    "events.jsonl", "evaluations.jsonl", "ledger.jsonl", LOCK,
 )  # fmt: skip
 # Longest wait in seconds for the end of another job: the time that `ray job stop` grants (deploy/,
 # docs).

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config.run_record import KEPT
 from cluster.jsonl_log import read_object
-from cluster.store.group_format import UNREADABLE, read_groups, write_groups
+from cluster.store.group_format import StoredGroups, read_groups, write_groups
 from cluster.store.group_store import GROUPS
 from distill.durable_files import write_whole
-from distill.errors import ConfigError, DataError, described
+from distill.errors import ConfigError
 from distill.objective.whole_groups import LocalGroups
 from distill.records import Fetched, StepGroups, TrainedGroups, TrajectoryId
 from distill.types import TrajectoryGroup
@@ -132,24 +132,17 @@ class KeptSteps:
 
     def groups(self, step: int) -> list[TrajectoryGroup]:
         """Groups that `step` trained on."""
-        return self._read(step)[0]
+        return self._read(step).groups_P
 
     def taken(self, step: int, source: LocalGroups) -> StepGroups:
         """Data that `step` trained on, registered with `source`."""
-        groups_P, choice = self._read(step)
+        groups_P, _, choice = self._read(step)
         for name in _BY_ID:
             choice[name] = {int(group_id): value for group_id, value in choice[name].items()}
         return source.taken(groups_P, **choice)
 
-    def _read(self, step: int) -> tuple[list[TrajectoryGroup], dict[str, Any]]:
-        path = _path(self._root, step, "arrow")
-        try:
-            return read_groups(path)
-        except UNREADABLE as error:
-            raise DataError(
-                f"{path} cannot be read ({described(error)}): it is damaged, or was written by "
-                "another version of isotherm; sample these groups again"
-            ) from error
+    def _read(self, step: int) -> StoredGroups:
+        return read_groups(_path(self._root, step, "arrow"), "sample these groups again")
 
     def outcome(self, step: int) -> dict[str, Any] | None:
         """Metrics and fingerprints after `step`; None if the step did not end."""

@@ -7,11 +7,11 @@ out/certificate.json    proven facts about the scores (certificate.py)
 out/metrics.jsonl       one line per step or evaluation
 out/events.jsonl        deaths, restarts, pool sizes
 out/evaluations.jsonl   kept responses of evaluations
-out/rollouts.jsonl      kept groups, written by the learner (rollouts.py)
 out/ledger.jsonl        events of every prompt group (cluster/queue/journal.py)
 out/checkpoints/        see learner/checkpoint.py
 out/final/              the trained model
-out/groups/             delivered groups, and groups of steps for a replay (replay_log.py)
+out/groups/             delivered groups (cluster/store/group_store.py), groups for inspection
+                        (cluster/store/kept_groups.py), and of steps for a replay (replay_log.py)
 out/kept/               with rollout_only=True: marks of kept steps, in place of checkpoints
 """
 
@@ -77,7 +77,7 @@ class RunDirectory:
         self._stops = stops
         self.path = Path(config.out).resolve()
         self.final, self.groups = self.path / "final", self.path / GROUPS
-        self.ledger, self.rollouts = self.path / "ledger.jsonl", self.path / "rollouts.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
         self.trace = self.path / "trace.json"
         self.dumps = str(self.path / "failed")  # of batches that were not finite
         self._attempt = secrets.token_hex(3)

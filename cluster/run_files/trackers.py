@@ -24,7 +24,7 @@ from cluster.run_files.background import WorkThread
 from cluster.run_files.metric_table import HEADLINES
 from cluster.run_files.prometheus import RayExporter
 from cluster.run_files.redact import redacted, without_secrets
-from cluster.run_files.rollouts import KeptGroup, read_rollouts_from
+from cluster.store.kept_groups import KeptGroup, KeptGroups, kept_steps
 from distill.chat.token_text import decode
 from distill.errors import DataError, first_line
 from distill.libraries import require_library
@@ -94,8 +94,8 @@ class Trackers:
     ) -> None:
         self._print_line, self._step, self._end_s = print_line, first_step, end_s
         self._counters: dict[str, float] = {"restarts": 0.0, "findings": 0.0}
-        self._rollouts_at = 0
-        self._rollouts = run.rollouts
+        self._shown_step = 0
+        self._groups = run.groups
         shown = without_secrets(settings)
         started = _Started(run, run.run_id, shown, first_step, chosen.wandb_mode)
         self._shows = bool(chosen.trackers)
@@ -130,19 +130,18 @@ class Trackers:
         if not self._shows:
             return
         try:
-            groups, self._rollouts_at = read_rollouts_from(self._rollouts, self._rollouts_at)
+            kept = KeptGroups(self._groups, after=self._shown_step)
+            texts = [text for each in kept for text in _texts(each, tokenizer)][-_SHOWN:]
         except DataError as error:
             self._print_line(f"WARNING: kept rollouts are not sent to trackers: {error}")
             return
-        texts = [text for group in groups for text in _texts(group, tokenizer)][-_SHOWN:]
         if texts:
-            step = self._step
+            self._shown_step, step = kept.steps[-1], self._step
             self._each(lambda tracker: tracker.show(texts, step))
 
     def skip_kept(self) -> None:
-        """Skip the rollouts that the file contains now; rollouts of repeated steps were deleted."""
-        if self._rollouts.exists():
-            self._rollouts_at = self._rollouts.stat().st_size
+        """Skip the rollouts that are kept now; rollouts of repeated steps were deleted."""
+        self._shown_step = max(kept_steps(self._groups), default=0)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Send the summary of the run, and wait at most `end_s` for all queued messages."""
@@ -205,19 +204,19 @@ class _Threaded:
             )
 
 
-def _texts(group: KeptGroup, tokenizer: Tokenizer) -> Iterator[RolloutText]:
-    for member in group.trajectories_G:
+def _texts(kept: KeptGroup, tokenizer: Tokenizer) -> Iterator[RolloutText]:
+    for member in kept.group.trajectories_G:
         first = member.segments[0]
-        start = first.actions[0][0] if first.actions else len(first.tokens_T)
+        start = first.first_action
         parts = [decode(tokenizer, first.tokens_T[start:])]
         parts += [decode(tokenizer, segment.tokens_T) for segment in member.segments[1:]]
         yield RolloutText(
-            step=group.step,
-            group=group.group_id,
+            step=kept.step,
+            group=kept.group.group_id,
             prompt=decode(tokenizer, first.tokens_T[:start]),
             response="\n[a new segment]\n".join(parts),
             reward=member.reward,
-            stop_reason=member.stop_reason,
+            stop_reason=member.stop_reason.value,
         )
 
 

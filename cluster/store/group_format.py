@@ -5,6 +5,7 @@
     group      JSON: fields of the group, its trajectories and their segments, except arrays; and
                the number of rows of each array field in each segment (-1: the field is None)
     tokens_T, action_mask_T, ...   one list per array field: all segments, concatenated
+    advantages_T   advantages of all tokens, likewise; empty in files that hold none
 
 Any Arrow reader opens the files (`.arrow` for `polars.read_ipc_stream`, `pyarrow.ipc`). Reading
 executes no code, and restores every group exactly. `experts_TLK` is stored as bytes, because its
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import accumulate
 from pathlib import Path
@@ -26,13 +28,21 @@ import numpy as np
 from distill.columns import MEMBER_FIELDS, PER_TOKEN, GroupColumns, pack
 from distill.durable_files import sync_directory, whole_write
 from distill.errors import DataError
-from distill.types import GroupFacts, StopReason, TopLogprobs, TrajectoryGroup, shared_fields
+from distill.errors import described as error_text
+from distill.types import (
+    FloatArray,
+    GroupFacts,
+    StopReason,
+    TopLogprobs,
+    TrajectoryGroup,
+    shared_fields,
+)
 
 if TYPE_CHECKING:
     import pyarrow
 
 # Array fields of segments and of their `TopLogprobs`, and the dtypes in which they are stored.
-_EXPERTS = "experts_TLK"
+_EXPERTS, _ADVANTAGES = "experts_TLK", "advantages_T"
 _TOP = {"ids_NK": np.dtype(np.int32), "logprobs_NK": np.dtype(np.float32)}
 _DTYPES = {
     **PER_TOKEN,
@@ -40,6 +50,7 @@ _DTYPES = {
     "teacher_context_T": np.dtype(np.int32),
     _EXPERTS: np.dtype(np.uint8),
     **{f"teacher_top.{name}": dtype for name, dtype in _TOP.items()},
+    _ADVANTAGES: np.dtype(np.float32),
 }
 _FACTS = [each.name for each in fields(GroupFacts)]
 # Errors of reading a file that is damaged or of another version, Arrow's errors included.
@@ -56,54 +67,101 @@ class GroupRow(NamedTuple):
         facts: the group or its metadata.
         columns: the group's trajectories.
         attempt: attempt of the lease that delivered the group; None if unknown.
+        advantages_L: advantages of the tokens of all segments; None if unknown.
     """
 
     facts: GroupFacts
     columns: GroupColumns
     attempt: int | None = None
+    advantages_L: FloatArray | None = None
 
 
-def row_of(group: TrajectoryGroup) -> GroupRow:
-    """Create the row of a whole group.
+class StoredGroups(NamedTuple):
+    """Contents of a file: its groups, their advantages (see `GroupRow`; else empty), its note."""
 
-    Raises:
-        DataError: a field does not have the shape or dtype of its type.
-    """
-    return GroupRow(group, pack(group.trajectories_G))
+    groups_P: list[TrajectoryGroup]
+    advantages_P: list[FloatArray]
+    note: dict[str, Any]
 
 
-def write_groups(path: Path, groups: Sequence[TrajectoryGroup], note: Mapping[str, Any]) -> None:
+def write_groups(
+    path: Path,
+    groups_P: Sequence[TrajectoryGroup],
+    note: Mapping[str, Any],
+    advantages_P: Sequence[FloatArray | None] | None = None,
+) -> None:
     """Write groups and a JSON note to a file, atomically, and sync it to disk.
 
     Raises:
+        DataError: a field of a group does not have the shape or dtype of its type.
         OSError: for example, the disk is full.
     """
     import pyarrow
 
+    rows = [
+        GroupRow(group, pack(group.trajectories_G), advantages_L=advantages_L)
+        for group, advantages_L in zip(
+            groups_P, advantages_P or [None] * len(groups_P), strict=True
+        )
+    ]
     path.parent.mkdir(exist_ok=True)
     with whole_write(path) as partial, partial.open("wb") as file:
-        described = {"note": dict(note), "groups": len(groups)}
-        with pyarrow.ipc.new_stream(file, schema(described)) as stream:
-            stream.write_batch(batch_of([row_of(group) for group in groups]))
+        with pyarrow.ipc.new_stream(
+            file, schema({"note": dict(note), "groups": len(rows)})
+        ) as stream:
+            stream.write_batch(batch_of(rows))
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
 
 
-def read_groups(path: Path) -> tuple[list[TrajectoryGroup], dict[str, Any]]:
-    """Read the groups and the note of a file.
+def read_groups(path: Path, remedy: str) -> StoredGroups:
+    """Read a file that `write_groups` wrote.
 
     Raises:
-        UNREADABLE: the file is damaged, or of another version.
+        DataError: the file is damaged, or of another version; the message ends with `remedy`.
     """
     import pyarrow
 
-    with pyarrow.ipc.open_stream(pyarrow.py_buffer(path.read_bytes())) as stream:
-        described = json.loads((stream.schema.metadata or {})[b"isotherm"])
-        groups = [group for batch in stream for group in groups_of(batch)]
-    if len(groups) != described["groups"]:
-        raise DataError(f"{path} holds {len(groups)} of {described['groups']} groups")
-    return groups, described["note"]
+    with _readable(path, remedy):
+        with pyarrow.ipc.open_stream(pyarrow.py_buffer(path.read_bytes())) as stream:
+            described, batches = _described(stream), list(stream)
+        groups_P = [group for batch in batches for group in groups_of(batch)]
+        if len(groups_P) != described["groups"]:
+            raise DataError(f"it holds {len(groups_P)} of {described['groups']} groups")
+        advantages_P = [
+            each.values.to_numpy(zero_copy_only=False)
+            for batch in batches
+            for each in batch.column(_ADVANTAGES)
+        ]
+        return StoredGroups(groups_P, advantages_P, described["note"])
+
+
+def read_note(path: Path, remedy: str) -> dict[str, Any]:
+    """Read the note of a file that `write_groups` wrote.
+
+    Raises:
+        DataError: the file is damaged, or of another version; the message ends with `remedy`.
+    """
+    import pyarrow
+
+    with _readable(path, remedy), pyarrow.OSFile(str(path)) as file:
+        return _described(pyarrow.ipc.open_stream(file))["note"]
+
+
+@contextmanager
+def _readable(path: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except UNREADABLE as error:
+        raise DataError(
+            f"{path} cannot be read ({error_text(error)}): it is damaged, or was written by "
+            f"another version of isotherm; {remedy}"
+        ) from error
+
+
+def _described(stream: pyarrow.ipc.RecordBatchStreamReader) -> dict[str, Any]:
+    return json.loads((stream.schema.metadata or {})[b"isotherm"])
 
 
 def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
@@ -181,6 +239,8 @@ def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
         for name in _TOP:
             parts = [getattr(top, name).reshape(-1) for top in there]
             arrays[f"teacher_top.{name}"] = np.concatenate(parts)
+    if row.advantages_L is not None:
+        arrays[_ADVANTAGES] = row.advantages_L
     described = shared_fields(GroupFacts, row.facts) | {
         "members": dict(zip(MEMBER_FIELDS, zip(*columns.members_G, strict=True), strict=True)),
         "segments_G": columns.segments_G,

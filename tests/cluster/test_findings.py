@@ -1,9 +1,7 @@
 """Detectors: each finds its planted failure, and none reports a healthy run."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,13 @@ from cluster.config.recipes import make
 from cluster.findings.finding import Evidence, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
+from cluster.store.kept_groups import KeptGroupWriter
 from distill.objective.repetition import RUN, repeated_share
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.settings import changed, meant_by
+from distill.types import StopReason, Trajectory, TrajectoryGroup
+from tests.samples import keep_step, segment, trajectory
 
 CONFIG = make(
     "opd", student="s", teacher="t", prompts="p", out="o", temperature=1.0, max_new_tokens=256,
@@ -67,7 +70,7 @@ def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
 
 
 def found(rows: list[dict[str, float]], config: OpdConfig | RlConfig = CONFIG) -> list[Finding]:
-    watch = Watch(config, Path("/nowhere/rollouts.jsonl"))
+    watch = Watch(config, Path("/nowhere/groups"))
     return [finding for row in rows for finding in watch.observe(row)]
 
 
@@ -274,34 +277,24 @@ def test_repetition_equals_that_by_a_set_of_runs() -> None:
 
 
 def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
-    def member(length: int, stop: str) -> dict[str, Any]:
-        return {
-            "reward": 0, "stop_reason": stop, "metrics": {},
-            "segments": [{
-                "tokens": [0] * (length + 1), "actions": [[1, length + 1]],
-                "behaviour_logprobs": [-1.0] * length, "teacher_logprobs": None,
-                "versions": [0] * length, "advantages": [0.0] * length, "bonuses": None,
-                "teacher_top": None,
-            }],
-        }  # fmt: skip
+    def member(length: int, stop: StopReason) -> Trajectory:
+        return trajectory(segment(1, length), stop=stop)
 
-    def group(step: int, number: int, members: list[dict[str, Any]], **changes: bool) -> str:
-        return json.dumps({
-            "step": step, "group_id": number, "version": step - 1, "teacher": "", "tag": None,
-            "source": "", "answer": None, "by_teacher": False, "as_text": False, "temperature": 0.7,
-            "metrics": {}, "trajectories": members, **changes,
-        }) + "\n"  # fmt: skip
+    def of(number: int, *members: Trajectory, by_teacher: bool = False) -> TrajectoryGroup:
+        return TrajectoryGroup(group_id=number, trajectories_G=members, by_teacher=by_teacher)
 
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(
-        group(1, 0, [member(99, "length")])
-        + group(11, 7, [member(20, "length"), member(60, "eos")])
-        + group(11, 8, [member(10, "eos"), member(30, "length")])
-        + group(12, 9, [member(90, "length")], by_teacher=True)
-    )
-    watch = Watch(CONFIG, path)
+    cut, ended = StopReason.LENGTH, StopReason.EOS
+    steps = {
+        1: [of(0, member(99, cut))],
+        11: [of(7, member(20, cut), member(60, ended)), of(8, member(10, ended), member(30, cut))],
+        12: [of(9, member(90, cut), by_teacher=True)],
+    }
+    writer = KeptGroupWriter(tmp_path, 1, whole=True)
+    for step, groups in steps.items():
+        keep_step(writer, step, groups, policy_rows(groups, ObjectiveConfig()))
+    watch = Watch(CONFIG, tmp_path)
     [finding] = watch.observe({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence == Evidence(step=11, group=8, member=1)
-    path.write_text("no group\n")
-    [finding] = Watch(CONFIG, path).observe({"step": 12, "rollout/stop/length": 0.75})
+    (tmp_path / "kept-000012.arrow").write_text("no groups")
+    [finding] = Watch(CONFIG, tmp_path).observe({"step": 12, "rollout/stop/length": 0.75})
     assert finding.evidence is None

@@ -13,17 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.store.group_format import (
-    UNREADABLE,
-    batch_of,
-    groups_of,
-    read_groups,
-    row_of,
-    write_groups,
-)
-from distill.columns import checked
+from cluster.store.group_format import GroupRow, batch_of, groups_of, read_groups, write_groups
+from distill.columns import checked, pack
+from distill.errors import DataError
 from distill.types import Segment, StopReason, TopLogprobs, TrajectoryGroup
 from tests.distill.test_group_columns import assert_same
+from tests.refusals import refuses
 from tests.samples import group, segment, top_logprobs, trajectory
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -86,7 +81,7 @@ def test_every_group_is_bit_equal_after_a_round_trip(made: list[TrajectoryGroup]
     for each in made:
         checked(each)
     sink = pyarrow.BufferOutputStream()
-    batch = batch_of([row_of(each) for each in made])
+    batch = batch_of([GroupRow(each, pack(each.trajectories_G)) for each in made])
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     with pyarrow.ipc.open_stream(sink.getvalue()) as stream:
@@ -106,9 +101,9 @@ def test_metrics_of_any_mapping_come_back(metrics: Mapping[str, float], tmp_path
     made = trajectory(segment(3, 4, teacher_top=top_logprobs(4, 3)), metrics=metrics)
     whole = replace(group(1, 2), trajectories_G=(made, made))
     write_groups(tmp_path / "kept" / "a.arrow", [whole, group(2)], {"why": "a test"})
-    read, note = read_groups(tmp_path / "kept" / "a.arrow")
-    assert note == {"why": "a test"}
-    assert_same(tuple(read), (whole, group(2)))
+    read = read_groups(tmp_path / "kept" / "a.arrow", "remove it")
+    assert read.note == {"why": "a test"}
+    assert_same(tuple(read.groups_P), (whole, group(2)))
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -122,8 +117,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     for damaged in (*cut, lengths, tokens):
         assert damaged != written
         path.write_bytes(damaged)
-        with pytest.raises(UNREADABLE):
-            read_groups(path)
+        with refuses(DataError, None, names="a.arrow"):
+            read_groups(path, "remove it")
 
 
 def test_segments_may_have_different_numbers_of_likeliest_tokens() -> None:
@@ -131,7 +126,7 @@ def test_segments_may_have_different_numbers_of_likeliest_tokens() -> None:
         return segment(2, 3, teacher_top=top_logprobs(3, k))
 
     made = replace(group(4), trajectories_G=(trajectory(with_top(1), with_top(5), segment(2, 3)),))
-    [read] = groups_of(batch_of([row_of(made)]))
+    [read] = groups_of(batch_of([GroupRow(made, pack(made.trajectories_G))]))
     tops = [each.teacher_top for each in read.segments()]
     assert [top and top.k for top in tops] == [1, 5, None]
     assert isinstance(tops[0], TopLogprobs)

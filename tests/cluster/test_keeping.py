@@ -21,8 +21,8 @@ from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer
 from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
-from cluster.run_files.rollouts import KeptGroups
 from cluster.runtime.driver import Signals
+from cluster.store.kept_groups import KeptGroups
 from distill.types import TrajectoryGroup
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, opd_settings
@@ -91,8 +91,8 @@ def test_groups_are_kept_whole_and_no_weights_are_written(out: Path) -> None:
 def test_rollouts_and_audit_read_the_run_and_a_replay_is_refused(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = KeptGroups(out / "rollouts.jsonl")
-    assert [(g.step, g.group_id, g.version) for g in shown] == [
+    shown = KeptGroups(out / "groups")
+    assert [(g.step, g.group.group_id, g.version) for g in shown] == [
         (1, 0, 0), (1, 1, 0), (2, 2, 0), (2, 3, 0), (3, 4, 0), (3, 5, 0),
     ]  # fmt: skip
     found = audit(out / "ledger.jsonl", steps=3)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from cluster.inspect.replayed import blame
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
-from cluster.run_files.rollouts import KeptGroups, RolloutLog
 from cluster.store.group_format import read_groups, write_groups
+from cluster.store.kept_groups import KeptGroups, KeptGroupWriter
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import Normalisation, ObjectiveConfig
@@ -130,8 +130,9 @@ def test_a_step_that_was_not_finite_is_not_finite_again(
     out: Path, sixth: Path, printed: Printed
 ) -> None:
     groups = sixth.with_suffix(".arrow")
-    kept, note = read_groups(groups)
-    write_groups(groups, [with_segments(group, unlikely) for group in kept], note)
+    kept = read_groups(groups, "")
+    unlikely_P = [with_segments(group, unlikely) for group in kept.groups_P]
+    write_groups(groups, unlikely_P, kept.note)
     sixth.with_suffix(".json").unlink()
     code, told = printed(f"out={out}", "step=6")
     assert code == 0 and "step 6 is not finite" in told, told
@@ -229,10 +230,15 @@ def test_groups_outside_the_report_have_no_links(
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(out, copy)
-    (copy / "rollouts.jsonl").write_text("")
+    remove_kept_groups(copy)
     code, told = printed(f"out={copy}", "step=4", "blame=2")
     assert code == 0, told
     assert "responses: share of the gradient" in told and "#step=" not in told
+
+
+def remove_kept_groups(run: Path) -> None:
+    for path in list((run / "groups").glob("kept-*.arrow")):
+        path.unlink()
 
 
 def test_shares_of_the_gradient_link_to_the_report(
@@ -240,24 +246,25 @@ def test_shares_of_the_gradient_link_to_the_report(
 ) -> None:
     copy, groups_P = tmp_path / "run", KeptSteps(out).groups(7)
     shutil.copytree(out, copy)
-    (copy / "rollouts.jsonl").unlink()
+    remove_kept_groups(copy)
     rows_D = policy_rows(groups_P, ObjectiveConfig(estimator="top_k"))
-    keep_step(RolloutLog(copy / "rollouts.jsonl", 1, whole=True), 7, groups_P, rows_D)
+    keep_step(KeptGroupWriter(copy / "groups", 1, whole=True), 7, groups_P, rows_D)
     code, told = printed(f"out={copy}", "step=7", "blame=99")
     assert code == 0, told
-    kept = KeptGroups(copy / "rollouts.jsonl")
+    kept = KeptGroups(copy / "groups")
     broken_down = 0
-    for shown, member in itertools.product(kept, range(2)):
+    for shown, member in itertools.product([each.group for each in kept], range(2)):
         place = f"step=7&group={shown.group_id}&member={member}"
         assert f"#{place} group {shown.group_id}, trajectory {member}" in told
-        segments = shown.trajectories_G[member].segments
-        sampled = sum(len(segment.sampled_N) for segment in segments)
+        sampled = sum(each.num_actions for each in shown.trajectories_G[member].segments)
         linked = [n for n in range(sampled + 1) if f"#{place}&token={n} " in told]
         # The responses with the largest shares are broken down into all of their tokens.
         assert linked in ([], list(range(sampled)))
         broken_down += bool(linked)
     assert len(kept) == 3 and broken_down == 4
-    assert set(re.findall(r"#step=7&group=(\d+)", told)) == {str(each.group_id) for each in kept}
+    assert set(re.findall(r"#step=7&group=(\d+)", told)) == {
+        str(each.group.group_id) for each in kept
+    }
 
 
 def save(store: CheckpointStore, step: int) -> None:
@@ -353,8 +360,8 @@ def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
             kept_run(tiny_pair, tmp_path / "new", **{"train_from": str(tmp_path / "made"), **wrong})
     shutil.copytree(tmp_path / "made", moved := tmp_path / "moved")
     *_, last = sorted(moved.glob("groups/step-*.arrow"))
-    groups, note = read_groups(last)
-    write_groups(last, [replace(each, teacher="b") for each in groups], note)
+    written = read_groups(last, "")
+    write_groups(last, [replace(each, teacher="b") for each in written.groups_P], written.note)
     with refuses(ConfigError, "teachers.b.model"):
         kept_run(tiny_pair, tmp_path / "new", train_from=str(moved))
     assert not (tmp_path / "new").exists()

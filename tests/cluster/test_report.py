@@ -26,7 +26,7 @@ from cluster.inspect.report.data import charts, report_data, spread
 from cluster.inspect.report.page import as_json
 from cluster.inspect.report.run_files import read_run
 from cluster.inspect.report.serve import LiveReport
-from cluster.run_files.rollouts import RolloutLog
+from cluster.store.kept_groups import KeptGroupWriter
 from distill.chat.token_text import token_texts
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
@@ -100,7 +100,7 @@ def write(
     if rollouts:
         tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(out / "final")
-        log = RolloutLog(out / "rollouts.jsonl", 1)
+        log = KeptGroupWriter(out / "groups", 1)
         for step in range(1, rollouts + 1):
             groups = [a_group(tokenizer, step)]
             keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig(reward_coef=1.0)))
@@ -111,12 +111,10 @@ def odd(out: Path, name: str, line: str) -> None:
     (write(out) / f"{name}.jsonl").write_text(line + "\n", errors="surrogateescape")
 
 
-def spoilt(out: Path, was: str, now: str) -> None:
-    """A run with one replaced text in its kept group."""
-    file = write(out, rollouts=1) / "rollouts.jsonl"
-    text = file.read_text()
-    assert was in text
-    file.write_text(text.replace(was, now, 1))
+def cut(out: Path, size: int) -> None:
+    """A run with a kept group of which only the first bytes are left."""
+    file = write(out, rollouts=1) / "groups" / "kept-000001.arrow"
+    file.write_bytes(file.read_bytes()[:size])
 
 
 def whole_run(out: Path) -> Path:
@@ -256,7 +254,7 @@ def test_a_prompt_shared_by_all_trajectories_is_stored_once(tmp_path: Path) -> N
     out = write(tmp_path / "run")
     tokenizer.save_pretrained(out / "final")
     rows = policy_rows(groups, ObjectiveConfig(estimator="top_k"))
-    keep_step(RolloutLog(out / "rollouts.jsonl", 1), 1, groups, rows)
+    keep_step(KeptGroupWriter(out / "groups", 1), 1, groups, rows)
     [group] = report_data(read_run(out), 1)["groups"]
     assert "".join(filter(None, group["prompt"]["texts"])) == "ask é\n"
     length = len(group["prompt"]["ids"])
@@ -460,10 +458,8 @@ def test_each_character_is_the_text_of_its_last_token() -> None:
         (lambda out: odd(out, "events", '{"t": 1, "event": "size"}'), "pool"),
         (lambda out: odd(out, "events", '{"t": NaN, "event": "begin"}'), "t=nan"),
         (lambda out: odd(out, "events", '{"t": 1, "event": "push", "seconds": "a"}'), "='a'"),
-        (lambda out: odd(out, "rollouts", '{"step": 1}\n{"step": 2}'), "rollouts.jsonl:1 "),
-        (lambda out: spoilt(out, '"reward":1.0', '"reward":NaN'), "rollouts.jsonl:1 "),
-        (lambda out: spoilt(out, '"trajectories":[', '"trajectories":[],"x":['), "trajectories"),
-        (lambda out: spoilt(out, '"segments":[', '"segments":[],"x":['), "segments"),
+        (lambda out: cut(out, 99), "kept-000001.arrow "),
+        (lambda out: cut(out, -99), "kept-000001.arrow "),
         (lambda out: (write(out) / "config.json").write_text("{"), "config.json"),
         (lambda out: (write(out) / "summary.json").write_text("[]"), "summary.json"),
     ],

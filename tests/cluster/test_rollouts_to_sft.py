@@ -11,7 +11,7 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.inspect.rollouts_to_sft import main
-from cluster.run_files.rollouts import RolloutLog
+from cluster.store.kept_groups import KeptGroupWriter
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.sft_rows import load_sft_rows
 from distill.errors import DataError
@@ -61,7 +61,7 @@ def write_run(out: Path, student: str, groups: list[TrajectoryGroup] = GROUPS) -
     settings = {"model": {"path": student}, "keep": "all"}
     (out / "config.json").write_text(json.dumps({"recipe": "rl", "settings": settings}))
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
-    log = RolloutLog(out / "rollouts.jsonl", 1)
+    log = KeptGroupWriter(out / "groups", 1)
     for step, group in enumerate(groups, 1):
         rows = policy_rows([group], ObjectiveConfig(kl_coef=0, reward_coef=1.0))
         keep_step(log, step, [group], rows)
@@ -150,7 +150,6 @@ def test_a_model_of_another_tokenizer_is_refused(
         ("min_reward=2", "1.5"),  # the highest reward
         ("only=condensed min_reward=2", "none of 3 "),
         ("data=data.parquet", "data=data.parquet"),
-        ("data={run}/rollouts.jsonl", "rollouts.jsonl"),
         ("data={run}/no/data.jsonl", "/no/data.jsonl"),
         ("data={run}/metrics.jsonl/data.jsonl", "metrics.jsonl/data.jsonl"),
         ("out={run}/no", "/no"),
@@ -159,12 +158,10 @@ def test_a_model_of_another_tokenizer_is_refused(
 def test_wrong_arguments_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, named: str
 ) -> None:
-    before = (run / "rollouts.jsonl").read_bytes()
     given = argument.format(run=run).split()
     assert main([f"out={run}", f"data={tmp_path / 'data.jsonl'}", *given]) == 2
     assert named in capsys.readouterr().err
     assert not (tmp_path / "data.jsonl").exists()
-    assert (run / "rollouts.jsonl").read_bytes() == before
 
 
 def test_a_run_without_condensed_trajectories_rollouts_or_tokenizer_is_refused(
@@ -178,5 +175,5 @@ def test_a_run_without_condensed_trajectories_rollouts_or_tokenizer_is_refused(
     assert main(given) == 0
     shutil.rmtree(student)
     assert main(given) == 2
-    (run / "rollouts.jsonl").unlink()
+    shutil.rmtree(run / "groups")
     assert main(given) == 2

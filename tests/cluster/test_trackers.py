@@ -15,9 +15,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.config.on_policy import OpdConfig
 from cluster.run_files.metric_table import HEADLINES
 from cluster.run_files.redact import redacted
-from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
+from cluster.store.kept_groups import KeptGroupWriter
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
@@ -60,7 +60,7 @@ class Run:
         )
 
     def steps(self, tokenizer: PreTrainedTokenizerBase, first: int, last: int) -> None:
-        log = RolloutLog(self.directory.rollouts, 1)
+        log = KeptGroupWriter(self.directory.groups, 1)
         self.directory.append_event("size", pool="policy", ready=2, starting=0, draining=0)
         for step in range(first, last + 1):
             self.trackers.log(NAMES | {"step": step})
@@ -199,7 +199,7 @@ def wandb_records(path: Path) -> list[Any]:
 def test_rollouts_of_repeated_steps_are_shown_again(
     opd: NewOpd, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner goes back to step 1, and the file of rollouts becomes longer than before."""
+    """The learner goes back to step 1, and keeps more steps than before."""
     shown: list[int] = []
 
     class Shown(Scripted):
@@ -213,9 +213,9 @@ def test_rollouts_of_repeated_steps_are_shown_again(
     )
     run = Run(opd(track="mlflow"))
     run.steps(tokenizer, 1, 3)
-    RolloutLog(run.directory.rollouts, 1).rewind(1)
+    KeptGroupWriter(run.directory.groups, 1).rewind(1)
     run.trackers.skip_kept()
-    log, groups = RolloutLog(run.directory.rollouts, 1), [a_group(tokenizer, 1000)]
+    log, groups = KeptGroupWriter(run.directory.groups, 1), [a_group(tokenizer, 1000)]
     for step in range(2, 5):
         keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig()))
     run.trackers.show_rollouts(tokenizer)

@@ -20,8 +20,8 @@ from actors.sglang.installed import sglang_installed
 from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.run_files.replay_log import KeptSteps
-from cluster.run_files.rollouts import KeptGroups
 from cluster.runtime.canaries import Canaries
+from cluster.store.kept_groups import KeptGroups
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import Batch
@@ -114,10 +114,10 @@ def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
     assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
     scored = [
         value
-        for group in KeptGroups(out / "rollouts.jsonl")
-        for member in group.trajectories_G
-        for segment in member.segments
-        for value in segment.teacher_logprobs_N or ()
+        for kept in KeptGroups(out / "groups")
+        for segment in kept.group.segments()
+        if segment.teacher_logprobs_T is not None
+        for value in segment.teacher_logprobs_T[segment.action_mask_T].tolist()
     ]
     assert scored and not any(abs(value - UNIFORM) < 1e-5 for value in scored)
 

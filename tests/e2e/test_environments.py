@@ -14,6 +14,7 @@ from actors.sglang.installed import sglang_installed
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
 from cluster.inspect.report.command import main as report
+from cluster.store.kept_groups import KeptGroups
 from cluster.train import main
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from examples.show.chat_worlds import (
@@ -27,7 +28,7 @@ from examples.show.chat_worlds import (
 )
 from tests.conftest import TinyPair
 from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, run, taught, train, trained_groups
-from tests.rows import read_rows, write_rows
+from tests.rows import write_rows
 
 pytestmark = pytest.mark.e2e
 ENGINES = [
@@ -102,8 +103,7 @@ def test_the_environment_of_the_docs_trains(
         assert step["opd/reverse_kl/turn=1"] > 0 and step["opd/reverse_kl/turn=2"] > 0
         if engine == "sglang":  # a second turn goes to the engine that has its prefix
             assert step["rollout/cached_share"] > 0.5
-    kept = read_rows(out / "rollouts.jsonl")
-    assert {group["step"] for group in kept} == {1, 2, 3}
+    assert KeptGroups(out / "groups").steps == [1, 2, 3]
     other = shutil.copy(backwards, tmp_path / "other.txt")
     assert main(["recipe=opd", *arguments[:-1], f"env.file={other}"]) == 2
     assert "env" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
-from cluster.run_files.rollouts import KeptGroups
+from cluster.store.kept_groups import KeptGroups
 from tests.conftest import TinyPair
 from tests.e2e import harness
 from tests.e2e.harness import metrics, trained_groups
@@ -107,7 +107,7 @@ def test_after_a_warm_up_the_student_samples_as_of_its_last_step(
     assert audit(out / "ledger.jsonl", steps=4).problems == []
     proven = json.loads((out / "certificate.json").read_text())
     assert proven["proven"] is True and proven["groups"]["unwatched"] == 0
-    teacher = {g.group_id: g.by_teacher for g in KeptGroups(out / "rollouts.jsonl")}
+    teacher = {kept.group.group_id: kept.group.by_teacher for kept in KeptGroups(out / "groups")}
     assert sum(teacher.values()) == 2 * 8 + 2 * 2 and all(teacher[i] for i in range(16))
 
 

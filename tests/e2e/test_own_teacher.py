@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.sglang.installed import sglang_installed
 from cluster.inspect.audit import audit
+from cluster.store.kept_groups import KeptGroups
+from distill.types import Segment
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     distil,
@@ -59,13 +62,13 @@ def distribution(model: torch.nn.Module, before: list[int], said: list[int]) -> 
     return logits_TV.log_softmax(-1)[len(before) - 1 : -1]
 
 
-def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, Any]) -> None:
+def expect_scored(model: torch.nn.Module, told: list[int], segment: Segment) -> None:
     """Assert that the segment's teacher log-probs are the model's with the teacher's context."""
-    [(start, _)] = segment["actions"]
-    said = segment["tokens"][start:]
+    said = segment.tokens_T[segment.first_action :].tolist()
     log_q_NV = distribution(model, told, said)
     expected = log_q_NV.gather(1, torch.tensor(said)[:, None]).flatten().tolist()
-    assert segment["teacher_logprobs"] == pytest.approx(expected, abs=2e-3)
+    assert segment.teacher_logprobs_T is not None
+    assert segment.teacher_logprobs_T[segment.first_action :] == pytest.approx(expected, abs=2e-3)
 
 
 def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set[int]:
@@ -75,13 +78,13 @@ def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set
     """
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     found = set()
-    groups = reversed(read_rows(out / "rollouts.jsonl"))
-    for group in {group["step"]: group for group in groups}.values():
+    kept = KeptGroups(out / "groups")
+    for first, *_ in map(kept.of_step, kept.steps):
         model = AutoModelForCausalLM.from_pretrained(pair.student)
-        [segment] = group["trajectories"][0]["segments"]
-        version: int = segment["teacher_version"]
+        [segment] = first.group.trajectories_G[0].segments
+        version = segment.teacher_version
+        assert version is not None and version <= first.version
         found.add(version)
-        assert version <= group["version"]
         model.load_state_dict(at_version(versions, version, rule))
         expect_scored(model, teacher_context(tokenizer, segment), segment)
     return found
@@ -94,16 +97,14 @@ def expect_diverged(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> Non
     """
     tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     student, teacher = (AutoModelForCausalLM.from_pretrained(pair.student) for _ in range(2))
-    groups = read_rows(out / "rollouts.jsonl")
+    kept = KeptGroups(out / "groups")
     for version, step in enumerate(metrics(out)):
         student.load_state_dict(versions[version])
         teacher.load_state_dict(at_version(versions, version, rule))
         kls = []
-        for group in groups:
-            for trajectory in group["trajectories"] if group["step"] == version + 1 else ():
-                [segment] = trajectory["segments"]
-                [(start, _)] = segment["actions"]
-                tokens = segment["tokens"]
+        for each in kept.of_step(version + 1):
+            for segment in each.group.segments():
+                tokens, start = segment.tokens_T.tolist(), segment.first_action
                 log_p_NV = distribution(student, tokens[:start], tokens[start:])
                 log_q_NV = distribution(
                     teacher, teacher_context(tokenizer, segment), tokens[start:]
@@ -127,9 +128,9 @@ def at_version(versions: list[Weights], version: int, rule: Mapping[str, float])
     return versions[version - version % int(rule.get("teacher_lag", 1))]
 
 
-def teacher_context(tokenizer: Any, segment: dict[str, Any]) -> list[int]:
+def teacher_context(tokenizer: Any, segment: Segment) -> list[int]:
     """Context of the teacher before the response of a segment of `hinted` prompts."""
-    prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
+    prompt = tokenizer.decode(segment.tokens_T[: segment.first_action])
     return tokenizer.encode(f"{int(prompt.split()[0]) + 1}! {prompt}")
 
 
@@ -169,14 +170,14 @@ def test_a_policy_teaches_itself_with_the_result_of_each_answer(
     assert all(step["opd/unhinted_segments"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(tiny_pair.student)
     student = AutoModelForCausalLM.from_pretrained(tiny_pair.student)
-    kept = read_rows(out / "rollouts.jsonl")
-    for trajectory in kept[0]["trajectories"]:
-        [segment] = trajectory["segments"]
-        prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
-        outcome = "right" if trajectory["reward"] >= 1 else "wrong"
+    kept = KeptGroups(out / "groups")
+    for trajectory in kept[0].group.trajectories_G:
+        [segment] = trajectory.segments
+        prompt = tokenizer.decode(segment.tokens_T[: segment.first_action])
+        outcome = "right" if trajectory.reward >= 1 else "wrong"
         expect_scored(student, tokenizer.encode(f"e{outcome}{prompt}"), segment)
-    versions = [group["trajectories"][0]["segments"][0]["teacher_version"] for group in kept]
-    assert sorted(set(versions)) == list(range(12))
+    versions = {segment.teacher_version for each in kept for segment in each.group.segments()}
+    assert versions == set(range(12))
     expect_no_canaries(out)
 
 
@@ -190,14 +191,18 @@ def test_hint_bonus_of_right_answers(tiny_pair: TinyPair, tmp_path: Path) -> Non
         keep="all", steps=3, estimator="auto",
     )  # fmt: skip
     right = wrong = 0
-    for group in read_rows(out / "rollouts.jsonl"):
-        for trajectory in group["trajectories"]:
-            [segment] = trajectory["segments"]
-            pairs = zip(segment["teacher_logprobs"], segment["behaviour_logprobs"], strict=True)
-            won = trajectory["reward"] >= 1
+    for kept in KeptGroups(out / "groups"):
+        for trajectory, advantages_T in zip(
+            kept.group.trajectories_G, kept.advantages_S, strict=True
+        ):
+            [segment] = trajectory.segments
+            won = trajectory.reward >= 1
             right, wrong = right + won, wrong + (not won)
-            expected = [0.1 * (log_q - log_mu) * won for log_q, log_mu in pairs]
-            assert segment["advantages"] == pytest.approx(expected, rel=1e-3, abs=2e-4)
+            assert segment.teacher_logprobs_T is not None
+            gaps_T = segment.teacher_logprobs_T - segment.behaviour_logprobs_T
+            np.testing.assert_allclose(
+                advantages_T, 0.1 * gaps_T * won * segment.action_mask_T, rtol=1e-3, atol=2e-4
+            )
     assert right and wrong and all(step["train/grad_norm"] > 0 for step in steps)
 
 

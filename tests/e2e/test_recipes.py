@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from cluster.config.on_policy import MOST_REPLACED
 from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.inspect.audit import audit
+from cluster.store.kept_groups import KeptGroups
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
 from tests.e2e.harness import distil, lines, measured, train
@@ -92,9 +93,8 @@ def test_a_share_of_scores_changes_metrics_but_not_training(
             assert step["opd/reverse_kl"] > 0 and step["opd/bias"] != 0
         assert audit(out / "ledger.jsonl").problems == []
         assert json.loads((out / "certificate.json").read_text())["proven"] is True
-        for line in lines(out / "rollouts.jsonl"):
-            segments = [s for member in line["trajectories"] for s in member["segments"]]
-            assert all(segment["teacher_logprobs"] for segment in segments)
+        for kept in KeptGroups(out / "groups"):
+            assert all(each.teacher_logprobs_T is not None for each in kept.group.segments())
     for name, tensor in learnt["all"].items():
         assert torch.equal(tensor, learnt["some"][name]), name
     for every, some in zip(shown["all"], shown["some"], strict=True):

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from cluster.audit import main as audit
-from cluster.run_files.rollouts import KeptGroups
+from cluster.store.kept_groups import KeptGroups
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
@@ -79,8 +79,8 @@ def test_sources_have_their_shares_and_edits_are_detected(
         for kind in ("opd/reverse_kl", "reward/mean"):
             parts = [step[f"{kind}/source={name}"] for name in ("words", "more")]
             assert min(parts) <= step[kind] <= max(parts)
-    kept = KeptGroups(out / "rollouts.jsonl")
-    assert kept and {group.source for group in kept} <= {"words", "more"}
+    kept = KeptGroups(out / "groups")
+    assert kept and {each.group.source for each in kept} <= {"words", "more"}
     assert audit([f"out={out}"]) == 0  # each group exactly once
 
     assert train(tiny_pair, out, f"{table}:1,{parquet}:1", steps=5) == 2

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from cluster.inspect.audit import audit
-from cluster.run_files.rollouts import KeptGroup, KeptGroups
+from cluster.store.kept_groups import KeptGroups
+from distill.types import TrajectoryGroup
 from tests.actors.text_server import API_KEY, MODEL, Says, TextServer, running_text_server
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
@@ -53,20 +54,20 @@ def opd(pair: TinyPair, out: Path, server: TextServer, **settings: Any) -> list[
     return distil(pair, out, **given | settings)
 
 
-def expect_written(pair: TinyPair, group: KeptGroup, end: str = "<eos>") -> None:
+def expect_written(pair: TinyPair, group: TrajectoryGroup, end: str = "<eos>") -> None:
     """Assert that the group's tokens are those of the text and end where it did."""
     tokenizer = AutoTokenizer.from_pretrained(pair.student)
     for member in group.trajectories_G:
         [segment] = member.segments
-        [(start, stop)] = segment.actions
+        [(start, stop)] = segment.action_spans
         prompt, text = (
             tokenizer.decode(part)
             for part in (segment.tokens_T[:start], segment.tokens_T[start:stop])
         )
         expected = EXPECTED[int(prompt[0])].replace("<eos>", end)
         assert re.fullmatch(expected, text), (prompt, text)
-        assert member.stop_reason == ("eos" if text.endswith(end) else "length")
-        assert segment.teacher_logprobs_N is None
+        assert member.stop_reason.value == ("eos" if text.endswith(end) else "length")
+        assert segment.teacher_logprobs_T is None
 
 
 def test_a_warm_up_from_text_precedes_scoring_by_the_teacher(
@@ -80,7 +81,7 @@ def test_a_warm_up_from_text_precedes_scoring_by_the_teacher(
     assert learnt[2] < 0.8 * learnt[0], "what it wrote is not learnt"
     assert not any("teacher_samples/forward_kl" in step for step in steps), "nobody knows log q"
     assert [("opd/reverse_kl" in step) for step in steps] == [False] * 3 + [True] * 2
-    kept = KeptGroups(out / "rollouts.jsonl")
+    kept = [each.group for each in KeptGroups(out / "groups")]
     assert [(g.by_teacher, g.as_text) for g in kept] == [(g.group_id < 24,) * 2 for g in kept]
     for group in kept[:24]:
         expect_written(tiny_pair, group)
@@ -109,7 +110,7 @@ def test_one_teacher_writes_and_another_samples_with_the_run_s_stop_tokens(
         prompts=prompts, sft_steps=0, sample_share=0.5, steps=3,
         stop_tokens="z",
     )  # fmt: skip
-    kept = KeptGroups(out / "rollouts.jsonl")
+    kept = [each.group for each in KeptGroups(out / "groups")]
     assert {(g.teacher, g.by_teacher, g.as_text) for g in kept} == {
         ("words", True, True), ("words", False, False),
         ("tokens", True, False), ("tokens", False, False),

@@ -7,15 +7,24 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from cluster.config.files import at_path
 from cluster.inspect.report.run_files import RunFiles, run_tokenizer, why_no_rollouts
-from cluster.inspect.report.tokens import furthest_apart, largest_shares
+from cluster.inspect.report.tokens import furthest_apart, largest_shares, nats
 from cluster.run_files.metric_table import described
 from cluster.run_files.redact import without_secrets
-from cluster.run_files.rollouts import KeptGroup, KeptSegment
+from cluster.store.kept_groups import KeptGroup
 from distill.chat.token_text import decode, token_texts
 from distill.errors import CheckpointError
-from distill.types import Tokenizer
+from distill.types import (
+    FloatArray,
+    GroupFacts,
+    Segment,
+    Tokenizer,
+    TrajectoryGroup,
+    shared_fields,
+)
 
 Item = TypeVar("Item")
 
@@ -380,25 +389,22 @@ def spread(groups: Sequence[Item], number: int) -> list[Item]:
     return [groups[round(i * (len(groups) - 1) / (number - 1))] for i in range(number)]
 
 
-def group_data(group: KeptGroup, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def group_data(kept: KeptGroup, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Data of a group, with the texts of its tokens.
 
     The tokens that all members share before their first turn are the group's `prompt`. They are
     omitted from the members' first segments, but are counted in positions in these segments.
     """
     special = set() if tokenizer is None else _special_ids(tokenizer)
+    group, advantages_S = kept.group, iter(kept.advantages_S)
     prompt = _prompt_tokens(group)
-    shared = list(group.trajectories_G[0].segments[0].tokens_T) if prompt else []
+    shared = group.trajectories_G[0].segments[0].tokens_T.tolist() if prompt else []
+    facts = shared_fields(GroupFacts, group)
+    facts["group"] = facts.pop("group_id")
     return {
-        "step": group.step,
-        "group": group.group_id,
-        "version": group.version,
-        "teacher": group.teacher,
-        "by_teacher": group.by_teacher,
-        "as_text": group.as_text,
-        "tag": group.tag,
-        "source": group.source,
-        "answer": group.answer,
+        **facts,
+        "step": kept.step,
+        "version": kept.version,
         "temperature": group.temperature,
         "metrics": _finite(group.metrics),
         "prompt": {
@@ -409,10 +415,10 @@ def group_data(group: KeptGroup, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "members": [
             {
                 "reward": _number({"reward": member.reward}, "reward"),
-                "stop": member.stop_reason,
+                "stop": member.stop_reason.value,
                 "metrics": _finite(member.metrics),
                 "segments": [
-                    _segment(segment, tokenizer, special, 0 if s else prompt)
+                    _segment(segment, next(advantages_S), tokenizer, special, 0 if s else prompt)
                     for s, segment in enumerate(member.segments)
                 ],
             }
@@ -421,51 +427,58 @@ def group_data(group: KeptGroup, tokenizer: Tokenizer | None) -> dict[str, Any]:
     }
 
 
-def _prompt_tokens(group: KeptGroup) -> int:
+def _prompt_tokens(group: TrajectoryGroup) -> int:
     """Number of tokens that all members share before their first turns; 0 for one member."""
-    prompts = {
-        tuple(first.tokens_T[: first.actions[0][0]]) if first.actions else ()
-        for first in (member.segments[0] for member in group.trajectories_G)
-    }
-    several = len(group.trajectories_G) > 1
-    return len(prompts.pop()) if several and len(prompts) == 1 else 0
+    firsts = [member.segments[0] for member in group.trajectories_G]
+    prompts = {first.tokens_T[: first.first_action].tobytes() for first in firsts}
+    return firsts[0].first_action if len(firsts) > 1 and len(prompts) == 1 else 0
 
 
-def _texts_of_alternatives(group: KeptGroup, tokenizer: Tokenizer | None) -> dict[int, str] | None:
+def _texts_of_alternatives(
+    group: TrajectoryGroup, tokenizer: Tokenizer | None
+) -> dict[int, str] | None:
     """Texts of the teacher's likeliest tokens, by id; None without such tokens or a tokenizer."""
-    ids = {
-        id_
-        for member in group.trajectories_G
-        for segment in member.segments
-        for top_K in segment.teacher_top_NK or ()
-        for id_, _ in top_K
-    }
-    if tokenizer is None or not ids:
+    tops = [each.teacher_top.ids_NK.ravel() for each in group.segments() if each.teacher_top]
+    if tokenizer is None or not tops:
         return None
-    return {id_: decode(tokenizer, [id_]) for id_ in sorted(ids)}
+    return {id_: decode(tokenizer, [id_]) for id_ in np.unique(np.concatenate(tops)).tolist()}
 
 
 def _segment(
-    segment: KeptSegment,
+    segment: Segment,
+    advantages_T: FloatArray,
     tokenizer: Tokenizer | None,
     special: set[int],
     prompt: int,
 ) -> dict[str, Any]:
     """Data of a segment, without the ids and texts of its first `prompt` tokens."""
-    ids = list(segment.tokens_T)
+    ids, mask_T = segment.tokens_T.tolist(), segment.action_mask_T
+    teacher_T, bonuses_T, top = (
+        segment.teacher_logprobs_T, segment.bonuses_T, segment.teacher_top,
+    )  # fmt: skip
     return {
         "prompt": prompt,
         "ids": ids[prompt:],
         "texts": None if tokenizer is None else token_texts(tokenizer, ids)[prompt:],
         "special": [t for t, token in enumerate(ids) if token in special],
-        "actions": segment.actions,
-        "student": segment.behaviour_logprobs_N,
-        "teacher": segment.teacher_logprobs_N,
-        "versions": segment.versions_N,
-        "advantages": segment.advantages_N,
-        "bonuses": segment.bonuses_N,
-        "top": segment.teacher_top_NK,
+        "actions": segment.action_spans,
+        "student": nats(segment.behaviour_logprobs_T[mask_T]),
+        "teacher": None if teacher_T is None else nats(teacher_T[mask_T]),
+        "versions": segment.versions_T[mask_T].tolist(),
+        "advantages": _significant(advantages_T[mask_T]),
+        "bonuses": None if bonuses_T is None else _significant(bonuses_T[mask_T]),
+        "top": None
+        if top is None
+        else [
+            list(zip(ids_K, logprobs_K, strict=True))
+            for ids_K, logprobs_K in zip(top.ids_NK.tolist(), nats(top.logprobs_NK), strict=True)
+        ],
     }
+
+
+def _significant(values_N: np.ndarray) -> list[float]:
+    """Values of four significant digits, because an advantage may be small."""
+    return [float(f"{value:.4g}") for value in values_N]
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,8 @@ from typing import Any
 from cluster.config.files import at_path
 from cluster.config.run_record import RunRecord
 from cluster.jsonl_log import read_lines, read_object
-from cluster.run_files.rollouts import KeptGroups
+from cluster.store.group_store import GROUPS
+from cluster.store.kept_groups import KeptGroups
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
 from distill.types import Tokenizer
@@ -69,7 +70,7 @@ def read_run(out: Path, setting: str = "out") -> RunFiles:
         summary=read_object(out / "summary.json") or {},
         metrics=metrics,
         events=events,
-        groups=KeptGroups(out / "rollouts.jsonl"),
+        groups=KeptGroups(out / GROUPS),
         evaluations=_evaluations(out / "evaluations.jsonl"),
     )
 
@@ -163,6 +164,6 @@ def why_no_rollouts(run: RunFiles) -> str:
             "another value of keep to keep rollouts."
         )
     return (
-        "This run kept no rollouts: rollouts.jsonl is missing from its directory, or empty. "
+        "This run kept no rollouts: its directory has no files groups/kept-*.arrow. "
         "A run with keep=sample keeps the first group of every 10th step that trains."
     )

@@ -12,11 +12,12 @@ from typing import Any
 from aiohttp import web
 
 from cluster.inspect.report.page import report_page
+from cluster.store.group_store import GROUPS
 from distill.errors import ConfigError, IsothermError
 
 HOST = "127.0.0.1"
 _FILES = (
-    "config.json", "metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl",
+    "config.json", "metrics.jsonl", "events.jsonl", GROUPS, "evaluations.jsonl",
     "summary.json",
 )  # fmt: skip
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}

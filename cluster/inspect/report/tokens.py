@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from typing import Any
 
-from cluster.run_files.rollouts import KeptGroup
+import numpy as np
+
+from cluster.store.kept_groups import KeptGroup, KeptGroups
 from distill.chat.token_text import decode
-from distill.types import Tokenizer
+from distill.types import Segment, Tokenizer
 
 # Number of single tokens that are shown.
 _MOST = 20
@@ -22,33 +24,57 @@ def furthest_apart(
     `place` is the index among the tokens that a trajectory sampled.
     """
     found: list[tuple[float, dict[str, Any]]] = []
-    for group in groups:
-        for m, member in enumerate(group.trajectories_G):
+    for kept in groups:
+        for m, member in enumerate(kept.group.trajectories_G):
+            where = {"step": kept.step, "group": kept.group.group_id, "member": m}
             place = 0
             for segment in member.segments:
-                ids = segment.sampled_N
-                of_teacher = segment.teacher_logprobs_N
-                for n, student in enumerate(segment.behaviour_logprobs_N if of_teacher else ()):
-                    teacher = of_teacher[n] if of_teacher else 0.0
-                    where = {"step": group.step, "group": group.group_id, "member": m}
-                    token = {"id": ids[n], "student": student, "teacher": teacher}
-                    found.append((abs(student - teacher), where | token | {"place": place + n}))
-                place += len(ids)
+                found += _gaps(segment, where, place)
+                place += segment.num_actions
     worst = [each for _, each in nlargest(_MOST, found, key=lambda pair: pair[0])]
     for each in worst:
         each["text"] = _text(each["id"], tokenizer)
     return worst
 
 
-def largest_shares(
-    groups: Sequence[KeptGroup], tokenizer: Tokenizer | None
-) -> dict[str, Any] | None:
+def _gaps(
+    segment: Segment, where: Mapping[str, Any], place: int
+) -> list[tuple[float, dict[str, Any]]]:
+    """The segment's tokens with the largest gaps; its first sampled token is at `place`."""
+    if segment.teacher_logprobs_T is None:
+        return []
+    at_N = np.flatnonzero(segment.action_mask_T)
+    student_N, teacher_N = (
+        each[at_N] for each in (segment.behaviour_logprobs_T, segment.teacher_logprobs_T)
+    )
+    gaps_N = np.abs(student_N - teacher_N)
+    return [
+        (
+            float(gaps_N[n]),
+            {
+                **where,
+                "id": int(segment.tokens_T[at_N[n]]),
+                "student": nats(student_N[n]),
+                "teacher": nats(teacher_N[n]),
+                "place": place + int(n),
+            },
+        )
+        for n in np.argsort(-gaps_N, kind="stable")[:_MOST]
+    ]
+
+
+def largest_shares(groups: KeptGroups, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
     """The tokens with the largest shares of the KL, in the newest step that kept such a list."""
-    newest = next((group for group in reversed(groups) if group.step_tokens), None)
-    if newest is None:
-        return None
-    rows = [each._asdict() | {"text": _text(each.id, tokenizer)} for each in newest.step_tokens]
-    return {"step": newest.step, "rows": rows}
+    for step in reversed(groups.steps):
+        if found := groups.step_tokens(step):
+            rows = [each._asdict() | {"text": _text(each.id, tokenizer)} for each in found]
+            return {"step": step, "rows": rows}
+    return None
+
+
+def nats(logprobs: np.ndarray) -> Any:
+    """Log-probs as JSON, with four decimals: a KL is a difference of them."""
+    return np.round(logprobs.astype(np.float64), 4).tolist()
 
 
 def _text(id_: int, tokenizer: Tokenizer | None) -> str | None:
