@@ -60,7 +60,7 @@ class EvaluatedResponse:
         metrics: metrics of the environment.
         source: source of the problem; empty if there is only one.
         answer: reference answer; None if unknown.
-        said: text of the last turn without its thinking.
+        final_text: text of the last turn without its thinking.
     """
 
     line: int
@@ -74,7 +74,7 @@ class EvaluatedResponse:
     metrics: Mapping[str, float]
     source: str = ""
     answer: str | None = None
-    said: str = ""
+    final_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +180,18 @@ class Evaluator:
     def _response(
         self, problem: int, number: int, episode: Episode, builder: EnvGroupBuilder
     ) -> EvaluatedResponse:
-        prompt = text = said = ""
+        prompt = text = final_text = ""
         if episode.turns:  # otherwise the episode failed before its first turn
             first, last = episode.turns[0], episode.turns[-1]
             prompt = decode(self._tokenizer, first.observation_T)
             response = read_response(self._tokenizer, last.observation_T, last.sample)
-            text, said = response.text, response.answer
+            text, final_text = response.text, response.answer
         return EvaluatedResponse(
             line=self._problems.line(problem),
             prompt=prompt,
             sample=number,
             text=text,
-            said=said,
+            final_text=final_text,
             stop_reason=episode.stop_reason,
             num_tokens=sum(len(turn.sample.tokens_T) for turn in episode.turns),
             num_turns=len(episode.turns),
@@ -302,7 +302,7 @@ def summarise(
     for response in responses:
         if response.correct is not None:
             of = response.source, response.line
-            judged_P[of].append((response.said, response.correct))
+            judged_P[of].append((response.final_text, response.correct))
     if not judged_P:
         return metrics
     rewards_PN = [[reward for _, reward in judged] for judged in judged_P.values()]
@@ -322,7 +322,7 @@ def summarise(
         metrics[f"eval/pass@{k}"] = fmean(pass_at_k(rewards_N, k) for rewards_N in enough)
         k *= 2
     if num_samples > 1 and answer is not None:
-        chosen_P = [majority([answer(said) for said, _ in judged]) for judged in judged_P.values()]
+        chosen_P = [majority([answer(text) for text, _ in judged]) for judged in judged_P.values()]
         metrics[f"eval/majority@{num_samples}"] = fmean(
             0.0 if chosen is None else rewards_N[chosen]
             for chosen, rewards_N in zip(chosen_P, rewards_PN, strict=True)

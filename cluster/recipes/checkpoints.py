@@ -95,7 +95,7 @@ class Checkpoints:
             except CheckpointError as error:
                 if not is_full(error) or time.monotonic() > deadline:
                     raise
-                self._context.unsaved(error, again=True)
+                self._context.unsaved(error, will_retry=True)
                 time.sleep(self._retries.pause_s())
             else:
                 self._written(saved)
@@ -108,7 +108,7 @@ class Checkpoints:
         except (RunFailed, IsothermError) as error:
             step, self._writing = self._writing, None
             why = f"the checkpoint of step {step} was not completed: {error}"
-            self._context.unsaved(CheckpointError(why), again=False)
+            self._context.unsaved(CheckpointError(why), will_retry=False)
 
     def before_recovery(self, lost: LearnerLost) -> None:
         """Finish the checkpoint of a failed learner that is alive, before it is replaced."""
@@ -141,7 +141,7 @@ class Checkpoints:
             self._note(self._driver.value("writing a checkpoint", written, timeout=_LAST_S))
         except CheckpointError as error:
             self._writing = None
-            self._context.unsaved(error, again=False)
+            self._context.unsaved(error, will_retry=False)
 
     def _ask(self, reference: Any) -> Any:
         """The learner's answer; None if it could not write."""
@@ -153,7 +153,7 @@ class Checkpoints:
             self._not_before = time.monotonic() + self._retries.pause_s()
             if self._retries.failures > _SAVE_TRIES and not self._retries.wait_for_room(error):
                 raise
-            self._context.unsaved(error, again=True)
+            self._context.unsaved(error, will_retry=True)
             return None
         finally:
             self._seconds["time/checkpoint"] += time.monotonic() - began

@@ -132,10 +132,10 @@ class RunContext:
         self.best.saved({checkpoint.step})
         self.trackers.show_rollouts(self.tokenizer)
 
-    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        """Report a checkpoint that could not be written. `again`: it is tried again."""
+    def unsaved(self, error: CheckpointError, *, will_retry: bool) -> None:
+        """Report a checkpoint that could not be written."""
         self.best.unsaved()
-        self.progress.note(f"WARNING: {error}" + (". It is tried again" if again else ""))
+        self.progress.note(f"WARNING: {error}" + (". It is tried again" if will_retry else ""))
         self.directory.append_event("unsaved", why=str(error))
 
     def rewound(self, step: int) -> None:

@@ -68,7 +68,7 @@ class RehearsalCheck:
 
     what: str
     works: bool
-    told: str
+    detail: str
     seconds: float | None = None
 
 
@@ -225,8 +225,10 @@ class _Rehearsal:
         except (RunFailed, IsothermError) as error:
             self._record(what, False, f"{type(error).__name__}: {error}")
 
-    def _record(self, what: str, works: bool, told: str, seconds: float | None = None) -> None:
-        self._outcomes.append(RehearsalCheck(what=what, works=works, told=told, seconds=seconds))
+    def _record(self, what: str, works: bool, detail: str, seconds: float | None = None) -> None:
+        self._outcomes.append(
+            RehearsalCheck(what=what, works=works, detail=detail, seconds=seconds)
+        )
 
     def report(self, seconds: float) -> None:
         """Print the results, and write rehearsal.json.
@@ -240,7 +242,7 @@ class _Rehearsal:
         for each in self._outcomes:
             mark = Text("works", "green") if each.works else Text("FAILS", "bold red")
             took = "" if each.seconds is None else f"{each.seconds:.1f}"
-            table.add_row(mark, each.what, each.told, took)
+            table.add_row(mark, each.what, each.detail, took)
         self._console.print(table)
         full = full_size(self._config, self._inputs, self._first_observations())
         self._print("at full size:")

@@ -17,11 +17,11 @@ def solve(problem: dict, client: OpenAI | None = None) -> dict:
     client, messages = client or OpenAI(), list(problem["messages"])
     while True:
         turn = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        said: Any = turn.choices[0].message
-        messages.append(said.model_dump(exclude_none=True))
-        if not said.tool_calls:
-            return {"answer": said.content}
-        for call in said.tool_calls:
+        message: Any = turn.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return {"answer": message.content}
+        for call in message.tool_calls:
             numbers = re.findall(r"\d+", call.function.arguments)
             result = str(math.prod(map(int, numbers)))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

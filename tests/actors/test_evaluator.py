@@ -119,8 +119,8 @@ def test_several_responses_give_pass_at_k_and_a_vote() -> None:
     responses = [
         EvaluatedResponse(
             prompt="",
-            line=line, sample=i, text=text, said=text, stop_reason=StopReason.EOS, num_tokens=1,
-            num_turns=1, metrics={}, correct=last_number(text, right[line]),
+            line=line, sample=i, text=text, final_text=text, stop_reason=StopReason.EOS,
+            num_tokens=1, num_turns=1, metrics={}, correct=last_number(text, right[line]),
         )
         for line, texts in answers.items()
         for i, text in enumerate(texts)

@@ -145,8 +145,8 @@ class Scene:
         self.told.append(f"step {metrics['step']}")
         self.metrics.append(metrics)
 
-    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        self.told.append(f"{error}, {'again' if again else 'at last'}")
+    def unsaved(self, error: CheckpointError, *, will_retry: bool) -> None:
+        self.told.append(f"{error}, {'again' if will_retry else 'at last'}")
 
     def train(self, steps: int = 6, every: int = 2) -> Checkpoint:
         return Run(self._context(steps, every), self.actors, NoEvaluations()).train()

@@ -44,7 +44,7 @@ def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
     found = {each["what"]: each for each in report["outcomes"]}
     for what in ("death: teacher", "death: learner", "resume", "handshake", "push"):
         assert found[what]["works"], found[what]
-    assert "twin of teacher" not in found and "teacher" in found["push"]["told"]
+    assert "twin of teacher" not in found and "teacher" in found["push"]["detail"]
     steps = metrics(directory / "run")
     handed = [step["step"] for step in steps if "push/teacher_seconds" in step]
     assert handed and all(step % 2 == 0 for step in handed), "it has not moved"

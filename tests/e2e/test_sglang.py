@@ -438,5 +438,5 @@ def test_a_rehearsal_asks_a_teacher_elsewhere_one_canary(
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
     found = {each["what"]: each for each in report["outcomes"]}
     assert found["teacher, external"]["works"]
-    assert "isotherm's plugin in the server" in found["teacher, external"]["told"]
+    assert "isotherm's plugin in the server" in found["teacher, external"]["detail"]
     assert found["twin of teacher"]["works"]
