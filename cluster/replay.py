@@ -34,7 +34,7 @@ from distill.errors import ConfigError, NonFiniteError
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
-    from cluster.inspect.replayed import Blamed
+    from cluster.inspect.replayed import GradientShare
 
 _USAGE = f"""{__doc__}
   out=DIR      the run's directory
@@ -165,7 +165,7 @@ class StepReplay:
             if what_if is not None and before is not None:
                 self._what_if(what_if, before, scratch, metrics or {})
             if blame and before is not None:
-                self._blame(self.loop(self.config, before, scratch), blame)
+                self._print_attribution(self.loop(self.config, before, scratch), blame)
 
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
         """Build the learner's loop on the kept groups, with pushes that do nothing."""
@@ -237,10 +237,10 @@ class StepReplay:
         self._console.print(table)
         self._print_line("equal metrics are left out")
 
-    def _blame(self, loop: Any, number: int) -> None:
-        from cluster.inspect.replayed import blame
+    def _print_attribution(self, loop: Any, number: int) -> None:
+        from cluster.inspect.replayed import attribute_gradient
 
-        found = blame(loop, self._kept.groups(self._step), self._text, number)
+        found = attribute_gradient(loop, self._kept.groups(self._step), self._text, number)
         for title, rows in found.items():
             table = Table(title=f"{title}: share of the gradient")
             for header in ("share", "where", "text"):
@@ -250,7 +250,7 @@ class StepReplay:
             self._console.print(table)
         self._print_links([row for rows in found.values() for row in rows])
 
-    def _print_links(self, rows: Sequence[Blamed]) -> None:
+    def _print_links(self, rows: Sequence[GradientShare]) -> None:
         """Print links to these places on cluster.report's page, if the run kept their groups."""
         from cluster.store.kept_groups import KeptGroups
 

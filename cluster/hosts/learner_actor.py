@@ -127,10 +127,10 @@ class LearnerActor:
         weights, version = self._policy.weights()
         return version, self._publisher.lend(engines, weights, version)
 
-    def dismiss(self, names: Sequence[str]) -> None:
+    def remove_engines(self, names: Sequence[str]) -> None:
         """Remove engines: they receive no more weights."""
         for publisher in self._publishers:
-            publisher.dismiss(names)
+            publisher.remove_engines(names)
 
     def settle(self) -> float | None:
         """Finish the checks of the last pushes; returns the gap of the policy's log-probs, nats."""

@@ -5,7 +5,7 @@ The audit checks the ledger's journal of a whole run, with all its jobs and rewi
 - A ledger replays the journal and must record the same events again (cluster/queue/journal.py).
 - Leases, arrivals and steps are compared without a ledger, because a replay would repeat its
   faults: each group must be leased, arrive and be trained once.
-- The other files in `out/` must agree with the journal (cluster/inspect/witnesses.py).
+- The other files in `out/` must agree with the journal (cluster/inspect/run_evidence.py).
 
 A journal that begins after group 0 proves nothing about earlier groups.
 """
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.config.run_record import RunRecord
-from cluster.inspect.witnesses import Witnesses
+from cluster.inspect.run_evidence import RunEvidence
 from cluster.queue.adoption import Kept
 from cluster.queue.journal import Replay, adopted_of, broken_links, by_id, read_journal, step_of
 from cluster.queue.scoring import Scoring, ScoringRecord
@@ -394,7 +394,7 @@ def audit(
     Raises:
         DataError: the journal is missing, empty or unreadable.
     """
-    witnesses = Witnesses.read(Path(path))  # first, because a live run may add events later
+    evidence = RunEvidence.read(Path(path))  # first, because a live run may add events later
     lineage, record, played = _Lineage(), ScoringRecord(), Replay()
     lineage.problems += broken_links(path)
     for event in read_journal(path):
@@ -413,7 +413,7 @@ def audit(
     trained = sum(len(step.ids) for step in lineage.steps)
     accounts = {step.version: step.after for step in lineage.steps}
     starts = {step.version: step.start_max for step in lineage.steps}
-    lineage.problems += witnesses.contradict(lineage.run_id, accounts, starts, scoring)
+    lineage.problems += evidence.contradictions(lineage.run_id, accounts, starts, scoring)
     per_step = groups_per_step or lineage.per_step or 0
     if steps is not None and trained != steps * per_step:
         lineage.problems.append(

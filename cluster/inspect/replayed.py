@@ -34,7 +34,7 @@ _TAKEN_APART = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blamed:
+class GradientShare:
     """Share of the step's gradient that is due to a group, a member of it, or a token.
 
     Attributes:
@@ -73,9 +73,9 @@ def with_lr(checkpoint: Checkpoint, was: float, now: float) -> Checkpoint:
     return checkpoint
 
 
-def blame(
+def attribute_gradient(
     loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup], decode: Decode, number: int
-) -> dict[str, list[Blamed]]:
+) -> dict[str, list[GradientShare]]:
     """Rank the prompts, responses and tokens with the largest shares of the step's gradient G.
 
     The share of a part g of G is g . G / |G|^2. Shares sum to 1; a negative share opposes the step.
@@ -99,21 +99,24 @@ def blame(
             share = shares.of(own)
             total += share
             text = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own.rows_D]))
-            blamed = Blamed(share=share, text=text, group=group.group_id, member=g)
-            of_responses.append((blamed, own))
+            of_responses.append(
+                (GradientShare(share=share, text=text, group=group.group_id, member=g), own)
+            )
         first = group.trajectories_G[0].segments[0]
         prompt = decode(first.tokens_T[: first.first_action])
-        of_prompts.append(Blamed(share=total, text=prompt, group=group.group_id))
+        of_prompts.append(GradientShare(share=total, text=prompt, group=group.group_id))
     of_responses.sort(key=lambda pair: -abs(pair[0].share))
     found = {
-        "prompts": _worst(of_prompts, number),
-        "responses": [blamed for blamed, _ in of_responses[:number]],
+        "prompts": _largest(of_prompts, number),
+        "responses": [response for response, _ in of_responses[:number]],
     }
     objective = loop.loss.objective
     if objective.loss != "gspo" and not objective.kl_discount_factor:
         apart = of_responses[:_TAKEN_APART]
-        tokens = [each for blamed, rows in apart for each in shares.of_tokens(blamed, rows, decode)]
-        found[f"tokens of the first {len(apart)} responses"] = _worst(tokens, number)
+        tokens = [
+            token for response, rows in apart for token in shares.of_tokens(response, rows, decode)
+        ]
+        found[f"tokens of the first {len(apart)} responses"] = _largest(tokens, number)
     return found
 
 
@@ -132,8 +135,8 @@ def _trained(loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup]) -> KeptRollo
     return rollouts.kept(plan, [group.group_id for group in plan.groups_P])
 
 
-def _worst(blamed: Sequence[Blamed], number: int) -> list[Blamed]:
-    return sorted(blamed, key=lambda each: -abs(each.share))[:number]
+def _largest(shares: Sequence[GradientShare], number: int) -> list[GradientShare]:
+    return sorted(shares, key=lambda each: -abs(each.share))[:number]
 
 
 class _SampledRows(NamedTuple):
@@ -171,11 +174,13 @@ class _GradientShares:
     def of(self, rows: _SampledRows) -> float:
         return _product(self._gradient(rows), self._whole) / self._squared
 
-    def of_tokens(self, blamed: Blamed, rows: _SampledRows, decode: Decode) -> list[Blamed]:
+    def of_tokens(
+        self, response: GradientShare, rows: _SampledRows, decode: Decode
+    ) -> list[GradientShare]:
         places = [(row, int(t)) for row in rows.rows_D for t in np.flatnonzero(row.loss_mask_T)]
         return [
             replace(
-                blamed,
+                response,
                 share=self.of(_SampledRows(rows.by_teacher, [_of_one_token(row, t)])),
                 text=decode(row.tokens_T[t : t + 1]),
                 token=n,

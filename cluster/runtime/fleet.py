@@ -109,7 +109,7 @@ class Fleet(LearnerAlone):
         self._committed: Any = None
         self.evaluator_calls = EvaluatorCalls(self.driver)
         self.queue: GroupQueue = cast.queue(trained)
-        self.workers = Workers(self.supervisor, self.driver, self._dismiss)
+        self.workers = Workers(self.supervisor, self.driver, self._remove)
         self._status: QueueStatus | None = None  # the queue's last
         self.bounds = pool_bounds(config)
         self._following = following_role(config)
@@ -316,8 +316,8 @@ class Fleet(LearnerAlone):
         self._cancel_restarted(status)
         self.scaling.update(status)
 
-    def _dismiss(self, member: Member) -> None:
-        self.supervisor.dismiss(member)
+    def _remove(self, member: Member) -> None:
+        self.supervisor.remove(member)
         self._give_back_place(member.spec.name, member.index)
 
     def _give_back_place(self, role: str, index: int) -> None:
@@ -344,7 +344,7 @@ class Fleet(LearnerAlone):
             while True:
                 self.canaries.check()
                 self.admission.admit_waiting()
-                self.dismiss_drained()
+                self.remove_drained()
                 if self.driver.call("groups", self.queue.actor.poll.remote()):
                     return time.monotonic() - started
                 self._pushed(wait=False)  # if it failed, no slot will ever be freed
@@ -409,7 +409,7 @@ class Fleet(LearnerAlone):
                 self._kinds_of_failures.add(kind)
                 self._found(groups_fail(group_id, reason, self.canaries.step))
 
-    def dismiss_drained(self) -> None:
+    def remove_drained(self) -> None:
         """Terminate draining engines that have no requests in progress."""
         if not self.workers.all_current:
             return
@@ -420,10 +420,10 @@ class Fleet(LearnerAlone):
                 if role in self.frozen:
                     self.canaries.ask_last([member])
                 else:
-                    left = self.learner.dismiss.remote([member.name])
-                    self.driver.ask_learner(f"dismissing {member.name}", left)
+                    left = self.learner.remove_engines.remote([member.name])
+                    self.driver.ask_learner(f"removing {member.name}", left)
                 if member in self.supervisor.members(role):  # otherwise it has died meanwhile
-                    self._dismiss(member)
+                    self._remove(member)
 
     def recover(self, lost: LearnerLost) -> int:
         self.admission.end_joining()
@@ -508,7 +508,7 @@ class Fleet(LearnerAlone):
             return
         member = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)[-1]
         if member.state is not State.SERVING:  # it never served
-            self._dismiss(member)
+            self._remove(member)
             return
         self.supervisor.drain(member)
         if role == ROLLOUT:

@@ -131,7 +131,7 @@ class LearnerAlone:
             # A call of it failed before its heartbeat did.
             self._directory.append_event("death", who=title, why=str(lost))
         delay = self.supervisor.allow(LEARNER, 0, str(lost))
-        self.supervisor.dismiss_all(LEARNER)
+        self.supervisor.remove_all(LEARNER)
         self._learners = None
         checkpoint = self._directory.store.latest(self._print_line, before=lost.before)
         if checkpoint is None and lost.before is not None and lost.before > self._checkpoint_every:

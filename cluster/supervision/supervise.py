@@ -262,11 +262,11 @@ class Supervisor:
             member.died = None
 
     def drain(self, member: Member) -> None:
-        """Mark the member as draining: it gets no new work. `dismiss` it once it is idle."""
+        """Mark the member as draining: it gets no new work. `remove` it once it is idle."""
         member.state = State.DRAINING
         self.changes += 1
 
-    def dismiss(self, member: Member) -> None:
+    def remove(self, member: Member) -> None:
         """Terminate an actor that is no longer needed."""
         del self._members[member]
         self._budgets.pop((member.spec.name, member.index), None)
@@ -280,10 +280,10 @@ class Supervisor:
         self._restarts.remove(coming[-1])
         return coming[-1].index
 
-    def dismiss_all(self, role: str) -> None:
+    def remove_all(self, role: str) -> None:
         """Terminate all members of a role, cancel its restarts, and reset its budget."""
         for member in self.members(role):
-            self.dismiss(member)
+            self.remove(member)
         for (name, _), watch in self._watches.items():
             if name == role:
                 self.background.forget(watch)

@@ -122,7 +122,7 @@ class _Lending(Sending):
         except Exception as error:
             self.problem = self.problem or f"the learner's memory was not released: {error}"
         if self.problem:
-            self._dismiss(list(self._engines), self.problem)
+            self._remove(list(self._engines), self.problem)
 
     def _lend(self, number: int, bucket: Sequence[TensorLayout]) -> None:
         """Lend a bucket to all remaining engines, and wait until they have loaded it."""
@@ -141,9 +141,9 @@ class _Lending(Sending):
         answers = collect(pending, self._timeout_s / 2, waiting=self._require_wanted)
         for name, why in answers.failures.items():
             logger.warning("%s left the push: %s", name, why)
-        self._dismiss(list(answers.failures), f"bucket {number} was not loaded in time")
+        self._remove(list(answers.failures), f"bucket {number} was not loaded in time")
 
-    def _dismiss(self, names: Sequence[str], why: str) -> None:
+    def _remove(self, names: Sequence[str], why: str) -> None:
         """Remove engines from the push, and end their loads if they still wait for a bucket."""
         for name in names:
             self._engines.pop(name).end_push.remote(self._order.push, why)

@@ -336,7 +336,7 @@ class Publisher:
             logger.warning("after weights version %d: %s", version, answers.describe_failures())
             self._terminate(list(answers.failures), "did not release its memory")
 
-    def dismiss(self, names: Sequence[str]) -> None:
+    def remove_engines(self, names: Sequence[str]) -> None:
         """Remove engines, which then receive no more weights."""
         self.wait()
         with self._turn():

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from cluster.inspect.replayed import blame
+from cluster.inspect.replayed import attribute_gradient
 from cluster.replay import StepReplay, main
 from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.store.group_format import read_groups, write_groups
@@ -214,7 +214,7 @@ def test_shares_of_the_gradient_add_up(
     groups_P = [uneven(group) for group in kept.groups(4)]
     if by_teacher:
         groups_P[1] = with_segments(groups_P[1], unscored, by_teacher=True)
-    found = blame(loop, groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
+    found = attribute_gradient(loop, groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
     assert len(found["prompts"]) == 3 and len(found["responses"]) == 6
     for rows in (found["prompts"], found["responses"]):
         assert sum(row.share for row in rows) == pytest.approx(1, abs=1e-3)

@@ -179,7 +179,7 @@ def test_the_loss_of_a_follower_restarts_all(new_house: Callable[..., House]) ->
         house.until(lambda pid=pid: not psutil.pid_exists(pid))
     [pid, _] = [pid for pid, _ in ray.get([location_call(f) for f in followers[1]])]
     [member] = house.supervisor.members("helper")
-    house.supervisor.dismiss(member)
+    house.supervisor.remove(member)
     house.until(lambda: not psutil.pid_exists(pid))
 
 
@@ -254,7 +254,7 @@ def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House
     house.supervisor.drain(member)
     assert house.supervisor.serving("helper") == {} and house.supervisor.expected("helper") == 0
     assert house.supervisor.members("helper", State.DRAINING) == [member]
-    house.supervisor.dismiss(member)
+    house.supervisor.remove(member)
     assert house.supervisor.members("helper") == []
 
 

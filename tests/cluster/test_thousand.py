@@ -103,7 +103,7 @@ def test_an_engine_that_does_not_answer_its_handshake_delays_no_other(
     assert "policy engine 3 " in line
 
 
-def test_an_engine_that_dies_while_it_is_dismissed_is_not_restarted(
+def test_an_engine_that_dies_while_it_is_removed_is_not_restarted(
     loop: SimulatedLoop, tmp_path: Path, tiny_pair: TinyPair
 ) -> None:
     run = SimulatedRun(
@@ -111,16 +111,16 @@ def test_an_engine_that_dies_while_it_is_dismissed_is_not_restarted(
         group_size=2, max_new_tokens=100, steps=1000,
     )  # fmt: skip
     run.step()
-    leaving, dismissed = run.members()[-1], []
+    leaving, removed = run.members()[-1], []
 
-    async def dismiss(names: list[str]) -> None:
+    async def remove_engines(names: list[str]) -> None:
         leaving.handle.end()
         await asyncio.sleep(60)
-        dismissed.extend(names)
+        removed.extend(names)
 
-    run.fleet.learner.plain.dismiss = dismiss
+    run.fleet.learner.plain.remove_engines = remove_engines
     run.fleet.shrink(POLICY)
-    while not dismissed:
+    while not removed:
         run.step()
     run.step()
     assert [member.index for member in run.members()] == [0]

@@ -316,7 +316,7 @@ def test_who_asks_for_the_engines_waits_for_the_push_beside_the_learner(
     actions: list[Callable[[], Any]] = [
         lambda: publish.admit(joining, learner.weights(), 1),
         lambda: publish.lend(joining, learner.weights(), 2),
-        lambda: publish.dismiss(["policy engine 1"]),
+        lambda: publish.remove_engines(["policy engine 1"]),
         publish.settle,
         lambda: sent(publish, learner.weights(), 6),
     ]
@@ -681,7 +681,7 @@ def test_an_engine_that_joins_gets_the_present_weights(engines, learner: Learner
     assert versions(both) == [2, 2]
     gap = publish.settle()
     assert gap is not None and gap < 1e-4
-    publish.dismiss(["policy engine 0"])
+    publish.remove_engines(["policy engine 0"])
     learn(learner)
     sent(publish, learner.weights(), 3)
     assert versions(both) == [2, 3]
@@ -1141,7 +1141,7 @@ def test_groups_that_were_replaced_leave_no_threads_at_the_learner(
         sent(publish, learner.weights(), version)
         assert not publish.lend(lent, learner.weights(), version)
         assert not publish.lend({}, learner.weights(), version)
-        publish.dismiss(list(second))
+        publish.remove_engines(list(second))
         sent(publish, learner.weights(), version + 1)
     until(lambda: held() - others <= one_group, failing=f"{held()} threads, not {one_group}")
 

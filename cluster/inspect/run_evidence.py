@@ -21,7 +21,7 @@ from learner.checkpoint import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Witnesses:
+class RunEvidence:
     """Evidence of a run's steps from its other files.
 
     Attributes:
@@ -39,7 +39,7 @@ class Witnesses:
     certified: Mapping[str, Any]
 
     @classmethod
-    def read(cls, journal: Path) -> Witnesses:
+    def read(cls, journal: Path) -> RunEvidence:
         """Read the files in the journal's directory.
 
         Raises:
@@ -69,7 +69,7 @@ class Witnesses:
             certified=read_object(out / "certificate.json") or {},
         )
 
-    def contradict(
+    def contradictions(
         self,
         run_id: str,
         accounts: Mapping[int, TrainedGroups],
