@@ -161,6 +161,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         max_new_tokens=config.sampling.max_new_tokens,
         reward=config.reward.load(),
         read=read,
+        long=config.data.long_rows(),
     )
     env = config.env.evaluation()
     evaluators = {

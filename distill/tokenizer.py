@@ -29,6 +29,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers creates an empty tokenizer of the model's kind if the files are missing
         raise CheckpointError(f"cannot load a tokenizer from {path!r}: it has no vocabulary")
+    # A first call turns off truncation and padding that the file may turn on. Later this would fail
+    # while another thread encodes.
+    tokenizer("")
     return tokenizer
 
 

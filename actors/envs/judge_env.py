@@ -297,9 +297,12 @@ class Judged(ChatEnvConfig):
         source = require_path(path, "Judged")
         prompts_P = setting.prompts(source, ChatStyle(system=self.system))
         if self.reward_model is not None:
-            from distill.rewards.conversations import check_prompts  # torch: only imported here
+            # Imported here alone, because it imports torch.
+            from distill.rewards.conversations import accepted_prompts
 
-            check_prompts(self.reward_model, source, prompts_P, setting.max_new_tokens)
+            prompts_P = accepted_prompts(
+                self.reward_model, source, prompts_P, setting.max_new_tokens, long=setting.long
+            )
             return [self._rewarded(prompt) for prompt in prompts_P]
         assert self.rubric is not None
         judge, rubric = self.judge(), read_rubric(self.rubric)

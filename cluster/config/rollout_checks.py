@@ -28,6 +28,7 @@ from cluster.config.text_teachers import text_teachers
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.held_out import choose_held_out
 from distill.data.order import MixedPart, shares
+from distill.data.row_conversion import LongRows
 from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
 from distill.data.sources import Source, parse_sources
@@ -131,8 +132,9 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         check_model(config.reward_model)
         check_reward_config(config.reward_model)
     read, read_sft = reader_of(config.data, config.env.row_fields), RowReader()
+    long = config.data.long_rows()
     train, held_out = _load_problems(
-        config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
+        config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read, long
     )
     read.require_columns()
     _check_evaluations(config, held_out)
@@ -143,7 +145,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         max_length=context_length(student),
         stop_ids=stops.ids,
     )
-    sft_rows_D, sft_parts = _load_sft(config, encoder, read_sft)
+    sft_rows_D, sft_parts = _load_sft(config, encoder, read_sft, long)
     longest_row = max([train.longest_row(config.sampling.max_new_tokens), *map(len, sft_rows_D)])
     states: dict[str, States] = {
         name: _check_states(config, teacher_setting(name), head, scorers, longest_row)
@@ -160,7 +162,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         judged=any(builder.judged for builder in _builders(config, train)),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,
-        digests=digests_of(config, readers),
+        digests=digests_of(config, readers, long),
         stops=stops,
         text_teachers=text_teachers(config, unlimited, train),
         states=states,
@@ -220,14 +222,14 @@ def _check_evaluations(config: RolloutConfig, held_out: EnvDataset) -> None:
 
 
 def _load_sft(
-    config: RolloutConfig, encoder: ExampleEncoder, read: RowReader
+    config: RolloutConfig, encoder: ExampleEncoder, read: RowReader, long: LongRows
 ) -> tuple[list[TrainingRow], list[MixedPart]]:
     """Supervised rows of all `sft.data` sources, in order, and the size and weight of each."""
     rows_D, parts = [], []
     if config.sft.data is None:
         return rows_D, parts
     for source in parse_sources("sft.data", config.sft.data):
-        ours = load_sft_rows(source.place, encoder, read)
+        ours = load_sft_rows(source.place, encoder, read, long)
         rows_D += ours
         parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
     return rows_D, parts
@@ -330,6 +332,7 @@ def _load_problems(
     scorers: Sequence[CheckedScorer],
     teacher_tokenizers: Mapping[str, Tokenizer],
     read: RowReader,
+    long: LongRows,
 ) -> tuple[EnvDataset, EnvDataset]:
     """Problems to train on, and held-out problems. Each fits the context of every model."""
     rooms = [scorer.context_length for scorer in scorers]
@@ -344,6 +347,7 @@ def _load_problems(
             teachers=[name for name in config.teacher_models() if name],
             teacher_context_length=min(rooms, default=None),
             read=read,
+            long=long,
             teacher_tokenizers=teacher_tokenizers,
             feedback=config.feedback_template(),
         )

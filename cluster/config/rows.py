@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 import chz
 
 from distill.data.columns import Columns, PromptColumns
+from distill.data.row_conversion import LongRows
 from distill.data.row_reader import RowReader
 from distill.data.sources import Source, parse_sources
 from distill.envs.base import EnvConfig
@@ -24,7 +25,26 @@ RowCheck = Callable[[Mapping[str, Any]], object]
 
 
 @chz.chz
-class PromptSettings(PromptColumns):
+class LongRowSettings:
+    """Treatment of rows that are too long."""
+
+    section: ClassVar[Section] = Section.MODEL
+    within: ClassVar[str] = "data."
+
+    drop_too_long: bool = chz.field(
+        default=False,
+        doc="leave out rows of all sources that are too long: rows longer than max_length (sft, "
+        "dpo, reward_model) or the models' contexts, and prompts that leave no room for "
+        "max_new_tokens. By default they are an error that says how many they are. config.json "
+        "records how many were left out",
+    )
+
+    def long_rows(self) -> LongRows:
+        return LongRows(drop=self.drop_too_long)
+
+
+@chz.chz
+class PromptSettings(PromptColumns, LongRowSettings):
     """Sources of prompts, and their columns."""
 
     within: ClassVar[str] = "data."
@@ -95,7 +115,7 @@ class SftMixSettings:
 
 
 @chz.chz
-class RowSettings(Columns):
+class RowSettings(Columns, LongRowSettings):
     """Sources of a run's rows, their columns, and rows per step."""
 
     within: ClassVar[str] = "data."
@@ -180,13 +200,21 @@ def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:
     return RowReader(columns)
 
 
-def digests_of(config: object, readers: Mapping[str, RowReader]) -> dict[str, str]:
-    """SHA-256 of the rows of each setting with the metadata `ROWS`, from the readers by setting."""
+def digests_of(
+    config: object, readers: Mapping[str, RowReader], long: LongRows | None = None
+) -> dict[str, str]:
+    """SHA-256 of the rows of each setting with the metadata `ROWS`, from the readers by setting.
+
+    Args:
+        long: the rows that were dropped, which the digests then name.
+    """
     found = {}
     for name in flagged(type(config), ROWS):
         value = get(config, name)
         if value is not None and (reader := readers.get(name)) is not None:
-            digest = reader.digest(parse_sources(name, value))
+            sources = parse_sources(name, value)
+            digest = reader.digest(sources)
             if digest is not None:
-                found[name] = digest
+                dropped = long and long.digest([source.place for source in sources])
+                found[name] = digest + (dropped or "")
     return found

@@ -21,6 +21,7 @@ from distill.data.example_encoder import ExampleEncoder
 from distill.data.held_out import ExampleRows, HeldOut, hold_out, unit_keys
 from distill.data.order import MixedPart
 from distill.data.preferences import load_preference_pairs, scored_row
+from distill.data.row_conversion import LongRows
 from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
 from distill.data.sources import Source, parse_sources
@@ -79,13 +80,13 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     encoder, stops = _encoder(config)
-    read = reader_of(config.data, config.row_fields)
+    read, long = reader_of(config.data, config.row_fields), config.data.long_rows()
 
     def examples(place: str) -> list[ExampleRows]:
-        rows_D = load_sft_rows(place, encoder, read)
+        rows_D = load_sft_rows(place, encoder, read, long)
         return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
 
-    inputs = _supervised_inputs(config, read, examples, stops, encoder.tokenizer)
+    inputs = _supervised_inputs(config, read, long, examples, stops, encoder.tokenizer)
     return replace(inputs, warning=_without_end(inputs.rows_D, stops, encoder.tokenizer))
 
 
@@ -141,6 +142,7 @@ def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
 def _supervised_inputs(
     config: SftConfig | DpoConfig | RewardModelConfig,
     read: RowReader,
+    long: LongRows,
     load: Callable[[str], Sequence[ExampleRows]],
     stops: StopTokens,
     tokenizer: Tokenizer,
@@ -148,7 +150,7 @@ def _supervised_inputs(
     """Load the rows to train on, and the held-out rows.
 
     Args:
-        read: the reader that `load` uses.
+        read, long: what `load` uses.
         load: returns the units of one source.
     """
     rows_D: list[TrainingRow] = []
@@ -173,7 +175,7 @@ def _supervised_inputs(
         parts=parts,
         held_out=held_out,
         overlap=overlap,
-        digests=digests_of(config, {"data.source": read, "eval.source": read}),
+        digests=digests_of(config, {"data.source": read, "eval.source": read}, long),
         stops=stops,
     )
 
@@ -254,13 +256,13 @@ def _pair_inputs(
     config: DpoConfig | RewardModelConfig, encoder: ExampleEncoder, stops: StopTokens
 ) -> SupervisedInputs:
     """Inputs of a dpo or reward_model run."""
-    read = reader_of(config.data, config.row_fields)
+    read, long = reader_of(config.data, config.row_fields), config.data.long_rows()
 
     def pairs(place: str) -> list[ExampleRows]:
-        found = load_preference_pairs(place, encoder, read)
+        found = load_preference_pairs(place, encoder, read, long)
         return [(pair.chosen, pair.rejected) for pair in found]
 
-    return _supervised_inputs(config, read, pairs, stops, encoder.tokenizer)
+    return _supervised_inputs(config, read, long, pairs, stops, encoder.tokenizer)
 
 
 def _encoder(

@@ -12,6 +12,7 @@ from distill.chat.continuation import closest_continuation, require_continuation
 from distill.chat.template import Message, check_vocabulary, render_text
 from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import MaskedTokens, check_stops, conversation_chains
+from distill.data.row_conversion import TooLong
 from distill.errors import DataError
 from distill.types import Tokenizer
 
@@ -139,9 +140,11 @@ class ExampleEncoder:
 
     def _checked(self, chain: MaskedTokens) -> MaskedTokens:
         if len(chain.tokens_T) > self.max_length:
-            raise DataError(
-                f"{len(chain.tokens_T)} tokens exceed the limit of {self.max_length} (the model's "
-                "context or max_length); shorten or drop the row"
+            raise TooLong(
+                f"{len(chain.tokens_T):,} tokens exceed the limit of {self.max_length:,} (the "
+                "model's context, or max_length); raise the limit or shorten the row",
+                length=len(chain.tokens_T),
+                field="data.max_length",
             )
         check_vocabulary(chain.tokens_T, self.vocab_size)
         return chain

@@ -16,6 +16,7 @@ from string import Formatter
 from typing import Any
 
 from distill.chat.template import Message, render_messages, render_text
+from distill.data.row_conversion import TooLong
 from distill.errors import ConfigError, DataError
 from distill.lookup import known_names
 from distill.types import TokenArray, Tokenizer
@@ -220,10 +221,11 @@ def feedback_context(
     responses = 2 if "response" in template.placeholders else 1
     length = len(made.tokens_T(Outcome(reward=0.0)))
     if length + responses * max_new_tokens > room:
-        raise DataError(
-            f"the prompt in teacher.feedback has {length} tokens, and {responses} x "
-            f"max_new_tokens={max_new_tokens} more exceed the teacher's context of {room}; "
+        raise TooLong(
+            f"the prompt in teacher.feedback has {length:,} tokens, and {responses} x "
+            f"max_new_tokens={max_new_tokens} more exceed the teacher's context of {room:,}; "
             "shorten the template or lower max_new_tokens",
+            length=length,
             field="teacher.feedback",
         )
     return made

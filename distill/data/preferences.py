@@ -12,6 +12,7 @@ from distill.chat.template import Message, check_messages, check_text, check_too
 from distill.data.assistant_masks import MaskedTokens
 from distill.data.columns import with_chats
 from distill.data.example_encoder import ExampleEncoder
+from distill.data.row_conversion import LongRows
 from distill.data.row_files import Rows, located, read_rows
 from distill.data.row_forms import SIDES, check_pair
 from distill.data.sft_rows import supervised_row
@@ -28,7 +29,10 @@ class PreferencePair:
 
 
 def load_preference_pairs(
-    path: str, encoder: ExampleEncoder, read: Callable[[str], Rows] = read_rows
+    path: str,
+    encoder: ExampleEncoder,
+    read: Callable[[str], Rows] = read_rows,
+    long: LongRows | None = None,
 ) -> list[PreferencePair]:
     """Load the pairs of a source, each row in one of three forms.
 
@@ -45,23 +49,23 @@ def load_preference_pairs(
 
     Args:
         read: reads the rows of the source at `path`.
+        long: treatment of rows that are too long; None: they are refused.
 
     Raises:
         DataError: a row is wrong; the message names the source, the row and the fault.
     """
-    pairs = []
-    for number, row in read(path):
-        where = f"{path}:{number}"
-        with located(where):
-            check_pair(row)
-            chosen, rejected = _chains(encoder, with_chats(row))
-        pairs.append(
-            PreferencePair(
-                chosen=supervised_row(chosen, f"{where} chosen"),
-                rejected=supervised_row(rejected, f"{where} rejected"),
-            )
+
+    def sides_of(number: int, row: Mapping[str, Any]) -> tuple[int, MaskedTokens, MaskedTokens]:
+        check_pair(row)
+        return number, *_chains(encoder, with_chats(row))
+
+    return [
+        PreferencePair(
+            chosen=supervised_row(chosen, f"{path}:{number} chosen"),
+            rejected=supervised_row(rejected, f"{path}:{number} rejected"),
         )
-    return pairs
+        for number, chosen, rejected in (long or LongRows()).converted(path, read(path), sides_of)
+    ]
 
 
 def scored_row(row: TrainingRow, padding: int) -> TrainingRow:

@@ -22,7 +22,8 @@ from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
 from distill.data.columns import fields_of, refuse_misspelt, with_chats
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
-from distill.data.row_files import Rows, located, read_rows
+from distill.data.row_conversion import LongRows, TooLong
+from distill.data.row_files import Rows, read_rows
 from distill.errors import DataError
 from distill.json_values import is_number
 from distill.lookup import known_names
@@ -112,6 +113,7 @@ class PromptContext:
         feedback: template of the teachers' context, filled in per episode; None: the context of the
             problem's row.
         read: reads the rows of a source and renames the run's columns.
+        long: treatment of rows that are too long.
     """
 
     tokenizer: Tokenizer
@@ -123,6 +125,7 @@ class PromptContext:
     teacher_tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)
     feedback: FeedbackTemplate | None = None
     read: Callable[[str], Rows] = read_rows
+    long: LongRows = field(default_factory=LongRows)
 
     @property
     def teacher_room(self) -> int:
@@ -190,13 +193,14 @@ def load_prompts(path: str, context: PromptContext, chat: ChatStyle | None = Non
     Raises:
         DataError: a row is wrong; the message names the source, the row and the fault.
     """
-    prompts = []
-    for number, row in context.read(path):
-        with located(f"{path}:{number}"):
-            check_form(row)
-            prompt = _prompt(with_chats(row), number, context, chat)
-            _check_tokens(prompt, context)
-            prompts.append(_with_feedback(prompt, context))
+
+    def prompt_of(number: int, row: Mapping[str, Any]) -> Prompt:
+        check_form(row)
+        prompt = _prompt(with_chats(row), number, context, chat)
+        _check_tokens(prompt, context)
+        return _with_feedback(prompt, context)
+
+    prompts = context.long.converted(path, context.read(path), prompt_of)
     begun = sum(bool(prompt.messages) and is_begun(prompt.messages) for prompt in prompts)
     if begun:
         logger.warning(
@@ -332,10 +336,12 @@ def _check_length(
     what: str, tokens_T: TokenArray, whose: str, context_length: int, max_new_tokens: int
 ) -> None:
     if len(tokens_T) + max_new_tokens > context_length:
-        raise DataError(
-            f"{what} has {len(tokens_T)} tokens, and max_new_tokens={max_new_tokens} more exceed "
-            f"the {whose}'s context of {context_length}; shorten the prompt or lower "
-            "max_new_tokens"
+        raise TooLong(
+            f"{what} has {len(tokens_T):,} tokens, and max_new_tokens={max_new_tokens} more exceed "
+            f"the {whose}'s context of {context_length:,}; shorten the prompt or lower "
+            "max_new_tokens",
+            length=len(tokens_T),
+            field="sampling.max_new_tokens",
         )
 
 

@@ -273,4 +273,5 @@ def located(where: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{where}: {error}", field=error.field, value=error.value) from error
+        error.args = (f"{where}: {error}",)
+        raise

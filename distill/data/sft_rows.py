@@ -25,7 +25,8 @@ import numpy as np
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import MaskedTokens
 from distill.data.example_encoder import ExampleEncoder
-from distill.data.row_files import Rows, located, read_rows
+from distill.data.row_conversion import LongRows
+from distill.data.row_files import Rows, read_rows
 from distill.data.row_forms import check_example
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -37,24 +38,29 @@ SFT_TEMPERATURE = UNSCALED
 
 
 def load_sft_rows(
-    path: str, encoder: ExampleEncoder, read: Callable[[str], Rows] = read_rows
+    path: str,
+    encoder: ExampleEncoder,
+    read: Callable[[str], Rows] = read_rows,
+    long: LongRows | None = None,
 ) -> list[TrainingRow]:
     """Load the training rows of a source of supervised examples, in the forms above.
 
     Args:
         read: reads the rows of the source at `path`.
+        long: treatment of rows that are too long; None: they are refused.
 
     Raises:
         DataError: a row is wrong; the message names the source, the row and the fault.
     """
     vocab_hash = fingerprint(encoder.tokenizer).vocab_hash
-    rows: list[TrainingRow] = []
-    for number, example in read(path):
-        where = f"{path}:{number}"
-        with located(where):
-            chains = _chains(encoder, example, vocab_hash)
-        rows += [supervised_row(chain, where) for chain in chains]
-    return rows
+
+    def chains_of(number: int, example: Mapping[str, Any]) -> tuple[int, list[MaskedTokens]]:
+        return number, _chains(encoder, example, vocab_hash)
+
+    examples = (long or LongRows()).converted(path, read(path), chains_of)
+    return [
+        supervised_row(chain, f"{path}:{number}") for number, chains in examples for chain in chains
+    ]
 
 
 def _chains(

@@ -14,6 +14,7 @@ import chz
 
 from distill.chat.template import Message, render_messages
 from distill.chat.tool_calls import detect_format
+from distill.data.row_conversion import TooLong
 from distill.engine import SamplingModel
 from distill.envs.base import (
     Env,
@@ -384,24 +385,15 @@ class ChatEnvConfig(ChatConfig):
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         chat = self.chat_setting(setting)
-        problems_P = [
-            self._with_feedback(each, chat, setting) for each in self.problems(path, setting)
-        ]
-        longest = 0
-        for number, problem in enumerate(problems_P, 1):
-            length = problem.num_tokens
-            if length is None:
-                env = problem.make()
-                self._require_named(env.tools, chat.tool_names)
-                length = first_length(env, chat)
-            longest = max(longest, length)
-            what = f"problem {number if problem.line is None else problem.line}"
-            if problem.teacher_tokens_T is not None:
-                require_teacher_room(what, len(problem.teacher_tokens_T), chat)
-            if chat.condensing is None:
-                require_room(what, length, chat, setting.max_new_tokens)
-            elif length >= chat.limits.max_tokens:
-                asyncio.run(_condensed(what, problem.make(), chat, chat.condensing))
+        problems = self.problems(path, setting)
+        checked = setting.long.converted(
+            path or type(self).__name__,
+            [(each.line or number, each) for number, each in enumerate(problems, 1)],
+            lambda _line, problem: self._checked(problem, chat, setting),
+            threads=1,  # environments may be of a custom class, which need not be safe in threads
+        )
+        problems_P = [problem for problem, _ in checked]
+        longest = max((length for _, length in checked), default=0)
         unnamed = any(not problem.teacher for problem in problems_P)
         return ChatDataset(
             problems_P,
@@ -410,6 +402,29 @@ class ChatEnvConfig(ChatConfig):
             answer=self.answer(setting),
             longest_prompt=longest,
         )
+
+    def _checked(
+        self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
+    ) -> tuple[MessageProblem, int]:
+        """The problem with its feedback, and the number of its tokens before the first turn.
+
+        Raises:
+            TooLong: a model has no room for a first turn, also if the messages are condensed.
+            ConfigError: a tool is missing in `toolbox`.
+        """
+        problem = self._with_feedback(problem, chat, setting)
+        length = problem.num_tokens
+        if length is None:
+            env = problem.make()
+            self._require_named(env.tools, chat.tool_names)
+            length = first_length(env, chat)
+        if problem.teacher_tokens_T is not None:
+            _require_teacher_room(len(problem.teacher_tokens_T), chat)
+        if chat.condensing is None:
+            require_room("the chat", length, chat, setting.max_new_tokens)
+        elif length >= chat.limits.max_tokens:
+            asyncio.run(_condensed(length, problem.make(), chat, chat.condensing))
+        return problem, length
 
     def _with_feedback(
         self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
@@ -443,8 +458,10 @@ class ChatEnvConfig(ChatConfig):
             )
 
 
-async def _condensed(what: str, env: MessageEnv, chat: ChatSetting, condensing: Condensing) -> None:
-    """Raise ConfigError if an episode's initial messages cannot be condensed."""
+async def _condensed(
+    length: int, env: MessageEnv, chat: ChatSetting, condensing: Condensing
+) -> None:
+    """Raise TooLong if an episode's initial messages cannot be condensed."""
     # Only the messages that must be kept can be too long, and they are the same for all condensers.
     keywords = KeywordCondenser(tokenizer=chat.tokenizer)
     by_keywords = replace(condensing, condenser=partial(_fixed_condenser, keywords))
@@ -452,9 +469,10 @@ async def _condensed(what: str, env: MessageEnv, chat: ChatSetting, condensing: 
     try:
         await by_keywords(env.initial_messages(), chat.tokenizer, schemas, {})
     except DataError as error:
-        raise ConfigError(
-            f"{what} begins with more than env.max_tokens={chat.limits.max_tokens} tokens, and "
-            f"env.condense_to={condensing.max_tokens} cannot hold them condensed: {error}",
+        raise TooLong(
+            f"the chat begins with {length:,} tokens of env.max_tokens={chat.limits.max_tokens}, "
+            f"and env.condense_to={condensing.max_tokens} cannot hold them condensed: {error}",
+            length=length,
             field="env.condense_to",
         ) from error
 
@@ -470,22 +488,24 @@ def schemas_of(env: MessageEnv, chat: ChatSetting) -> Sequence[Mapping[str, Any]
     return [tool.schema for tool in offered_tools(env, chat)] or None
 
 
-def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:
-    """Raise ConfigError if a teacher has no room for a first turn after its `length` tokens."""
+def _require_teacher_room(length: int, chat: ChatSetting) -> None:
+    """Raise TooLong if a teacher has no room for a first turn after its `length` tokens."""
     if length > chat.limits.teacher_tokens:
-        raise ConfigError(
-            f"{what}: the teacher sees {length} tokens in place of the prompt, but has room for "
-            f"{chat.limits.teacher_tokens} before a turn; shorten them, or lower max_new_tokens",
+        raise TooLong(
+            f"the teacher sees {length:,} tokens in place of the prompt, but has room for "
+            f"{chat.limits.teacher_tokens:,} before a turn; shorten them, or lower max_new_tokens",
+            length=length,
             field="sampling.max_new_tokens",
         )
 
 
 def require_room(what: str, length: int, chat: ChatSetting, max_new_tokens: int) -> None:
-    """Raise ConfigError if a first turn after `length` tokens has no room."""
+    """Raise TooLong if a first turn after the `length` tokens of `what` has no room."""
     if length + max_new_tokens > chat.limits.max_tokens:
-        raise ConfigError(
-            f"{what} begins with {length} tokens, and max_new_tokens={max_new_tokens} more exceed "
-            f"the limit of {chat.limits.max_tokens} (env.max_tokens or the models' context); "
-            "shorten the system prompt or the problem, or give env.condenser",
+        raise TooLong(
+            f"{what} begins with {length:,} tokens, and max_new_tokens={max_new_tokens} more "
+            f"exceed the limit of {chat.limits.max_tokens:,} (env.max_tokens or the models' "
+            "context); shorten the system prompt or the problem, or give env.condenser",
+            length=length,
             field="sampling.max_new_tokens",
         )

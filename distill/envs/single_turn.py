@@ -223,8 +223,10 @@ class SingleTurn(EnvConfig):
         source = require_path(path, "SingleTurn")
         prompts_P = setting.prompts(source)
         if isinstance(setting.reward, ModelReward):
-            from distill.rewards.conversations import check_prompts  # torch: not for workers
+            from distill.rewards.conversations import accepted_prompts  # torch: not for workers
 
-            check_prompts(setting.reward.path, source, prompts_P, setting.max_new_tokens)
+            prompts_P = accepted_prompts(
+                setting.reward.path, source, prompts_P, setting.max_new_tokens, long=setting.long
+            )
         format = Format(pattern=self.format, reward=self.format_reward)
         return PromptDataset(prompts_P, setting.tokenizer, setting.reward, format)

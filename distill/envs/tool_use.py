@@ -90,9 +90,11 @@ class ToolUse(ChatEnvConfig):
         prompts_P = setting.prompts(source, ChatStyle(system=self.system, tools=schemas))
         reward, scored = setting.reward, {}
         if isinstance(reward, ModelReward):
-            from distill.rewards.conversations import check_prompts  # torch: not for workers
+            from distill.rewards.conversations import accepted_prompts  # torch: not for workers
 
-            check_prompts(reward.path, source, prompts_P, setting.max_new_tokens, schemas)
+            prompts_P = accepted_prompts(
+                reward.path, source, prompts_P, setting.max_new_tokens, schemas, setting.long
+            )
             scored = {"compare_by": partial(score_chats, tools=schemas), "judged": True}
             reward = None
         return [

@@ -9,6 +9,7 @@ from typing import Any
 from distill.chat.template import answered
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
+from distill.data.row_conversion import LongRows, TooLong
 from distill.errors import DataError
 from distill.models.loading import context_length, ends_of, vocab_size
 from distill.models.reward import check_reward_config
@@ -54,33 +55,44 @@ class ConversationEncoder:
         return chain.tokens_T
 
 
-def check_prompts(
+def accepted_prompts(
     path: str,
     source: str,
     prompts_P: Sequence[Prompt],
     max_new_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Check that the reward model at `path` accepts every prompt and has room for a response.
+    long: LongRows | None = None,
+) -> list[Prompt]:
+    """Prompts of `source` after which the reward model at `path` has room for a response.
 
     Loads the model's config and tokenizer, but no weights.
 
+    Args:
+        long: treatment of the other prompts; None: they are refused.
+
     Raises:
         CheckpointError: the checkpoint is not a reward model.
-        DataError: a prompt does not fit; the message has its row in `source`, and the reason.
+        DataError: the model cannot read a prompt; the message has its row, and the reason.
     """
     encoder = ConversationEncoder(path)
-    for prompt in prompts_P:
-        where = f"{source}:{prompt.line}"
+
+    def checked(_line: int, prompt: Prompt) -> Prompt:
+        given = conversation(prompt, "?")
         try:
-            given = conversation(prompt, "?")
             length = len(encoder(replace(given, tools=tools) if tools else given))
+        except TooLong as error:
+            length = error.length
         except DataError as error:
-            raise DataError(f"{where}: the reward model {path}: {error}") from error
+            raise DataError(f"the reward model {path}: {error}") from error
         if length + max_new_tokens > encoder.context_length:
-            raise DataError(
-                f"{where}: the prompt has {length} tokens to the reward model {path}, and "
+            raise TooLong(
+                f"the prompt has {length:,} tokens to the reward model {path}, and "
                 f"max_new_tokens={max_new_tokens} more exceed its context of "
-                f"{encoder.context_length}; shorten the prompt, or lower max_new_tokens",
-                field="prompt",
+                f"{encoder.context_length:,}; shorten the prompt, or lower max_new_tokens",
+                length=length,
+                field="sampling.max_new_tokens",
             )
+        return prompt
+
+    rows = [(prompt.line, prompt) for prompt in prompts_P]
+    return (long or LongRows()).converted(source, rows, checked)

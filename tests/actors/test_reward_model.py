@@ -11,9 +11,10 @@ from transformers import AutoModelForSequenceClassification
 
 from actors.embedded.reward_model import EmbeddedRewardModel
 from distill.data.prompts import Prompt
+from distill.data.row_conversion import TooLong
 from distill.errors import DataError, EngineError
 from distill.models.reward import start_reward_model
-from distill.rewards.conversations import ConversationEncoder, check_prompts
+from distill.rewards.conversations import ConversationEncoder, accepted_prompts
 from distill.rewards.model_reward import RewardInput
 from tests.conftest import TinyPair
 from tests.refusals import refuses
@@ -142,11 +143,11 @@ async def test_its_heartbeat_counts_rows(checkpoint: str) -> None:
 
 def test_prompts_are_checked_before_a_run(checkpoint: str, tmp_path: Path) -> None:
     def check(*prompts: Prompt, path: str = checkpoint, max_new_tokens: int = 8) -> None:
-        check_prompts(path, "prompts.jsonl", prompts, max_new_tokens)
+        accepted_prompts(path, "prompts.jsonl", prompts, max_new_tokens)
 
     plain = Prompt(tokens_T=ids(3), answer=None, line=1, text="a" * 100)
     check(plain)
-    with refuses(DataError, "prompt", names="prompts.jsonl:1:"):
+    with refuses(TooLong, "sampling.max_new_tokens", names="prompts.jsonl:1:"):
         check(plain, max_new_tokens=27)
     templateless = padded_with(checkpoint, tmp_path, PAD)
     (tmp_path / "chat_template.jinja").unlink()

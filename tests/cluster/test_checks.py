@@ -1,5 +1,6 @@
 """Checks of models, rows and settings before a run starts: bad input is named by place."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.config.supervised_checks import check_dpo, check_reward_model, check_sft
 from distill.data.prompts import Prompt
+from distill.data.row_conversion import TooLong
 from distill.envs.base import EnvDataset, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.single_turn import SingleTurnGroupBuilder
@@ -176,15 +178,17 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": "a"', '"a"', {"prompt": "x" * 121}], ids=["bad", "text", "long"]
+    ("line", "field"),
+    [('{"prompt": "a"', None), ('"a"', None), ({"prompt": "x" * 121}, "sampling.max_new_tokens")],
+    ids=["bad", "text", "long"],
 )
 @pytest.mark.parametrize("setting", ["prompts", "eval.source"])
 def test_a_bad_prompt_is_named_by_file_and_line(
-    opd: NewOpd, prompts, setting: str, line: str | dict[str, str]
+    opd: NewOpd, prompts, setting: str, line: str | dict[str, str], field: str | None
 ) -> None:
     """Other faults of lines are in tests/distill/test_prompts.py."""
     path = prompts({"prompt": "good"}, "", line)
-    with refuses(DataError, None, names=f"{path}:3: "):
+    with refuses(DataError, field, names=f"{path}:3: "):
         check_rollout(opd(**{setting: path}))
 
 
@@ -193,9 +197,9 @@ def test_prompts_fit_the_shortest_context_with_the_longest_response(
 ) -> None:
     path = prompts({"prompt": "x" * 100})
     assert prompts_of(check_rollout(opd(prompts=path)).train)[0].tokens_T.shape == (100,)
-    with refuses(DataError, None, names=f"{path}:1: "):
+    with refuses(TooLong, "sampling.max_new_tokens", names=f"{path}:1: "):
         check_rollout(opd(prompts=path, eval_max_new_tokens=29))
-    with refuses(DataError, None, names="context of 32"):
+    with refuses(TooLong, "sampling.max_new_tokens", names="context of 32"):
         check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
@@ -213,11 +217,35 @@ def test_a_bad_supervised_row_is_named_by_file_and_line(sft: NewSft, prompts) ->
         check_sft(sft(data=path))
     path = prompts({"prompt": "a", "completion": "b" * 127})
     for settings in ({"data": path}, {"data": path, "max_length": 16}, {"eval_source": path}):
-        with refuses(DataError, None, names=f"{path}:1: 129 tokens"):
+        with refuses(TooLong, "data.max_length", names=f"{path}:1: 129 tokens"):
             check_sft(sft(**settings))
     for max_length in (1, 129):
         with refuses(ConfigError, "data.max_length"):
             check_sft(sft(max_length=max_length))
+
+
+def test_rows_that_are_too_long_are_dropped_from_every_source(
+    opd: NewOpd, sft: NewSft, tmp_path: Path
+) -> None:
+    short, long = ({"prompt": "a", "completion": answer} for answer in ("b", "x" * 200))
+    data, apart = (
+        write_rows(tmp_path / name, short, long, *more)
+        for name, more in (("data.jsonl", []), ("apart.jsonl", [short]))
+    )
+    inputs = check_sft(sft(data=data, eval_source=apart, drop_too_long=True))
+    assert [row.source for row in inputs.rows_D] == [f"{data}:1"]
+    assert [len(source.rows_D) for source in inputs.held_out] == [2]
+    for setting, path in (("data.source", data), ("eval.source", apart)):
+        sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        assert inputs.digests[setting].startswith(f"{sha256}, without 1 rows")
+
+    asked = write_rows(
+        tmp_path / "asked.jsonl", *({"prompt": "x" * size} for size in (100, 1, 200))
+    )
+    for settings, lines in (({}, [1, 2]), ({"eval_max_new_tokens": 29}, [2])):
+        kept = check_rollout(opd(prompts=asked, sft_data=data, drop_too_long=True, **settings))
+        assert [prompt.line for prompt in prompts_of(kept.train)] == lines
+        assert len(kept.sft_rows_D) == 1
 
 
 # Objectives without a gradient, or with another than they name
@@ -439,7 +467,7 @@ def test_rows_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) ->
         assert row.num_trained == expected.num_trained + 1
     full = dpo({"prompt": "a", "chosen": "b" * 126, "rejected": "c"})
     assert len(check_dpo(full).rows_D) == 2
-    with refuses(DataError, None, names="128 tokens"):
+    with refuses(TooLong, "data.max_length", names="128 tokens"):
         check_reward_model(make("reward_model", **given))
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from actors.rollout.episode import play_group, rollout_group
 from distill.chat.template import Message, encode_chat
+from distill.data.row_conversion import TooLong
 from distill.envs.base import EnvContext, EnvDataset, Episode
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
@@ -282,7 +283,7 @@ def test_a_hint_without_room_for_a_turn_is_refused() -> None:
             hint_T = np.zeros(473, np.int32)
             return [MessageProblem(make=partial(Echo, "hi"), teacher_tokens_T=hint_T)]
 
-    with pytest.raises(ConfigError):
+    with refuses(TooLong, "sampling.max_new_tokens"):
         Hinted()(None, setting(TOKENIZER, max_new_tokens=40))
     assert len(Hinted()(None, setting(TOKENIZER, max_new_tokens=39))) == 1
 
@@ -388,14 +389,14 @@ def test_the_policy_itself_may_condense() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
-    with pytest.raises(ConfigError):
+    with refuses(TooLong, "sampling.max_new_tokens"):
         Echoes(words="a " + "1" * 99, max_tokens=60)(None, setting(TOKENIZER))
     with refuses(ConfigError, "env.max_tokens"):
         Echoes(max_tokens=40)(None, setting(TOKENIZER))
 
 
 def test_fixed_messages_longer_than_the_budget() -> None:
-    with refuses(ConfigError, "env.condense_to"):
+    with refuses(TooLong, "env.condense_to"):
         Echoes(words="1" * 99, max_tokens=100, condenser="keywords", condense_to=30)(
             None, setting(TOKENIZER, max_new_tokens=40)
         )

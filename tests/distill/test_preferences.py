@@ -127,8 +127,8 @@ def test_equal_sides_are_refused(load, row: dict) -> None:
         ({"messages": [USER], "chosen": [{}], "rejected": "5"}, "chosen[0]"),
         ({"messages": "hi", "chosen": "4", "rejected": "5"}, "messages"),
         ({"messages": [USER], "chosen": "4", "rejected": 5}, "rejected"),
-        ({"prompt": "a", "chosen": "b", "rejected": "x" * 63}, None),
-        ({"messages": [USER], "chosen": "b", "rejected": "x" * 64}, None),
+        ({"prompt": "a", "chosen": "b", "rejected": "x" * 63}, "data.max_length"),
+        ({"messages": [USER], "chosen": "b", "rejected": "x" * 64}, "data.max_length"),
     ],
 )
 def test_a_bad_pair_is_named(load, row: dict, field: str | None) -> None:

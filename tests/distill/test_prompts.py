@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.order import PromptStream
 from distill.data.prompts import ChatStyle, Prompt, PromptContext, load_prompts
+from distill.data.row_conversion import TooLong
 from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import DataError
@@ -67,7 +68,7 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
         ('{"messages": [{"content": "hi"}]}', "messages[0]"),
         ('{"messages": [{"role": "human", "content": "hi"}]}', "messages[0].role"),
         (json.dumps({"prompt": json.dumps([{"from": "human", "value": "hi"}])}), "messages[0]"),
-        (json.dumps({"prompt": "x" * 121}), None),  # too long
+        (json.dumps({"prompt": "x" * 121}), "sampling.max_new_tokens"),
         (r'{"prompt": "\ud800"}', None),
         ('{"prompt": "a", "answer": [4]}', "answer"),
         ('{"prompt": "a", "answer": NaN}', "answer"),
@@ -194,9 +195,9 @@ def test_the_teacher_s_prompt_must_fit_its_context(load) -> None:
     row = json.dumps({"prompt": "a", "teacher_prompt": "x" * 30})
     for context in (None, 38):
         assert len(load(row, teacher_context_length=context)) == 1
-    with refuses(DataError, None, names=":1:"):
+    with refuses(TooLong, "sampling.max_new_tokens", names=":1:"):
         load(row, teacher_context_length=37)
-    with refuses(DataError, None, names=":1:"):
+    with refuses(TooLong, "sampling.max_new_tokens", names=":1:"):
         load(json.dumps({"prompt": "x" * 30}), teacher_context_length=37)
     longer = json.dumps({"prompt": "x" * 30, "teacher_prompt": "a"})
     assert len(load(longer, teacher_context_length=9)) == 1

@@ -71,7 +71,7 @@ def test_a_prompt_before_messages_is_a_user_message(load) -> None:
         ({"prompt": "a", "completion": []}, "completion"),
         ({"prompt": "", "completion": "b"}, "prompt"),
         ({"prompt": "a", "completion": 3}, "completion"),
-        ({"prompt": "a", "completion": "x" * 63}, None),
+        ({"prompt": "a", "completion": "x" * 63}, "data.max_length"),
         ({"prompt": "a", "completion": "\ud800"}, None),
         ({"prompt": "a", "completion": f"b{TOKENIZER.eos_token}c"}, "completion"),
         ({"messages": []}, "messages"),
@@ -153,7 +153,7 @@ def test_token_ids_are_taken_as_they_are(load) -> None:
         ({"tokens": [3, -1, 4]}, "tokens"),
         ({"tokens": [3] * 5 + [VOCAB_SIZE]}, "tokens"),
         ({"tokens": [3, 2**70, 4], "loss_mask": [[1, 2]]}, "tokens"),
-        ({"tokens": [3] * 65}, None),  # too long
+        ({"tokens": [3] * 65}, "data.max_length"),
         ({"loss_mask": None}, "loss_mask"),
         ({"loss_mask": []}, "loss_mask"),
         ({"loss_mask": [True] * 6}, "loss_mask[0]"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import normalizers
+from tokenizers import Tokenizer, normalizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, ConfigError
@@ -67,6 +67,17 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
             load_tokenizer(path)
     with pytest.raises(CheckpointError):
         load_config(str(tmp_path / "run"))
+
+
+def test_truncation_in_the_file_is_off_before_threads_encode(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    backend = Tokenizer.from_file(str(path))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    backend.save(str(path))
+    backend = load_tokenizer(str(tmp_path)).backend_tokenizer
+    assert (backend.truncation, backend.padding) == (None, None)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"version": "1.0"})])
