@@ -34,6 +34,16 @@ def handled(
             signal.signal(signum, before)
 
 
+@contextmanager
+def handler_kept() -> Iterator[None]:
+    """Context of `ray.init`, which sets a handler of SIGTERM that exits with 15 and no message."""
+    try:
+        with handled(end, signal.SIGTERM):  # restores the handler on exit
+            yield
+    except SystemExit as exited:  # raised by Ray's handler
+        raise Ended(signal.SIGTERM) from exited
+
+
 def end(signum: int, _frame: FrameType | None) -> None:
     """Handler that ends the command with the signal's exit code, as SIGINT does in Python."""
     raise Ended(signum)

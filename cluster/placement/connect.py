@@ -30,6 +30,7 @@ from ray.core.generated.gcs_service_pb2 import (
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 
+from cluster.base.signals import handler_kept
 from cluster.handles.node import starts_here
 from cluster.placement.local_head import LocalHead, local_head, suppress_token_notice
 from distill.errors import ConfigError
@@ -132,11 +133,12 @@ def join_local(head: LocalHead, namespace: str) -> None:
     address = head.address()
     suppress_token_notice()
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    ray.init(address=address, namespace=namespace, logging_level=logging.WARNING)
+    with handler_kept():
+        ray.init(address=address, namespace=namespace, logging_level=logging.WARNING)
 
 
 def _join(address: str, namespace: str) -> None:
-    with _joining(address):
+    with _joining(address), handler_kept():
         _named_head(address)
         ray.init(namespace=namespace, log_to_driver=True)
 

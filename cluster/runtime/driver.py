@@ -61,10 +61,7 @@ class Signals:
         self._ending = False
 
     def installed(self) -> AbstractContextManager[None]:
-        """Context with the handlers; enter it after `ray.init`, which installs its own for SIGTERM.
-
-        A second signal ends the process immediately.
-        """
+        """Context with the handlers. A second signal ends the process immediately."""
         return handled(self._handle, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def check(self) -> None:

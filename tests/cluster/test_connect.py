@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,26 @@ with connect("somewhere", 1):
     while "from a worker" not in file.getvalue():
         time.sleep(0.1)
 sys.__stdout__.write(file.getvalue())
+"""
+# A command that gets SIGTERM while Ray's own handler is set, or afterwards.
+_TERMINATED = """
+import os, signal, sys, threading, time
+from cluster.command import run_and_report
+from cluster.placement.connect import connect
+
+def terminate_with_rays_handler():
+    while not getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray."):
+        time.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def run(console):
+    if sys.argv[1:] == ["during"]:
+        threading.Thread(target=terminate_with_rays_handler, daemon=True).start()
+    with connect("somewhere", 1):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+sys.exit(run_and_report(run))
 """
 # Replaces the metadata of the head by those of another version.
 _PRETEND = """
@@ -150,6 +171,19 @@ def test_an_autoscaler_is_detected(version: int) -> None:
 def test_without_an_address_ray_starts_here_with_enough_cpus() -> None:
     facts = join(None)
     assert facts["cpus"] == max(os.cpu_count() or 1, 5) and facts["autoscales"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_a_signal_while_joining_ends_the_command_with_its_exit_code(when: str) -> None:
+    outside = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _TERMINATED, when],
+        env=outside, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert signal.SIGTERM.name in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
