@@ -35,7 +35,7 @@ def check_out(path: Path) -> None:
             f"out={path} is not empty and is not an isotherm run; choose another out=", field="out"
         )
     try:  # permissions alone are not sufficient, for example in /proc
-        with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=_nearest(path)):
+        with tempfile.TemporaryFile(dir=_nearest(path)):  # without a name, which a kill would leave
             pass
     except OSError as error:
         raise _unwritable(path, error) from error

@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -419,6 +421,40 @@ def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
     with theirs.locked():
         pass
     assert not ours.path.exists()  # it was made for the lock alone
+
+
+# Checks a directory in children that die at their first call that opens or changes a file, at their
+# second one, and so on. Prints how many died, until one lives.
+_CHECKED = """
+import os, sys
+from pathlib import Path
+from cluster.run_files.out_directory import check_out
+left = None
+
+def die_in_time(event, arguments):
+    global left
+    if left is not None and event.startswith(("open", "os.", "shutil.", "tempfile.")):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+
+sys.addaudithook(die_in_time)
+for calls in range(100):
+    if not (child := os.fork()):
+        left = calls
+        check_out(Path(sys.argv[1]))
+        left = None
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        print(calls)
+        break
+"""
+
+
+def test_a_kill_during_the_check_of_a_directory_leaves_nothing(tmp_path: Path) -> None:
+    died = subprocess.check_output([sys.executable, "-c", _CHECKED, tmp_path], timeout=DEADLINE_S)
+    assert int(died) > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_job_waits_and_resumes_from_the_last_checkpoint_of_the_first(
