@@ -1,6 +1,7 @@
 """Recorder of each step's groups, which replaces the learner with rollout_only=True.
 
     step   waits for: the step's groups    unblocked by: the rollout workers' puts
+           waits for: space on the disk    unblocked by: a later try; a closed queue ends it
 
 Queue, leases, scores and step rules are those of a run that trains, and so is the order of a step:
 groups are written to out/groups, then published, which frees their slots; then the driver writes
@@ -10,6 +11,7 @@ Steps are numbered because the ledger requires it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,15 +25,18 @@ from cluster.run_files.replay_log import drop_groups_after, write_step
 from cluster.run_files.run_directory import RunDirectory
 from cluster.store.kept_groups import KeptGroupWriter
 from cluster.supervision.supervise import WorkDone
-from distill.durable_files import disk_remedy
+from distill.durable_files import Retries, disk_remedy
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import group_metrics, token_table
 from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, rows_by_group
 from distill.objective.whole_groups import opened
+from distill.pace import Progress
 from distill.records import StepGroups, TrainedGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class GroupRecorder:
@@ -64,6 +69,7 @@ class GroupRecorder:
         self._kept = (
             TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
         )
+        self._progress = Progress()
         drop_groups_after(self._groups, self._step_count)
         keep.rewind(self._step_count)
 
@@ -71,9 +77,22 @@ class GroupRecorder:
         """Take a step's groups, keep them, and publish; returns metrics of the samples.
 
         Raises:
-            CheckpointError: the groups could not be written.
+            CheckpointError: the groups could not be written, or the disk stays full.
+            QueueClosed: the run ends; the groups of this step are not kept.
         """
-        started = time.perf_counter() - waited_s
+        started, retries = time.perf_counter() - waited_s, Retries()
+        while True:
+            try:
+                return self._step(started)
+            except CheckpointError as error:
+                pause_s = retries.pause_s()
+                if not retries.wait_for_room(error):
+                    raise
+                logger.warning("%s. It is retried", error)
+            self._progress.mark()
+            time.sleep(pause_s)
+
+    def _step(self, started: float) -> dict[str, float]:
         taken, groups_P = self._take()
         waited = time.perf_counter() - started
         step = self._step_count + 1
@@ -90,6 +109,7 @@ class GroupRecorder:
             ) from error
         self._show(step, groups_P, rows_D)
         self._kept, self._step_count = kept, step
+        self._progress.mark()
         self._queue.publish(step, kept)
         seconds = time.perf_counter() - started
         tokens = sum(row.num_trained for row in rows_D)
@@ -139,7 +159,7 @@ class GroupRecorder:
 
     def progress(self) -> WorkDone:
         """Heartbeat; call it in `HEALTH_GROUP`."""
-        return WorkDone(self._step_count)
+        return WorkDone(self._progress.count)
 
     def written(self, wait: bool) -> None:
         """None: marks are never written concurrently with a step."""

@@ -3,19 +3,25 @@
 Training on kept groups is in test_replay.py.
 """
 
+import errno
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 import cluster.run
+import distill.durable_files
 from cluster.base.outcomes import Interrupted, error_text
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
+from cluster.hosts import group_recorder
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer
@@ -23,6 +29,7 @@ from cluster.replay import main as replay
 from cluster.run_files.replay_log import KeptSteps
 from cluster.runtime.driver import Signals
 from cluster.store.kept_groups import KeptGroups
+from distill.errors import CheckpointError
 from distill.types import TrajectoryGroup
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, opd_settings
@@ -111,6 +118,38 @@ def test_the_first_step_samples_and_scores_as_a_run_that_trains(
             assert np.array_equal(mine.tokens_T, its.tokens_T)
             assert mine.teacher_logprobs_T is not None and its.teacher_logprobs_T is not None
             np.testing.assert_allclose(mine.teacher_logprobs_T, its.teacher_logprobs_T, atol=1e-4)
+
+
+@pytest.mark.parametrize("ends", ["has room again", "signal", "bad disk"])
+def test_a_full_disk_is_waited_for(
+    out: Path, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
+    write_step, signals, tries = group_recorder.write_step, Signals(), []
+
+    def write(root: Path, step: int, *arguments: Any) -> None:
+        if step == 2:
+            tries.append(step)
+            if ends == "signal" and len(tries) == 2:
+                signals.received = signal.SIGTERM
+            if ends != "has room again" or len(tries) < 4:
+                number = errno.EIO if ends == "bad disk" else errno.ENOSPC
+                raise OSError(number, os.strerror(number))
+        write_step(root, step, *arguments)
+
+    monkeypatch.setattr(group_recorder, "write_step", write)
+    again, observer = settings(tmp_path / "run"), Observer(signals=signals)
+    if ends == "has room again":
+        run(again, observer)
+        assert len(tries) == 4 and len(kept(tmp_path / "run")) == len(kept(out))
+        return
+    with pytest.raises(Interrupted if ends == "signal" else CheckpointError):
+        run(again, observer)
+    assert KeptSteps(tmp_path / "run").steps == [1]
+    assert len(tries) == 1 or ends == "signal"
+    monkeypatch.undo()
+    run(again)
+    assert len(kept(tmp_path / "run")) == len(kept(out))
 
 
 def test_marked_steps_survive_an_interrupt_and_a_death(settings: Settings, tmp_path: Path) -> None:
