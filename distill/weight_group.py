@@ -63,7 +63,7 @@ def leave_group(group: ProcessGroup) -> None:
 
 
 def learner_store(member: GroupMember) -> TCPStore:
-    """Connect an engine to the learner's store. Raises RuntimeError if it is gone."""
+    """Connect a member to the learner's store. Raises RuntimeError if it is gone."""
     timeout = timedelta(seconds=member.join_deadline_s)
     return TCPStore(member.address, member.port, is_master=False, timeout=timeout)
 

@@ -22,10 +22,12 @@ Each push, after the same call `load_weights(CollectiveBroadcast, version)` to e
 
 A group in which anything failed is left and never used again. An embedded engine then keeps its
 weights, and so does a server that lost the group before its first bucket; a server that lost it
-later must be restarted (actors/sglang/weights.py). A peer that dies during a broadcast leaves the
-others in it. With gloo they get an error, because the peer's connections close; with NCCL they
-would wait for minutes. So engines that do not leave the broadcast soon count as lost, too, and are
-terminated before the push is tried again (cluster/weights/transport.py, publisher.py).
+later must be restarted (actors/sglang/weights.py). A peer that dies while the group is formed
+leaves the others waiting for it in the store, so the learner closes the store. A peer that dies
+during a broadcast leaves the others in it. With gloo they get an error, because the peer's
+connections close; with NCCL they would wait for minutes. So engines that do not leave the broadcast
+soon count as lost, too, and are terminated before the push is tried again
+(cluster/weights/transport.py, publisher.py).
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+from torch.distributed import (
+    DistNetworkError,  # pyright: ignore[reportPrivateImportUsage] - public
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage] - public
+)
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cluster.handles import calls
@@ -49,7 +55,7 @@ from cluster.weights.transport import Sending, Transport
 from distill.engine import ABORTS, JOINING, SENDS, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
 from distill.gloo import listen_towards
-from distill.weight_group import join_group, leave_group
+from distill.weight_group import join_group, learner_store, leave_group
 from distill.weights.model_weights import (
     BUCKET_BYTES,
     TensorLayout,
@@ -123,10 +129,10 @@ class CollectiveTransport(Transport):
         if self._backend == "gloo":
             listen_towards(self._address)
         deadline_s = min(JOIN_DEADLINE_S, self._timeout_s)
-        store = open_store(self._address, deadline_s)
+        server = open_store(self._address, deadline_s)
         own = GroupMember(
             address=self._address,
-            port=store.port,
+            port=server.port,
             name=f"isotherm-{secrets.token_hex(8)}",
             backend=self._backend,
             world_size=1 + self._ranks * len(self.engines),
@@ -137,7 +143,7 @@ class CollectiveTransport(Transport):
         members = {
             name: replace(own, rank=1 + self._ranks * i) for i, name in enumerate(self.engines)
         }
-        return _CollectiveGroup(store, own, members)
+        return _CollectiveGroup(server, own, members)
 
 
 class _CollectiveGroup:
@@ -148,9 +154,10 @@ class _CollectiveGroup:
     """
 
     def __init__(
-        self, store: TCPStore, own: GroupMember, members: Mapping[str, GroupMember]
+        self, server: TCPStore, own: GroupMember, members: Mapping[str, GroupMember]
     ) -> None:
-        self.store, self.own, self.members = store, own, members
+        self._server: TCPStore | None = server
+        self.store, self.own, self.members = learner_store(own), own, members
         self.pushes = 0
         self.process_group: ProcessGroup | None = None
         self._leaving = threading.Lock()
@@ -160,6 +167,10 @@ class _CollectiveGroup:
             group, self.process_group = self.process_group, None
             if group is not None:
                 leave_group(group)
+
+    def close_store(self) -> None:
+        """End the store: every member that waits in it, this process included, gets an error."""
+        self._server = None  # torch ends it with the last reference
 
     def leave_after(self, sending: Sending | None) -> None:
         if sending is not None:
@@ -180,11 +191,14 @@ class _Broadcasting(Sending):
     ) -> None:
         super().__init__(group.own.timeout_s)
         self._group, self._weights, self._buckets = group, weights, buckets
+        self._joining = False
         self._number = group.pushes
 
     def stop(self) -> None:
-        """Release engines that wait for `word_key`, and abort a broadcast in progress."""
+        """Release members that wait for a word, for the group to form, or in a broadcast."""
         super().stop()
+        if self._joining:
+            self._group.close_store()
         if self._group.own.backend == "nccl":  # gloo's broadcast ends when a peer ends
             self._group.leave()
 
@@ -196,14 +210,19 @@ class _Broadcasting(Sending):
             self._announce(ABORTS, JOINING)  # all have joined: one that leaves cannot join again
             self._broadcast(group, first)
         except Exception as error:  # torch raises several types
-            self.problem = f"the learner's broadcast failed: {first_line(error)}"
-            for about in (JOINING, self._number):  # engines may wait for either
-                self._announce(ABORTS, about)
+            if not self._stopped.is_set():  # otherwise an engine's failure is the cause
+                self.problem = f"the learner's broadcast failed: {first_line(error)}"
+            with suppress(DistNetworkError):  # the store is closed
+                for about in (JOINING, self._number):  # engines may wait for either
+                    self._announce(ABORTS, about)
             self._group.leave()
 
     def _join(self) -> ProcessGroup:
         self._agree(JOINING)
+        self._joining = True
+        self._require_wanted()  # a `stop` before this line has not closed the store
         self._group.process_group = group = join_group(self._group.store, self._group.own)
+        self._joining = False
         return group
 
     def _announce(self, word: str, about: int) -> None:

@@ -18,6 +18,7 @@ from cluster.config.pools import WeightsChoice
 from cluster.handles import calls, errors
 from cluster.handles.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
+from distill.lookup import listed
 from distill.weights.model_weights import BUCKET_BYTES, Weights
 
 # Time that linked engines have to leave their shared collective after one of them failed, seconds.
@@ -257,12 +258,6 @@ def collect(
     deadline = time.monotonic() + timeout_s
     while names:
         if (left := deadline - time.monotonic()) <= 0:
-            if left_by is not None:
-                answers.lost.update(names.values())
-            why = f"still in the collective that {left_by} left"
-            if left_by is None:
-                why = f"no answer within {timeout_s:.0f} s"
-            answers.failures |= dict.fromkeys(names.values(), why)
             break
         # Poll all of them at intervals. Waking at each answer would scan N references N times.
         ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
@@ -279,6 +274,14 @@ def collect(
             left_by = next(iter(answers.failures), "the learner")
             sending.stop()
             deadline = time.monotonic() + min(GRACE_S, left)
+    stuck = f"no answer within {timeout_s:.0f} s"
+    if left_by is not None:
+        cause = listed(sorted(answers.lost) or [left_by])
+        for name in answers.failures.keys() - answers.lost - {left_by}:
+            answers.failures[name] = f"{cause} left the collective ({answers.failures[name]})"
+        stuck = f"still in the collective that {cause} left"
+        answers.lost.update(names.values())
+    answers.failures |= dict.fromkeys(names.values(), stuck)
     # In the order of `pending`, not of arrival.
     answers.values = {n: answers.values[n] for n in pending if n in answers.values}
     answers.failures = {n: answers.failures[n] for n in pending if n in answers.failures}

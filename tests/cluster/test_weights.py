@@ -19,6 +19,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+import actors.embedded.weight_group
 import cluster.weights.collective
 import cluster.weights.publisher
 import cluster.weights.transport
@@ -1119,6 +1120,28 @@ def test_embedded_engines_in_a_group_survive_one_that_dies_and_take_in_another(
     assert versions(alive) == [3, 3, 3]
     gap = publish.settle()
     assert gap is not None and gap < 1e-5
+
+
+class DiesJoining(EmbeddedEngine):
+    """Dies after it has announced that it joins the group, which the others wait for."""
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        actors.embedded.weight_group.join_group = lambda *_: os._exit(1)
+        return await super().load_weights(weights, version)
+
+
+def test_engines_that_join_a_group_survive_one_that_dies_in_it(
+    ray_engines, learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    crew = ray_engines(EmbeddedEngine, DiesJoining, EmbeddedEngine)
+    publish = publisher(crew, learner, Queue(), choice="group", bucket_bytes=BUCKET_BYTES)
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 2
+    [terminated] = [record for record in caplog.messages if record.endswith("is terminated")]
+    assert terminated.startswith("policy engine 1 ")
+    [failed] = [record for record in caplog.messages if record.endswith("trying again")]
+    assert failed.count("policy engine 1") == len(crew)  # each failure names the cause
+    alive = {name: crew[name] for name in ("policy engine 0", "policy engine 2")}
+    assert versions(alive) == [1, 1]
 
 
 def test_groups_that_were_replaced_leave_no_threads_at_the_learner(
