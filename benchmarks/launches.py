@@ -107,7 +107,7 @@ def listed_decode(
         step.take(logprobs_GV)
         return [step[g] for g in range(rows)]
 
-    def told(step: Callable[[], list[Any]], others: int, copies: int) -> str:
+    def described(step: Callable[[], list[Any]], others: int, copies: int) -> str:
         with KernelCount() as count:
             kept = step()
         began = time.process_time()
@@ -119,7 +119,7 @@ def listed_decode(
             f"main memory; {ms:.1f} ms of a CPU; {_bytes_of(kept) / rows:.0f} bytes kept a token"
         )
 
-    return told(by_sglang, sampled.kernels, 3 * rows), told(by_plugin, 0, 1)
+    return described(by_sglang, sampled.kernels, 3 * rows), described(by_plugin, 0, 1)
 
 
 def _bytes_of(value: Any) -> int:
@@ -138,8 +138,8 @@ def main() -> None:
     padded, packed = mask_bytes(16_384)
     print(f"mask of a window, a row of 16384 tokens: {padded} bytes padded, {packed} packed")
     if find_spec("sglang") is not None:
-        for who, told in zip(("SGLang", "the plugin"), listed_decode(256), strict=True):
-            print(f"likeliest tokens of a decode step of 256 requests by {who}: {told}")
+        for who, described in zip(("SGLang", "the plugin"), listed_decode(256), strict=True):
+            print(f"likeliest tokens of a decode step of 256 requests by {who}: {described}")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ def solve(problem):
     client, messages = OpenAI(), list(problem["messages"])
     while True:
         turn = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-        said = turn.choices[0].message
-        messages.append(said.model_dump(exclude_none=True))
-        if not said.tool_calls:
-            return {"answer": said.content}
-        for call in said.tool_calls:
+        message = turn.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return {"answer": message.content}
+        for call in message.tool_calls:
             expression = json.loads(call.function.arguments)["expression"]
             result = str(eval(expression))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
@@ -171,18 +171,20 @@ class Said(NamedTuple):
 
 
 async def _chat(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
-    messages: Any = [{"role": said.role, "content": said.text} for said in chat]
+    messages: Any = [{"role": message.role, "content": message.text} for message in chat]
     turn = await client.chat.completions.create(model="m", messages=messages)
     return turn.choices[0].message.content or ""
 
 
 async def _respond(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
-    items: Any = [{"role": said.role, "content": said.text} for said in chat]
+    items: Any = [{"role": message.role, "content": message.text} for message in chat]
     return (await client.responses.create(model="m", input=items)).output_text
 
 
 async def _complete(client: openai.AsyncOpenAI, chat: Sequence[Said]) -> str:
-    prompt = "".join(said.text if said.role == "assistant" else f"{said.text}:" for said in chat)
+    prompt = "".join(
+        message.text if message.role == "assistant" else f"{message.text}:" for message in chat
+    )
     return (await client.completions.create(model="m", prompt=prompt)).choices[0].text
 
 

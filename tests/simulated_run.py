@@ -165,7 +165,7 @@ class SimulatedRun:
         tokens_per_s: float = 10.0,
         **settings: Any,
     ) -> None:
-        self.loop, self.said = loop, list[str]()
+        self.loop, self.lines = loop, list[str]()
         self._engine = engine or _usual
         self.tokens_per_s = tokens_per_s
         self._start_s, self._push_s = start_s, push_s
@@ -191,7 +191,7 @@ class SimulatedRun:
         self.tokenizer = probe_tokenizer(self.inputs.tokenizer)
         handshake: Any = SimpleNamespace(examine=self._examine)
         self.fleet = Fleet(
-            cast=cast, signals=Signals(), handshake=handshake, print_line=self.said.append,
+            cast=cast, signals=Signals(), handshake=handshake, print_line=self.lines.append,
             trained=TrainedGroups(), start_model=student, found=print,
         )  # fmt: skip
         self.examined: list[list[str]] = []

@@ -6,7 +6,7 @@ from tests import slow_tier
 
 
 @pytest.mark.parametrize(
-    ("results", "code", "told"),
+    ("results", "code", "printed"),
     [
         ({"a": [False, True], "b": [True]}, 0, "unsteady: ['a']; failed: none"),
         ({"a": [True], "b": [False, False]}, 1, "unsteady: none; failed: ['b']"),
@@ -15,12 +15,12 @@ from tests import slow_tier
 def test_a_file_fails_the_tier_if_it_fails_twice(
     results: dict[str, list[bool]],
     code: int,
-    told: str,
+    printed: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(slow_tier, "slow_files", lambda: sorted(results))
     monkeypatch.setattr(slow_tier, "passes", lambda file: results[file].pop(0))
     assert slow_tier.main([]) == code
-    assert told in capsys.readouterr().out
+    assert printed in capsys.readouterr().out
     assert not any(results.values()), "each was asked as often as expected"

@@ -64,9 +64,9 @@ class Results:
         for name in CHECKS:
             if found := self._newest.get(name):
                 numbers = ", ".join(f"{k} {_written(v)}" for k, v in found["numbers"].items())
-                told = "; ".join(filter(None, [found["why"], numbers])).replace("|", "\\|")
+                detail = "; ".join(filter(None, [found["why"], numbers])).replace("|", "\\|")
                 lines.append(
-                    f"| `{name}` | {found['status']} | {told} | {found['seconds']:.0f} "
+                    f"| `{name}` | {found['status']} | {detail} | {found['seconds']:.0f} "
                     f"| {found['when'][:10]} |"
                 )
         return "\n".join(lines)

@@ -49,8 +49,8 @@ class ScriptedJudge:
 
     async def handle(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {API_KEY}":
-            said = f"wrong key {request.headers.get('Authorization')}"
-            return web.json_response({"error": {"message": said}}, status=401)
+            problem = f"wrong key {request.headers.get('Authorization')}"
+            return web.json_response({"error": {"message": problem}}, status=401)
         if self.page is not None:
             return web.Response(text=self.page, content_type=self.page_kind)
         if request.path == "/v1/models":
@@ -70,14 +70,14 @@ class ScriptedJudge:
             await asyncio.sleep(0.01)
         await asyncio.sleep(self.delay_s)
         messages = body["messages"]
-        said = self.script(messages[-1]["content"], material(messages[0]["content"]))
-        if isinstance(said, int):
-            message = {"error": {"message": f"status {said} on purpose, key {API_KEY}"}}
-            return web.json_response(message, status=said, headers={"retry-after-ms": "1"})
+        reply = self.script(messages[-1]["content"], material(messages[0]["content"]))
+        if isinstance(reply, int):
+            message = {"error": {"message": f"status {reply} on purpose, key {API_KEY}"}}
+            return web.json_response(message, status=reply, headers={"retry-after-ms": "1"})
         choice = {
             "index": 0,
             "finish_reason": self.finish_reason,
-            "message": {"role": "assistant", "content": said},
+            "message": {"role": "assistant", "content": reply},
         }
         answer = {"id": "1", "object": "chat.completion", "created": 1, "model": MODEL}
         return web.json_response({**answer, "choices": [choice]})

@@ -330,12 +330,12 @@ def test_a_teacher_is_given_feedback_as_with_tool_use(folder: Path) -> None:
         text="<{feedback} {answer} {outcome}>{prompt}", correct_reward_threshold=1.0
     )
     context = setting(TOKENIZER, reward=last_number, context_length=512, feedback=template)
-    said = ["41", "42"]
+    replies = ["41", "42"]
     ours, by_agent = (
         sorted(
             str(text)
             for [text] in teacher_contexts(
-                rolled_out(env("rows.jsonl", context), Scripted(TOKENIZER, said), 2)
+                rolled_out(env("rows.jsonl", context), Scripted(TOKENIZER, replies), 2)
             )
         )
         for env in (ToolUse(), Agent(command="calculate:solve"))

@@ -50,15 +50,15 @@ def test_responses_give_the_same_segment_as_chat_completions() -> None:
 
     async def by_responses(endpoint: AgentEndpoint) -> None:
         items: list[Any] = [{"role": "user", "content": QUESTION}]
-        told = {"instructions": "Be brief.", "tools": FLAT}
-        turn = await respond(endpoint, items, **told)
+        settings = {"instructions": "Be brief.", "tools": FLAT}
+        turn = await respond(endpoint, items, **settings)
         assert turn.status == "completed" and turn.usage.output_tokens > 0
         [asked] = turn.output
         assert (asked.type, asked.name) == ("function_call", "calculator")
         assert json.loads(asked.arguments) == {"expression": "6*7"}
         items += [each.model_dump() for each in turn.output]
         items += [{"type": "function_call_output", "call_id": asked.call_id, "output": "42"}]
-        turn = await respond(endpoint, items, **told)
+        turn = await respond(endpoint, items, **settings)
         assert turn.output_text == "42"
 
     async def by_chat(endpoint: AgentEndpoint) -> None:
@@ -71,10 +71,10 @@ def test_responses_give_the_same_segment_as_chat_completions() -> None:
                 turn: Any = await client.chat.completions.create(
                     model="m", messages=messages, tools=[SCHEMA]
                 )
-                said = turn.choices[0].message
-                messages.append(said.model_dump())
+                message = turn.choices[0].message
+                messages.append(message.model_dump())
                 if result:
-                    [asked] = said.tool_calls
+                    [asked] = message.tool_calls
                     messages.append({"role": "tool", "tool_call_id": asked.id, "content": result})
 
     one, other = (played(each, [CALL, "42"]) for each in (by_responses, by_chat))
@@ -105,8 +105,8 @@ def test_a_response_is_kept_for_the_next_unless_it_is_not_stored() -> None:
     assert other.action_mask_T.sum() == 2
 
 
-@pytest.mark.parametrize("said", [CALL, "forty-two", f"<think>\nso\n</think>\n\n{CALL}"])
-def test_a_stream_of_events_is_the_response(said: str) -> None:
+@pytest.mark.parametrize("reply", [CALL, "forty-two", f"<think>\nso\n</think>\n\n{CALL}"])
+def test_a_stream_of_events_is_the_response(reply: str) -> None:
     """The library rebuilds the whole response from the events."""
 
     async def client(endpoint: AgentEndpoint) -> None:
@@ -123,7 +123,7 @@ def test_a_stream_of_events_is_the_response(said: str) -> None:
                 assert one.arguments == other.arguments
         assert events[-1].type == "response.completed"
 
-    assert len(played(client, [said, said]).segments) == 2
+    assert len(played(client, [reply, reply]).segments) == 2
 
 
 def test_options_of_responses() -> None:

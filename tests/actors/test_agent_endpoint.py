@@ -61,11 +61,11 @@ def test_a_conversation_with_tools_is_one_segment() -> None:
 def test_a_rewritten_history_begins_a_segment() -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         await complete(endpoint, ASKED)
-        said = {"role": "assistant", "content": "one"}
+        answered = {"role": "assistant", "content": "one"}
         again = {"role": "user", "content": "Again."}
-        await complete(endpoint, [*ASKED, said, again])
-        await complete(endpoint, [*ASKED, said, again, {"role": "assistant", "content": "two"}])
-        await complete(endpoint, [said, again])
+        await complete(endpoint, [*ASKED, answered, again])
+        await complete(endpoint, [*ASKED, answered, again, {"role": "assistant", "content": "two"}])
+        await complete(endpoint, [answered, again])
         await complete(endpoint, [*ASKED, {"role": "assistant", "content": "other"}, again])
 
     policy = Scripted(TOKENIZER, ["one", "two", "three", "four", "five"])
@@ -126,8 +126,8 @@ def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one() -> None:
             await complete(endpoint, ASKED, **options)
             for options in ({}, {}, counted, keyed, keyed)
         ]
-        said = [answer.choices[0].message.content for answer in answers]
-        assert said == ["a", "b", "b", "c", "c"]
+        texts = [answer.choices[0].message.content for answer in answers]
+        assert texts == ["a", "b", "b", "c", "c"]
 
     policy = Scripted(TOKENIZER, ["a", "b", "c"])
     assert len(served(client, policy, TOKENIZER).trajectories_G[0].segments) == 3
@@ -293,8 +293,8 @@ def test_an_unchanged_history_extends_the_segment(seed: int, turns: int) -> None
             messages: list[Any] = [{"role": "user", "content": name}]
             for _ in range(turns):
                 turn = await own.chat.completions.create(model="m", messages=messages)
-                said = {"role": "assistant", "content": turn.choices[0].message.content}
-                messages += [said, {"role": "user", "content": "Go on."}]
+                message = {"role": "assistant", "content": turn.choices[0].message.content}
+                messages += [message, {"role": "user", "content": "Go on."}]
 
         async with sdk(endpoint) as own:
             await asyncio.gather(converse("1"), converse("2"))

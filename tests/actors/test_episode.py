@@ -191,11 +191,11 @@ def test_feedback_has_the_result_of_each_member(
         rollout_group(CountingEngine(), builder, SAMPLING, group_id=3, seed=0, ended=ended.append)
     )
     contexts = [s.teacher_context_T for s in group.segments() if s.teacher_context_T is not None]
-    said = [
+    samples = [
         [s.tokens_T[s.action_mask_T].tolist() for s in t.segments] for t in group.trajectories_G
     ]
-    one = tokenizer.decode(said[0][0][:1])  # without the token that ended the turn
-    other = f"{tokenizer.decode(said[1][0][:1])}\n{tokenizer.decode(said[1][0][2:3])}"
+    one = tokenizer.decode(samples[0][0][:1])  # without the token that ended the turn
+    other = f"{tokenizer.decode(samples[1][0][:1])}\n{tokenizer.decode(samples[1][0][2:3])}"
     assert [tokenizer.decode(context_T.tolist()) for context_T in contexts] == [
         f"1wrongA({one})[turn 1]P",
         f"12rightA({other})[turn 1]P",
@@ -221,8 +221,8 @@ def test_feedback_of_a_chat_replaces_the_last_user_message() -> None:
         FeedbackTemplate(text="{{{prompt}}} {outcome}", correct_reward_threshold=1.0), tokenizer,
         text="", messages=chat, tools=None, answer=None, room=200, max_new_tokens=2,
     )  # fmt: skip
-    told = [*chat[:3], {"role": "user", "content": "{Q} right"}]
-    expected_T = render_messages(tokenizer, told)
+    shown = [*chat[:3], {"role": "user", "content": "{Q} right"}]
+    expected_T = render_messages(tokenizer, shown)
     assert made.tokens_T(Outcome(reward=1.0)).tolist() == expected_T.tolist()
     with refuses(DataError, "teacher.feedback"):
         feedback_context(

@@ -124,15 +124,15 @@ def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_only_needed_files_are_fetched_and_only_once(served: Hub, model: Path) -> None:
-    said: list[str] = []
-    fetch_missing([served.name, str(model)], said.append)
-    assert len(said) == 1 and served.name in said[0]
+    lines: list[str] = []
+    fetch_missing([served.name, str(model)], lines.append)
+    assert len(lines) == 1 and served.name in lines[0]
     assert tensor_shapes(served.name) == tensor_shapes(str(model))
     fetched = [path.rpartition("/")[2] for method, path in served.asked if method == "GET"]
     assert fetched.count("model-0.safetensors") == 1 and "tf_model.h5" not in fetched
     before = list(served.asked)
-    fetch_missing([served.name], said.append)
-    assert served.asked == before and len(said) == 1 and missing_bytes(served.name) == 0
+    fetch_missing([served.name], lines.append)
+    assert served.asked == before and len(lines) == 1 and missing_bytes(served.name) == 0
 
 
 def test_a_hub_that_is_out_of_reach_is_found_before_models_load(

@@ -43,7 +43,7 @@ def prefer(judge: Judge, first: str, second: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("reply", "expected"),
     [
         ("Score: 1", 0.0),
         ("Good.\nScore: 10\n\n", 1.0),
@@ -51,9 +51,9 @@ def prefer(judge: Judge, first: str, second: str) -> float:
     ],
 )
 def test_a_score_is_the_last_line_on_a_scale_of_one(
-    server: ScriptedJudge, judge: Judge, said: str, expected: float
+    server: ScriptedJudge, judge: Judge, reply: str, expected: float
 ) -> None:
-    server.script = lambda text, given: said
+    server.script = lambda text, given: reply
     assert score(judge) == pytest.approx(expected)
     [body] = server.bodies
     assert body["temperature"] == 0 and body["max_tokens"] == judge.max_tokens
@@ -73,20 +73,20 @@ def test_the_judge_sees_question_rubric_answer_and_reference(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         *("Score: 0", "Score: 11", "Score: 7/10", "Score: 7.5", "score: 7", "7", "Score: \u0667"),
         *("Score: 7\nok", ""),
     ],
 )
 def test_an_unreadable_verdict_is_asked_for_once_more(
-    server: ScriptedJudge, judge: Judge, said: str
+    server: ScriptedJudge, judge: Judge, reply: str
 ) -> None:
-    said_first: list[str] = [said, "Score: 10"]
-    server.script = lambda text, given: said_first.pop(0)
+    replies: list[str] = [reply, "Score: 10"]
+    server.script = lambda text, given: replies.pop(0)
     assert score(judge) == 1.0
     roles = [message["role"] for message in server.bodies[1]["messages"]]
-    assert roles == (["user", "assistant", "user"] if said else ["user"])
+    assert roles == (["user", "assistant", "user"] if reply else ["user"])
 
 
 def test_two_unreadable_verdicts_are_bad_data(server: ScriptedJudge, judge: Judge) -> None:
@@ -165,8 +165,8 @@ async def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge)
 
 
 def test_temporary_failures_are_retried(server: ScriptedJudge, judge: Judge) -> None:
-    said: list[str | int] = [429, 500, "Score: 10"]
-    server.script = lambda text, given: said.pop(0)
+    replies: list[str | int] = [429, 500, "Score: 10"]
+    server.script = lambda text, given: replies.pop(0)
     assert score(replace(judge, retries=2)) == 1.0
     server.script = lambda text, given: 503
     with pytest.raises(EngineError) as trouble:
@@ -238,8 +238,8 @@ def test_a_verdict_is_tried_before_a_run(server: ScriptedJudge, judge: Judge) ->
         server.script = lambda text, given, line=line: f"So.\n**{line}**"
         asyncio.run(judge.try_verdict("Be brief.", pairs=pairs))
         assert "Be brief." in server.asked[-1]
-        for said in ("10", "Score: 11", "Verdict: C"):
-            server.script = lambda text, given, said=said: said
+        for reply in ("10", "Score: 11", "Verdict: C"):
+            server.script = lambda text, given, reply=reply: reply
             with refuses(ConfigError, "env.judge_url"):
                 asyncio.run(judge.try_verdict("Be brief.", pairs=pairs))
     server.script = lambda text, given: 500

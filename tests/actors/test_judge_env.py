@@ -151,12 +151,12 @@ def test_all_pairs_are_compared(server: ScriptedJudge, prompts: str) -> None:
 def test_some_pairs_are_compared(server: ScriptedJudge, prompts: str) -> None:
     dataset = judged(server, mode="pairs", max_pairs=6)(prompts, setting(TOKENIZER))
     server.bodies.clear()
-    said = ["1", "2", "3", "4", "5", "6"]
-    episodes = play(dataset, Scripted(TOKENIZER, said), 6)
+    replies = ["1", "2", "3", "4", "5", "6"]
+    episodes = play(dataset, Scripted(TOKENIZER, replies), 6)
     assert len(server.bodies) == 2 * 6
     assert rewards(episodes)[0] == 0.0 and rewards(episodes)[5] == 1.0
     assert set(rewards(episodes)) <= {0.0, 0.5, 1.0}, "each is in two pairs"
-    assert rewards(play(dataset, Scripted(TOKENIZER, said), 6)) == rewards(episodes)
+    assert rewards(play(dataset, Scripted(TOKENIZER, replies), 6)) == rewards(episodes)
 
 
 @pytest.mark.parametrize("group_size", range(2, 10))

@@ -277,10 +277,10 @@ def test_the_server_sees_no_variable_that_is_not_named(
     policy = Scripted(TOKENIZER, ask)
     play(problems, policy)
     assert "unset" in policy.seen[1] and "swordfish" not in policy.seen[1]
-    told = dataset(server, tmp_path, mcp_environment="SECRET")
-    assert b"swordfish" not in pickle.dumps(told)
+    named = dataset(server, tmp_path, mcp_environment="SECRET")
+    assert b"swordfish" not in pickle.dumps(named)
     policy = Scripted(TOKENIZER, ask)
-    play(told, policy)
+    play(named, policy)
     assert "swordfish" in policy.seen[1]
 
 

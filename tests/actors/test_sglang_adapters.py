@@ -89,8 +89,8 @@ class AdapterServer(MisbehavingServer):
             refusal = "on purpose" if request.path == self.refuses else self.order(body)
             if request.path == self.loses:
                 return web.Response(status=500, text="the answer is lost")
-            told = {"success": refusal is None, "error_message": refusal}
-            return web.json_response(told, status=400 if refusal else 200)
+            reply = {"success": refusal is None, "error_message": refusal}
+            return web.json_response(reply, status=400 if refusal else 200)
         return await super().handle(request)
 
     def order(self, body: dict[str, Any]) -> str | None:

@@ -61,10 +61,12 @@ def test_the_ranks_of_all_nodes_have_one_store(config: SglangConfig) -> None:
     for rank, process in enumerate((head, other)):
         assert process.option("--nnodes") == "2" and process.option("--node-rank") == str(rank)
         assert process.option("--dist-init-addr") == f"{LOOPBACK}:{point.port}"
-        told = process.settings["environment"]
-        assert told["MASTER_PORT"] == str(point.port) and told["MASTER_ADDR"] == LOOPBACK
+        environment = process.settings["environment"]
+        assert (
+            environment["MASTER_PORT"] == str(point.port) and environment["MASTER_ADDR"] == LOOPBACK
+        )
         # Two ranks on each node, though four in all: CPUs for those.
-        assert told["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+        assert environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
         assert process.settings["port_attempts"] == 1, "a second start would meet the first's ranks"
     assert head.settings["ready_path"] == "/ready" and other.settings["ready_path"] == "/health"
     without = [flags[: flags.index("--node-rank")] for flags in (head.flags, other.flags)]

@@ -136,8 +136,8 @@ def gloo_address() -> str:
 def private_directory_of(processes: Sequence[psutil.Process]) -> Path:
     """Directory in the arguments of the launcher's cleaner; the launcher comes first."""
     launcher = str(processes[0].pid)
-    told = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
-    [directory] = [line[-2] for line in told if PRIVATE_FILES in line and line[-1] == launcher]
+    commands = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
+    [directory] = [line[-2] for line in commands if PRIVATE_FILES in line and line[-1] == launcher]
     return Path(directory)
 
 
@@ -222,7 +222,7 @@ TOO_LARGE = f"--json-model-override-args '{json.dumps({'intermediate_size': 10**
 @pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize(
-    "extra, said",
+    "extra, message",
     [
         ("--no-such-flag 1", "unrecognized arguments: --no-such-flag"),
         (TOO_LARGE, "can't allocate memory"),
@@ -230,14 +230,14 @@ TOO_LARGE = f"--json-model-override-args '{json.dumps({'intermediate_size': 10**
     ids=["unknown flag", "out of memory"],
 )
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(
-    tiny_pair: TinyPair, tmp_path: Path, extra: str, said: str
+    tiny_pair: TinyPair, tmp_path: Path, extra: str, message: str
 ) -> None:
     log = tmp_path / "server.log"
     all_flags = flags(tiny_pair.student, extra)
     server = SglangServer(all_flags, environment=CPU, log_path=log, start_deadline_s=DEADLINE_S)
     with pytest.raises(EngineError) as error:
         asyncio.run(server.ready())
-    assert said in str(error.value) and str(log) in str(error.value)
+    assert message in str(error.value) and str(log) in str(error.value)
     assert not server.running
 
 
@@ -266,8 +266,8 @@ def test_the_cause_of_a_scheduler_s_end() -> None:
         '"model.py", line 2, in load\n'
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     )
-    said = cause_of_kill(f"starting\n{trace}\n[2026-11-25] SIGQUIT received.\nKilled\n")
-    assert said.endswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    cause = cause_of_kill(f"starting\n{trace}\n[2026-11-25] SIGQUIT received.\nKilled\n")
+    assert cause.endswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     killed = "was killed (by the kernel, out of memory?)"
     assert cause_of_kill("ValueError: of a request, long ago\nKilled\n") == killed
     crashed = "Subprocess scheduler_0 (pid=7) crashed with exit code"

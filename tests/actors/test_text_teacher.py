@@ -78,8 +78,8 @@ def test_chats_and_texts_are_asked_at_the_run_s_temperature(server: TextServer) 
 
 def test_calls_of_a_chat_are_asked_in_openai_s_form(server: TextServer) -> None:
     call = {"name": "add", "arguments": {"a": 1}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0}
-    ask(address(server.url), [*CHAT, said])
+    call_message = {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0}
+    ask(address(server.url), [*CHAT, call_message])
     written = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     sent = {"role": "assistant", "content": "", "tool_calls": [written]}
     assert [chat["messages"] for chat in server.chats] == [[*CHAT, sent]]
@@ -100,11 +100,11 @@ def test_temporary_failures_and_empty_answers_are_retried(server: TextServer) ->
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answer",
     [Says(""), Says(" \n", "length"), Says(None, "tool_calls"), Says("I can", "content_filter")],
 )
-def test_repeated_useless_answers_are_an_error(server: TextServer, said: Says) -> None:
-    server.script = lambda body: said
+def test_repeated_useless_answers_are_an_error(server: TextServer, answer: Says) -> None:
+    server.script = lambda body: answer
     with pytest.raises(UnusableAnswer):
         ask(address(server.url))
     assert len(server.chats) == 4
@@ -143,8 +143,8 @@ def test_errors_of_key_path_and_name_differ_and_hide_the_key(
     with pytest.raises(EndpointRefused):
         ask(address(server.url))
     for caught in (path, name, key):
-        told = f"{caught.value!r} {caught.value.__cause__!r}"
-        assert "secret" not in told and API_KEY not in told and "samples_url=" in told
+        error = f"{caught.value!r} {caught.value.__cause__!r}"
+        assert "secret" not in error and API_KEY not in error and "samples_url=" in error
     monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "two\nlines")
     with refuses(ConfigError, "ISOTHERM_ENDPOINT_API_KEY") as odd:
         ask(address(server.url))
@@ -190,8 +190,8 @@ def test_an_invalid_address_is_refused_without_a_request(url: str) -> None:
 
 def test_of_a_page_its_text_is_shown() -> None:
     page = "<html><head><title>Oh</title></head><body><p>No&nbsp;GET here, key</p></body></html>"
-    said = in_a_line(ValueError(page), "key")
-    assert "GET here, ***" in said and "Oh" not in said and "<" not in said
+    line = in_a_line(ValueError(page), "key")
+    assert "GET here, ***" in line and "Oh" not in line and "<" not in line
 
 
 @pytest.mark.parametrize("mark", ["<", "<head>", "<script>a"])
@@ -210,7 +210,7 @@ def teacher(server: TextServer, tmp_path: Path) -> TextTeacher:
     return TextTeacher(address=address(server.url), encoder=encoder, deadline_s=60.0)
 
 
-def generate(teacher: TextTeacher, samples: int, told: str = "") -> list[Sample]:
+def generate(teacher: TextTeacher, samples: int, teacher_prompt: str = "") -> list[Sample]:
     """Samples of a teacher that was pickled, as in workers."""
     tokenizer = teacher.encoder.tokenizer
     prompt = Prompt(
@@ -218,7 +218,7 @@ def generate(teacher: TextTeacher, samples: int, told: str = "") -> list[Sample]
         answer=None,
         line=1,
         text="1 + 1 =",
-        teacher_prompt=told,
+        teacher_prompt=teacher_prompt,
     )
 
     async def sampled() -> list[Sample]:
@@ -250,7 +250,7 @@ def test_a_group_s_samples_are_as_long_as_they_come(
 
 
 def test_the_teacher_sees_the_privileged_context(server: TextServer, teacher: TextTeacher) -> None:
-    [sample] = generate(teacher, 1, told="1 + 1 = (it is 2)")
+    [sample] = generate(teacher, 1, teacher_prompt="1 + 1 = (it is 2)")
     assert [b["messages"][0]["content"] for b in server.chats] == ["1 + 1 = (it is 2)"]
     assert np.array_equal(sample.tokens_T[-1:], [EOS])
 
@@ -260,10 +260,10 @@ async def test_while_it_waits_it_is_known_to_be_alive(
 ) -> None:
     monkeypatch.setattr("actors.rollout.text_teacher.TICK_S", 0.01)
     server.script = lambda body: 0.3
-    told: list[None] = []
+    progress: list[None] = []
     prompt = Prompt(tokens_T=ids(3), answer=None, line=1, text="1")
     request = GenerateRequest(prompt_tokens_T=ids(3), sampling=SAMPLING, num_samples=1, seed=1)
     async with replace(teacher).opened() as opened:
-        sampler = opened.sampler(prompt, lambda: told.append(None))
+        sampler = opened.sampler(prompt, lambda: progress.append(None))
         [sample] = await sampler.generate(request)
-    assert len(told) > 1 and sample.stop_reason is StopReason.EOS
+    assert len(progress) > 1 and sample.stop_reason is StopReason.EOS

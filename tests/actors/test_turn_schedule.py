@@ -216,10 +216,10 @@ def test_a_step_of_learner_policy_and_teacher_is_a_turn_of_each(
     before = gpus.changes
     loop.run_until_complete(spent(engines))
     waited = loop.run_until_complete(all_of_it())
-    told, changes = loop.run_until_complete(spent(engines)), 2 * steps
-    assert gpus.changes - before == told["turns/changes"] == changes
-    assert told["turns/proof"] == pytest.approx(changes * SCORE_S)
-    assert told["turns/seconds"] == pytest.approx(changes * (RELEASE_S + RESUME_S + SCORE_S))
+    metrics, changes = loop.run_until_complete(spent(engines)), 2 * steps
+    assert gpus.changes - before == metrics["turns/changes"] == changes
+    assert metrics["turns/proof"] == pytest.approx(changes * SCORE_S)
+    assert metrics["turns/seconds"] == pytest.approx(changes * (RELEASE_S + RESUME_S + SCORE_S))
     assert not loop.run_until_complete(spent(engines)).total()
     assert waited < 3 * (RELEASE_S + RESUME_S), "a teacher without calls kept its turn"
 

@@ -155,9 +155,9 @@ def test_engines_in_turns_score_as_they_do_alone(tiny_pair: TinyPair, tmp_path: 
                 numbers = range(8 * wave, 8 * wave + 8)
                 found += await asyncio.gather(*map(client, numbers))
             for engine in engines:
-                told = await engine.turns()
-                assert told["turns/changes"] >= 1
-                assert 0 < told["turns/proof"] < told["turns/seconds"]
+                metrics = await engine.turns()
+                assert metrics["turns/changes"] >= 1
+                assert 0 < metrics["turns/proof"] < metrics["turns/seconds"]
             return found
 
     found = asyncio.run(asyncio.wait_for(by_turns(), DEADLINE_S))

@@ -59,8 +59,8 @@ def test_a_version_before_its_release_is_one(tmp_path: Path) -> None:
 def test_a_single_turn(python: str) -> None:
     problems = dataset("products", python, args='{"taskset": {"num_tasks": 9}}')
     assert len(problems) == 9
-    said = ["42", "no idea"]
-    group = rolled_out(problems, 6, lambda turn, _: said[turn])
+    replies = ["42", "no idea"]
+    group = rolled_out(problems, 6, lambda turn, _: replies[turn])
     by_reward = {trajectory.reward: trajectory for trajectory in group.trajectories_G}
     assert by_reward.keys() == {0.0, 1.0}
     assert by_reward[0.0].metrics["letters"] == len("no idea")

@@ -437,22 +437,22 @@ class SlowToClose(OneTurn):
     """Environment whose close waits for an event."""
 
     may: asyncio.Event
-    told: list[str]
+    events: list[str]
 
     async def close(self) -> None:
-        self.told.append("closing")
+        self.events.append("closing")
         await self.may.wait()
-        self.told.append("closed")
+        self.events.append("closed")
 
 
 @pytest.mark.parametrize("group_id", [0, 1], ids=["ended", "sampling"])
 async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
     """The driver repeats the order while the group is restarted elsewhere."""
-    may, told = asyncio.Event(), list[str]()
+    may, events = asyncio.Event(), list[str]()
 
     class Closing(Pairs):
         def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-            return [SlowToClose(self.prompt_T, may, told)]
+            return [SlowToClose(self.prompt_T, may, events)]
 
     class Groups(Dataset):
         def builder(self, group_id: int) -> EnvGroupBuilder:
@@ -465,7 +465,7 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
                 dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
             )  # fmt: skip
             running = asyncio.create_task(worker.run())
-            while told != ["closing"] or [g.stage for g in worker.active][-1] != "sampling":
+            while events != ["closing"] or [g.stage for g in worker.active][-1] != "sampling":
                 await asyncio.sleep(0)  # group 0 has ended
             for _ in range(3):
                 worker.cancel_restarted({group_id: 1}, epoch=1)
@@ -473,7 +473,7 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
                 await asyncio.sleep(0.01)
             assert len(worker.active) == 2
             worker.forget(epoch=2)
-            while told != ["closing", "closing"]:
+            while events != ["closing", "closing"]:
                 await asyncio.sleep(0)
             assert len(worker.active) == 2
             may.set()
@@ -483,7 +483,7 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
             await running
     finally:
         may.set()  # so that a failing test can end
-    assert told.count("closed") == 2
+    assert events.count("closed") == 2
 
 
 def test_a_group_cancelled_before_its_start_frees_its_slot() -> None:

@@ -69,12 +69,12 @@ class TextServer:
         return web.json_response({"error": {"message": message}}, status=status, headers=headers)
 
 
-def _response(said: Says, *, chat: bool) -> web.Response:
-    choice: dict[str, Any] = {"index": 0, "finish_reason": said.finish_reason}
+def _response(answer: Says, *, chat: bool) -> web.Response:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
     if chat:
-        choice["message"] = {"role": "assistant", "content": said.text}
+        choice["message"] = {"role": "assistant", "content": answer.text}
     else:
-        choice["text"] = said.text
+        choice["text"] = answer.text
     kind = "chat.completion" if chat else "text_completion"
     return web.json_response(
         {"id": "1", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}

@@ -72,7 +72,7 @@ class Learner:
         assert wait
         self.waits += 1
 
-    def told(self) -> tuple[list[list[str]], int]:
+    def calls(self) -> tuple[list[list[str]], int]:
         return self.pushes, self.waits
 
 
@@ -93,12 +93,12 @@ class House:
         Args:
             pushes: number of pushes that fall into handshakes during a step, one into each.
         """
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.examined: list[list[str]] = []
         self.references: list[EnginePool] = []  # engines in the learner's place
         self._disagrees, self._pushes = disagrees, pushes
         self.supervisor = Supervisor(
-            print_line=self.said.append, record=lambda _event, **_fields: None,
+            print_line=self.lines.append, record=lambda _event, **_fields: None,
             on_death=lambda _member, _why: None, hang_after_s=60, max_restarts=9,
         )  # fmt: skip
         self.supervisor.run_started = True
@@ -148,8 +148,8 @@ class House:
         return [member.name for member in self.members if member.state is State.SERVING]
 
     @property
-    def told(self) -> tuple[list[list[str]], int]:
-        return self.learner.told.remote().future.result(60)
+    def calls(self) -> tuple[list[list[str]], int]:
+        return self.learner.calls.remote().future.result(60)
 
     def begin_joining(self) -> None:
         self._admission.begin_joining()
@@ -194,8 +194,8 @@ def test_all_waiting_engines_join_by_one_push_and_one_handshake(house: Any, role
     everyone = [f"{role} {index}" for index in range(32)]
     assert many.admit() == everyone
     assert many.examined == [everyone]
-    assert many.told == (([everyone], 0) if role == POLICY else ([], 1))
-    [line] = many.said
+    assert many.calls == (([everyone], 0) if role == POLICY else ([], 1))
+    [line] = many.lines
     assert f"{role} 3 and 28 more" in line and "1.0e-06" in line
     assert many.admit() == everyone and len(many.examined) == 1
 
@@ -204,8 +204,8 @@ def test_all_waiting_engines_join_by_one_push_and_one_handshake(house: Any, role
 def test_a_failing_engine_is_found_by_bisection_and_the_others_join(house: Any, wrong: str) -> None:
     many = house(POLICY, 32, **{wrong: "policy 13"})
     assert many.admit() == [f"policy {index}" for index in range(32) if index != 13]
-    assert sum("policy 13 died" in line for line in many.said) == 1
-    assert len(many.told[0]) == 1 + 2 * 5
+    assert sum("policy 13 died" in line for line in many.lines) == 1
+    assert len(many.calls[0]) == 1 + 2 * 5
     if wrong == "unreachable":
         assert all("policy 13" not in names for names in many.examined)
 
@@ -214,7 +214,7 @@ def test_an_engine_that_died_before_its_push_is_reported_once(house: Any) -> Non
     few = house(POLICY, 4, unreachable="policy 2")
     few.members[2].handle.end()
     assert few.admit() == ["policy 0", "policy 1", "policy 3"]
-    assert sum("policy 2 died" in line for line in few.said) == 1
+    assert sum("policy 2 died" in line for line in few.lines) == 1
 
 
 @pytest.mark.parametrize("pushes", [0, 1, 2])
@@ -226,7 +226,7 @@ def test_waiting_engines_join_during_a_step(house: Any, pushes: int) -> None:
     assert [member.name for member in many.members if member.state is State.SERVING] == everyone
     assert many.examined == [everyone] * (1 + pushes)
     assert len(many.references) == 1 + pushes
-    assert many.admit() == everyone and many.told == ([], 0)  # the learner admitted none
+    assert many.admit() == everyone and many.calls == ([], 0)  # the learner admitted none
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_engines_that_cannot_join_during_a_step_are_admitted_after_it(
     assert [member.state for member in few.members] == [State.READY] * 4
     good = [i for i in range(4) if f"policy {i}" not in trouble.values()]
     assert few.admit() == [f"policy {i}" for i in good]
-    assert few.told[0][0] == [f"policy {i}" for i in range(4)]
+    assert few.calls[0][0] == [f"policy {i}" for i in range(4)]
 
 
 def test_engines_that_were_joining_are_admitted_by_another_learner(house: Any) -> None:
@@ -252,4 +252,4 @@ def test_engines_that_were_joining_are_admitted_by_another_learner(house: Any) -
     assert few.admit() == []
     few.with_another_learner()
     assert few.admit() == ["policy 0", "policy 1"]
-    assert few.told[0] == [["policy 0", "policy 1"]]
+    assert few.calls[0] == [["policy 0", "policy 1"]]

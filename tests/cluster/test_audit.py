@@ -338,7 +338,7 @@ def test_each_wrong_event_is_found(path: Path, lie: Lie, problem: str) -> None:
     assert json.dumps(events) != before
     rewrite(path, events)
     found = audit(path)
-    assert any(problem in said for said in found.problems), found.problems
+    assert any(problem in each for each in found.problems), found.problems
     assert "NOT proved" in " ".join(found.lines())
 
 

@@ -76,16 +76,16 @@ def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 @pytest.mark.parametrize(
-    ("said", "reward", "feedback"), [("2", 1.0, "Right."), ("3", 0.0, "contains b 2 times")]
+    ("answer", "reward", "feedback"), [("2", 1.0, "Right."), ("3", 0.0, "contains b 2 times")]
 )
 def test_the_documented_tool_and_reward_work(
-    documented: Path, said: str, reward: float, feedback: str
+    documented: Path, answer: str, reward: float, feedback: str
 ) -> None:
     words = documented / "words.txt"
     words.write_text("bobs")
     env = importlib.import_module("letters").Letters(file=str(words))
     tokenizer = chat_tokenizer()
-    policy = Scripted(tokenizer, [call("spell", {"word": "bobs"}), said])
+    policy = Scripted(tokenizer, [call("spell", {"word": "bobs"}), answer])
     builder = env(None, setting(tokenizer)).builder(0, 1)
     sampling = TrainSampling(temperature=0.7, max_new_tokens=48)
     [played] = asyncio.run(play_group(policy, builder, sampling, group_id=0, seed=0))

@@ -24,7 +24,7 @@ class Starting:
     """
 
     def __init__(self, answered: int = 0, start_deadline_s: float = 0.0, room: int = 3) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.background = Background()
         spec = SimpleNamespace(
             start_deadline_s=start_deadline_s,
@@ -40,7 +40,7 @@ class Starting:
             self._answer()
 
     def print_line(self, line: str) -> None:
-        self.said.append(line)
+        self.lines.append(line)
         self._answer()
 
     def members(self, role: str, *states: State) -> list[Any]:
@@ -63,7 +63,7 @@ def test_a_long_start_names_the_missing_actors_and_those_without_a_node(
     monkeypatch.setattr(cluster.runtime.driver, "SAY_FIRST_S", 0.0)
     supervisor = Starting(room=2)
     driver(supervisor, 60).wait_until_started(["engine", "worker"])
-    first, *_, worker_1, worker_2 = supervisor.said
+    first, *_, worker_1, worker_2 = supervisor.lines
     assert "0 of 6" in first and "worker 0 and 2 more" in first and "5 of 6" in worker_2
     assert "worker 1," in worker_1 and "worker 2 (no node" in worker_2
 

@@ -297,15 +297,15 @@ def test_the_directory_of_an_unfinished_run_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_busy_directory_is_waited_for_before_anything_else(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
 
     def print_line(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         held.__exit__()
 
     held = RunLock.acquire(tmp_path / ".lock", print_line, 0.0)
     wait_for_other_job(tmp_path, print_line)
-    assert len(said) == 1 and str(tmp_path) in said[0]
+    assert len(lines) == 1 and str(tmp_path) in lines[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")

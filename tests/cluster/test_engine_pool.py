@@ -157,7 +157,7 @@ class Echo:
             for request in requests
         ]
 
-    async def told(self) -> list[int]:
+    async def recorded_calls(self) -> list[int]:
         return self.calls
 
     async def fail(self) -> None:
@@ -191,7 +191,7 @@ async def test_canaries_are_sent_with_the_next_batch_and_answered_separately() -
     assert not batched and first_tokens(alone) == [5]
     with pytest.raises(EngineLost):
         await pool.score_with_next_batch("e9", [to_score(5)], PATIENCE_S)
-    assert await engine.told.remote() == [5, 1]
+    assert await engine.recorded_calls.remote() == [5, 1]
     await engine.fail.remote()
     riding = asyncio.ensure_future(pool.score_with_next_batch("e0", [to_score(8)], PATIENCE_S))
     await asyncio.sleep(0)
@@ -214,10 +214,10 @@ async def test_concurrent_requests_are_one_call_with_separate_answers() -> None:
         return [first_tokens(each) if isinstance(each, list) else each for each in found]
 
     assert await ask([1, 2], [3], [4, 5]) == [[1, 2], [3], [4, 5]]
-    assert await engine.told.remote() == [5]
+    assert await engine.recorded_calls.remote() == [5]
     first, refused, last = await ask([1], [13, 2], [3])
     assert (first, last) == ([1], [3]) and isinstance(refused, DataError)
-    assert sorted((await engine.told.remote())[1:]) == [1, 1, 2, 4]
+    assert sorted((await engine.recorded_calls.remote())[1:]) == [1, 1, 2, 4]
     engine.end()
 
 

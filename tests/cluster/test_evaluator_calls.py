@@ -25,10 +25,10 @@ class House:
 
     def __init__(self, directory: Path, deadline_s: float) -> None:
         self.inside, self.spared = str(directory / "inside"), str(directory / "spared")
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.made = 0
         self.supervisor = Supervisor(
-            print_line=self.said.append, record=lambda _event, **_fields: None,
+            print_line=self.lines.append, record=lambda _event, **_fields: None,
             on_death=lambda member, _why: self.calls.record_death(member),
             hang_after_s=deadline_s / 2, max_restarts=9,
         )  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_second_death_in_the_same_code_ends_the_run_and_names_it(house: House,
         house.ask(lambda evaluator: evaluator.evaluate.remote(way, house.spared))
     assert "2 times, in the code of [1] of env=Bad" in str(failed.value)
     assert house.made == 2
-    assert sum("evaluator died (" in line and "code of [1]" in line for line in house.said) == 2
+    assert sum("evaluator died (" in line and "code of [1]" in line for line in house.lines) == 2
 
 
 @pytest.mark.parametrize("deadline_s", [DIES_S])
@@ -89,4 +89,4 @@ def test_a_single_death_in_user_code_is_forgiven(house: House) -> None:
     Path(house.spared).touch()
     assert house.ask(ask) == "well"
     assert house.made == 3
-    assert not any("in the code of" in line for line in house.said)
+    assert not any("in the code of" in line for line in house.lines)

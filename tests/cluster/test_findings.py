@@ -221,9 +221,9 @@ def test_remedies_are_settings_that_exist() -> None:
 def test_a_resumed_run_does_not_repeat_findings(tmp_path: Path) -> None:
     rows = [row | {"push/lost_share": 0.9} for row in healthy(0)]
     first = Watch(CONFIG, tmp_path / "none.jsonl")
-    said = [finding.name for row in rows[:40] for finding in first.observe(row)]
-    assert said == ["updates_are_lost"]
-    resumed = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40], said)
+    names = [finding.name for row in rows[:40] for finding in first.observe(row)]
+    assert names == ["updates_are_lost"]
+    resumed = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40], names)
     assert [finding for row in rows[40:] for finding in resumed.observe(row)] == []
     # Without the earlier findings it repeats them at its first step.
     forgetful = Watch(CONFIG, tmp_path / "none.jsonl", rows[:40])

@@ -54,8 +54,8 @@ def end(made: ActorFollowers) -> None:
 def test_lanes_run_concurrently() -> None:
     made = followers()
     with made("wait", [60, 60], "main") as waits:
-        with made("tell", [None, None], "ahead") as told:
-            told()
+        with made("tell", [None, None], "ahead") as call:
+            call()
         assert waits() == [True, True]
     end(made)
 

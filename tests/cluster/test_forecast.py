@@ -26,8 +26,8 @@ def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
     save_tokenizer(start)
     rows = [
         {"prompt": f"{a}+{b}=", "completion": answer}
-        for (a, b), said in zip(SUMS, answers, strict=True)
-        for answer in said
+        for (a, b), texts in zip(SUMS, answers, strict=True)
+        for answer in texts
     ]
     book = write_rows(root / f"{name}.jsonl", *rows)
     out = root / name / "run"

@@ -79,7 +79,7 @@ def begin(worker: Path, address: str, code: str) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def told(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
+def facts_of(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Facts that all starts share, and facts of this process."""
     assert process.stdout is not None
     line = json.loads(process.stdout.readline())
@@ -89,7 +89,7 @@ def told(process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], dict[str, An
 def test_a_fork_equals_a_process_that_python_starts(worker: Path, address: str) -> None:
     forks = [begin(worker, address, "0") for _ in range(2)]
     plain = begin(worker, "/nobody/answers", "0")
-    (fork, own), (_, other), (process, plain_own) = map(told, [*forks, plain])
+    (fork, own), (_, other), (process, plain_own) = map(facts_of, [*forks, plain])
     assert fork == process
     assert own["loaded"] and not plain_own["loaded"]
     assert own["random"] != other["random"]
@@ -109,7 +109,7 @@ def test_a_stand_in_has_the_exit_status_of_its_fork(
 
 def test_a_stopped_fork_ends_with_its_stand_in(worker: Path, address: str) -> None:
     process = begin(worker, address, "os.kill(os.getpid(), signal.SIGSTOP)")
-    fork = psutil.Process(told(process)[1]["pid"])
+    fork = psutil.Process(facts_of(process)[1]["pid"])
     until(lambda: fork.status() == psutil.STATUS_STOPPED)
     process.kill()
     until(lambda: not fork.is_running())

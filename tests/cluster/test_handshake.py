@@ -248,8 +248,8 @@ def test_without_a_learner_the_first_policy_engine_is_the_reference(parties: Par
         spoilt = Spoilt(parties.policy, prefill, decode)
         assert not parties.shake(policies={"policy": spoilt}, learner=None).agrees
         teacher = Spoilt(parties.teacher, prefill, decode)
-        said = complaint(parties.shake(teachers={"teacher": teacher}, learner=None))
-        assert said.startswith("teacher ")
+        found = complaint(parties.shake(teachers={"teacher": teacher}, learner=None))
+        assert found.startswith("teacher ")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.01])

@@ -102,7 +102,7 @@ def test_a_signal_during_the_start_ends_the_command_and_leaves_no_file() -> None
         ) as process:  # fmt: skip
             until(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
             process.send_signal(signal.SIGTERM)  # during the imports of the workers' parent
-            _, said = process.communicate(timeout=DEADLINE_S)
+            _, printed = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 128 + signal.SIGTERM
-        assert signal.SIGTERM.name in said.decode()
+        assert signal.SIGTERM.name in printed.decode()
         assert not list(Path(directory).glob("isotherm-fork-*"))

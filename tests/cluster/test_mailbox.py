@@ -69,7 +69,7 @@ class Engine:
     async def queue_length(self) -> int:
         return 0
 
-    async def told(self) -> tuple[int, int]:
+    async def counts(self) -> tuple[int, int]:
         return self.posts, self.collects
 
 
@@ -113,7 +113,7 @@ async def asked(end: MailboxEnd, *tokens: int) -> list[Any]:
 def test_concurrent_requests_are_few_calls_with_separate_answers(engine: Any) -> None:
     end = MailboxEnd(engine)
     assert asyncio.run(asked(end, *range(64))) == [[Echo("", token)] for token in range(64)]
-    posts, collects = ray.get(engine.told.remote())
+    posts, collects = ray.get(engine.counts.remote())
     assert posts == 1 and collects < 10
 
 

@@ -24,16 +24,16 @@ heard: list[dict[str, Any]] = []
 released = threading.Event()
 
 
-def hear(told: dict[str, Any]) -> None:
-    heard.append(told)
+def hear(body: dict[str, Any]) -> None:
+    heard.append(body)
 
 
 def hang(_told: dict[str, Any]) -> None:
     released.wait(60)
 
 
-def leave(told: dict[str, Any]) -> None:
-    heard.append(told)
+def leave(body: dict[str, Any]) -> None:
+    heard.append(body)
     raise SystemExit("gone")
 
 
@@ -103,15 +103,15 @@ def test_a_run_sends_its_findings_and_its_end(
     findings = {event["name"]: event for event in events if event["event"] == "finding"}
     constant = findings["rewards_are_constant"]
     assert constant["step"] == 8
-    told = [body for _, body in servers[200].got]
-    assert [body.get("name") for body in told] == [*findings, None]
+    bodies = [body for _, body in servers[200].got]
+    assert [body.get("name") for body in bodies] == [*findings, None]
     assert {kind for kind, _ in servers[200].got} == {"application/json"}
-    [body] = [body for body in told if body.get("name") == "rewards_are_constant"]
+    [body] = [body for body in bodies if body.get("name") == "rewards_are_constant"]
     assert body["run"] == "run" and body["remedy"] == constant["remedy"]
     assert body["evidence"] == constant["evidence"] and constant["evidence"]["step"] == 1
     assert body["text"] in printed.read_text()
     end = {"event": "end", "run": "run", "out": str(out), "step": 12, "status": "finished"}
-    assert told[-1].items() >= end.items()
+    assert bodies[-1].items() >= end.items()
     shown = report_data(read_run(out), 1)
     assert [each["name"] for each in shown["findings"]] == list(findings)
     kept = {(group["step"], group["group"]) for group in shown["groups"]}
@@ -121,29 +121,29 @@ def test_a_run_sends_its_findings_and_its_end(
 
 def notified(receiver: Any, **end: float) -> list[str]:
     """Warnings of a failed run of three steps that notifies this receiver."""
-    said: list[str] = []
-    notifier = Notifier(receiver, Path("/runs/first"), said.append, **end)
+    lines: list[str] = []
+    notifier = Notifier(receiver, Path("/runs/first"), lines.append, **end)
     for step in (1, 2, 3):
         notifier.send("finding", text=f"step {step}", step=step)
     notifier.finish({"status": "failed", "reason": "RunFailed: no"}, 3)
-    return said
+    return lines
 
 
 def test_a_function_gets_all_notifications_in_order() -> None:
     assert notified(receiver_of(f"{__name__}:hear")) == []
-    assert [told["text"] for told in heard[:3]] == ["step 1", "step 2", "step 3"]
+    assert [body["text"] for body in heard[:3]] == ["step 1", "step 2", "step 3"]
     assert heard[3]["status"] == "failed" and heard[3]["reason"] == "RunFailed: no"
 
 
 def test_a_failing_receiver_is_warned_of_once_and_still_notified(
     servers: dict[int, Server],
 ) -> None:
-    [said] = notified(receiver_of(servers[500].url))
-    assert "500" in said and len(servers[500].got) == 4
-    [said] = notified(receiver_of(f"{__name__}:leave"))
-    assert "SystemExit: gone" in said and len(heard) == 4
-    [said] = notified(receiver_of(servers[302].url))
-    assert "302" in said and len(servers[200].got) == 0  # redirects are not followed
+    [line] = notified(receiver_of(servers[500].url))
+    assert "500" in line and len(servers[500].got) == 4
+    [line] = notified(receiver_of(f"{__name__}:leave"))
+    assert "SystemExit: gone" in line and len(heard) == 4
+    [line] = notified(receiver_of(servers[302].url))
+    assert "302" in line and len(servers[200].got) == 0  # redirects are not followed
     servers[200].close()
     assert len(notified(receiver_of(servers[200].url))) == 1
 

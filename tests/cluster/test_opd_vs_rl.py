@@ -106,9 +106,9 @@ def test_a_race_runs_every_method_draws_its_curves_and_resumes(
     monkeypatch.setattr(race, "FIRST_RATES", (1e-3,))
     arguments = [f"out={tmp_path}", "lengths=4", "schooling=2", "steps=6", "seeds=1"]
     assert main(arguments) == 0
-    said = json.loads((tmp_path / "opd_vs_rl.json").read_text())
-    assert [row["method"] for row in said["rows"]] == ["OPD", "GRPO, share of links"]
-    for each in said["curves"]:
+    report = json.loads((tmp_path / "opd_vs_rl.json").read_text())
+    assert [row["method"] for row in report["rows"]] == ["OPD", "GRPO, share of links"]
+    for each in report["curves"]:
         assert each["steps"][:2] == [0, 2]
         assert each["tokens"][0] == 0 < each["tokens"][1] <= each["steps"][1] * 64 * 4
         assert all(0 <= share <= 1 for share in each["accuracy"])
@@ -119,5 +119,5 @@ def test_a_race_runs_every_method_draws_its_curves_and_resumes(
 
     assert main(arguments) == 0
     assert {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")} == runs
-    assert json.loads((tmp_path / "opd_vs_rl.json").read_text()) == said
+    assert json.loads((tmp_path / "opd_vs_rl.json").read_text()) == report
     assert "4 tokens, OPD, lr 0.001, seed 0" in capsys.readouterr().out

@@ -169,14 +169,14 @@ def test_a_demand_above_the_whole_cluster_is_refused_at_once() -> None:
 def test_a_busy_cluster_is_waited_for_until_the_deadline() -> None:
     others = placement(ResourceDemand(name="other", count=6, resources=ONE))
     reserve(others)
-    said: list[str] = []
+    lines: list[str] = []
     mine = placement(
         ResourceDemand(name="learner", count=1, resources=ONE),
         ResourceDemand(name="policy", count=3, resources=ONE),
     )
     with refuses(ConfigError, "cluster.start_deadline_s"):
-        reserve(mine, 2, said.append)
-    assert "policy (3 x 1 CPU)" in said[-1] and said[-1].endswith("s of 2 s")
+        reserve(mine, 2, lines.append)
+    assert "policy (3 x 1 CPU)" in lines[-1] and lines[-1].endswith("s of 2 s")
     until(lambda: free_cpus() == 2)  # the learner's bundle is free again
     polls = iter([others.release])
     reserve(mine, poll=lambda: next(polls, lambda: None)())

@@ -52,8 +52,8 @@ class Run(test_audit.Run):
 
     def canary(self, number: int, good: bool) -> CanaryAnswer:
         why = {} if good else {"why": "other weights"}
-        said = {"step": self.version, "gap": 0.0 if good else 9.0, "mean": 0.0, "rode": True}
-        return self.ledger.canary(number, good, **said, **why)
+        fields = {"step": self.version, "gap": 0.0 if good else 9.0, "mean": 0.0, "rode": True}
+        return self.ledger.canary(number, good, **fields, **why)
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_a_teacher_elsewhere_is_asked_one_canary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "key", "said"),
+    ("spoil", "key", "pattern"),
     [
         (lambda answer: answer, "another", "refused the key"),
         # A stock server's: no T divides them.
@@ -133,10 +133,10 @@ def test_a_teacher_elsewhere_is_asked_one_canary() -> None:
     ],
 )
 def test_what_is_wrong_with_it_is_said_with_the_remedy(
-    spoil: Callable[[Any], Any], key: str, said: str
+    spoil: Callable[[Any], Any], key: str, pattern: str
 ) -> None:
     found = asked(elsewhere(spoil), key)
-    assert not found.works and re.search(said, found.description), found.description
+    assert not found.works and re.search(pattern, found.description), found.description
 
 
 def test_nobody_there_and_one_that_hangs() -> None:
@@ -223,7 +223,7 @@ def test_who_does_not_return_in_time_and_who_never_was_are_told(
 
 
 @pytest.mark.parametrize(
-    ("settings", "shown", "said"),
+    ("settings", "shown", "part"),
     [
         ({}, 6, ", scored by the policy's engines"),
         ({"teacher_lag": 2, "estimator": "full"}, 6, "and the same number again, by the learner"),
@@ -233,7 +233,7 @@ def test_who_does_not_return_in_time_and_who_never_was_are_told(
     ids=str,
 )
 def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
-    opd: Opd, tmp_path: Path, settings: dict[str, Any], shown: int, said: str
+    opd: Opd, tmp_path: Path, settings: dict[str, Any], shown: int, part: str
 ) -> None:
     row = {"prompt": "1+1"}
     if "teacher_feedback" not in settings:
@@ -249,7 +249,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
     ]  # fmt: skip
     tokens = 10 * (shown + 8)
     assert f"at most {tokens:,} tokens per step (10 samples of up to {shown} + 8)" in line
-    assert said in line
+    assert part in line
     small = small_run(config, tmp_path / "small").config
     assert small.teacher_moves and small.teacher_rule == config.teacher_rule
 
@@ -267,9 +267,9 @@ def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
         device="cpu",
     )  # fmt: skip
     inputs = check_rollout(config)
-    said = "\n".join(full_size(config, inputs, []).lines)
-    assert f"{len(inputs.train)} measured" in said and "context 128" in said
-    assert "10 samples of up to" in said
-    assert "push" in said and "policy" in said
+    lines = "\n".join(full_size(config, inputs, []).lines)
+    assert f"{len(inputs.train)} measured" in lines and "context 128" in lines
+    assert "10 samples of up to" in lines
+    assert "push" in lines and "policy" in lines
     with refuses(ConfigError, "train_from"):
         opd(dry_run="rehearse", train_from="elsewhere")

@@ -55,17 +55,17 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
 
     def run(*arguments: object) -> tuple[int, str]:
         code = main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, " ".join((told.out + told.err).split())
+        captured = capsys.readouterr()
+        return code, " ".join((captured.out + captured.err).split())
 
     return run
 
 
 @pytest.mark.parametrize(("step", "start"), [(5, 3), (7, 6)])
 def test_a_replayed_step_is_bit_equal(out: Path, printed: Printed, step: int, start: int) -> None:
-    code, told = printed(f"out={out}", f"step={step}")
-    assert code == 0, told
-    assert f"(step {start})" in told and f"step {step} is bit-equal" in told
+    code, output = printed(f"out={out}", f"step={step}")
+    assert code == 0, output
+    assert f"(step {start})" in output and f"step {step} is bit-equal" in output
 
 
 def test_steps_from_hidden_states_are_refused(
@@ -76,8 +76,8 @@ def test_steps_from_hidden_states_are_refused(
         eval_size=0, estimator="full", checkpoint_every=1, keep=1,
         **{"teacher.head": tiny_pair.teacher},
     )  # fmt: skip
-    code, told = printed(f"out={tmp_path / 'run'}", "step=1")
-    assert code == 2 and "teacher.head=" in told and "estimator=top_k" in told
+    code, output = printed(f"out={tmp_path / 'run'}", "step=1")
+    assert code == 2 and "teacher.head=" in output and "estimator=top_k" in output
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_unreadable_groups_are_named(out: Path, sixth: Path, printed: Printed) -
     assert renamed != written
     for damaged in (written[: len(written) // 2], b"", renamed):
         path.write_bytes(damaged)
-        code, told = printed(f"out={out}", "step=6")
-        assert code == 2 and path.name in told, told
+        code, output = printed(f"out={out}", "step=6")
+        assert code == 2 and path.name in output, output
 
 
 def test_the_first_tensor_that_differs_is_named(out: Path, sixth: Path, printed: Printed) -> None:
@@ -108,8 +108,8 @@ def test_the_first_tensor_that_differs_is_named(out: Path, sixth: Path, printed:
     name = list(outcome["weights"])[2]
     outcome["weights"][name][0] += 1
     path.write_text(json.dumps(outcome))
-    code, told = printed(f"out={out}", "step=6")
-    assert code == 1 and f"weights of {name}" in told
+    code, output = printed(f"out={out}", "step=6")
+    assert code == 1 and f"weights of {name}" in output
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.001, 0), (1.1, 1)])
@@ -122,8 +122,8 @@ def test_steps_of_several_workers_may_differ_by_a_hundredth(
     bits, norm = outcome["gradient"][name]
     outcome["gradient"][name] = [bits + (factor != 1.0), norm * factor]
     path.write_text(json.dumps(outcome))
-    found, told = printed(f"out={out}", "step=6")
-    assert found == code and (f"gradient of {name}" in told) == (code == 1), told
+    found, output = printed(f"out={out}", "step=6")
+    assert found == code and (f"gradient of {name}" in output) == (code == 1), output
 
 
 def test_a_step_that_was_not_finite_is_not_finite_again(
@@ -134,8 +134,8 @@ def test_a_step_that_was_not_finite_is_not_finite_again(
     unlikely_P = [with_segments(group, unlikely) for group in kept.groups_P]
     write_groups(groups, unlikely_P, kept.note)
     sixth.with_suffix(".json").unlink()
-    code, told = printed(f"out={out}", "step=6")
-    assert code == 0 and "step 6 is not finite" in told, told
+    code, output = printed(f"out={out}", "step=6")
+    assert code == 0 and "step 6 is not finite" in output, output
 
 
 def with_segments(
@@ -167,11 +167,11 @@ def test_a_disk_that_refuses_writes_is_warned_of_once(
 
 
 def test_a_step_is_compared_with_one_of_other_settings(out: Path, printed: Printed) -> None:
-    code, told = printed(f"out={out}", "step=5", "lr=1e-3", "loss=ppo", "estimator=sampled")
-    assert code == 0, told
-    assert "step 5 is bit-equal" in told
-    assert "train/lr" in told and "0.001" in told and "0.003" in told
-    assert "train/loss" in told and "staleness/mean" not in told, "equal metrics are left out"
+    code, output = printed(f"out={out}", "step=5", "lr=1e-3", "loss=ppo", "estimator=sampled")
+    assert code == 0, output
+    assert "step 5 is bit-equal" in output
+    assert "train/lr" in output and "0.001" in output and "0.003" in output
+    assert "train/loss" in output and "staleness/mean" not in output, "equal metrics are left out"
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_step_is_compared_with_one_of_other_settings(out: Path, printed: Print
     ],
 )
 def test_wrong_arguments_are_refused(out: Path, printed: Printed, given: str, named: str) -> None:
-    code, told = printed(f"out={out}", "step=5", given)
-    assert code == 2 and named in told
+    code, output = printed(f"out={out}", "step=5", given)
+    assert code == 2 and named in output
     assert printed("step=5")[0] == 2
 
 
@@ -231,9 +231,9 @@ def test_groups_outside_the_report_have_no_links(
     copy = tmp_path / "run"
     shutil.copytree(out, copy)
     remove_kept_groups(copy)
-    code, told = printed(f"out={copy}", "step=4", "blame=2")
-    assert code == 0, told
-    assert "responses: share of the gradient" in told and "#step=" not in told
+    code, output = printed(f"out={copy}", "step=4", "blame=2")
+    assert code == 0, output
+    assert "responses: share of the gradient" in output and "#step=" not in output
 
 
 def remove_kept_groups(run: Path) -> None:
@@ -249,20 +249,20 @@ def test_shares_of_the_gradient_link_to_the_report(
     remove_kept_groups(copy)
     rows_D = policy_rows(groups_P, ObjectiveConfig(estimator="top_k"))
     keep_step(KeptGroupWriter(copy / "groups", 1, whole=True), 7, groups_P, rows_D)
-    code, told = printed(f"out={copy}", "step=7", "blame=99")
-    assert code == 0, told
+    code, output = printed(f"out={copy}", "step=7", "blame=99")
+    assert code == 0, output
     kept = KeptGroups(copy / "groups")
     broken_down = 0
     for shown, member in itertools.product([each.group for each in kept], range(2)):
         place = f"step=7&group={shown.group_id}&member={member}"
-        assert f"#{place} group {shown.group_id}, trajectory {member}" in told
+        assert f"#{place} group {shown.group_id}, trajectory {member}" in output
         sampled = sum(each.num_actions for each in shown.trajectories_G[member].segments)
-        linked = [n for n in range(sampled + 1) if f"#{place}&token={n} " in told]
+        linked = [n for n in range(sampled + 1) if f"#{place}&token={n} " in output]
         # The responses with the largest shares are broken down into all of their tokens.
         assert linked in ([], list(range(sampled)))
         broken_down += bool(linked)
     assert len(kept) == 3 and broken_down == 4
-    assert set(re.findall(r"#step=7&group=(\d+)", told)) == {
+    assert set(re.findall(r"#step=7&group=(\d+)", output)) == {
         str(each.group.group_id) for each in kept
     }
 

@@ -246,7 +246,7 @@ def test_a_prompt_shared_by_all_trajectories_is_stored_once(tmp_path: Path) -> N
         logprobs_NK=np.log([[0.5, 0.3, 0.1]] * 3).astype(np.float32),
     )
     alike = [
-        turns(tokenizer, ("ask é\n", False), (said, True), version=0) for said in ("yes", "né")
+        turns(tokenizer, ("ask é\n", False), (text, True), version=0) for text in ("yes", "né")
     ]
     alike = [replace(each, teacher_top=top) for each in alike]
     members = tuple(trajectory(each, reward=1.0) for each in alike)

@@ -175,7 +175,7 @@ def test_the_plan_has_counts_memory_and_the_push(opd: Opd) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "part"),
     [
         ({}, ""),
         ({"teacher.lag": 3}, "1 teacher engine after every 3 steps"),
@@ -184,13 +184,13 @@ def test_the_plan_has_counts_memory_and_the_push(opd: Opd) -> None:
     ids=str,
 )
 def test_the_plan_has_the_costs_of_a_moving_teacher(
-    opd: Opd, rule: dict[str, Any], said: str
+    opd: Opd, rule: dict[str, Any], part: str
 ) -> None:
     """The live teacher has no engines; a lagged or EMA one has, and memory in the learner."""
     config = opd(teacher="policy", teacher_feedback="{prompt}!", device="cpu", **rule)
     rows = {line.split()[0]: line for line in describe_layout(config).splitlines()}
     assert ("teacher" in rows) == bool(rule)
-    assert said in rows["push"] and ("teacher" in rows["push"]) == bool(rule)
+    assert part in rows["push"] and ("teacher" in rows["push"]) == bool(rule)
     estimate = estimate_memory(config.model.path)
     assert estimate is not None
     assert readable(estimate.parameters * (20 if rule else 16)) in rows["learner"]

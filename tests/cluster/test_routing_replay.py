@@ -71,9 +71,9 @@ def test_servers_record_routed_experts() -> None:
     def flags(device: str, **given: Any) -> list[str]:
         return server_flags(SglangConfig(model="m", device=device, **given), 9)
 
-    told = flags("cpu", routed_experts=True)
-    assert "--enable-return-routed-experts" in told and "--moe-runner-backend" not in told
+    arguments = flags("cpu", routed_experts=True)
+    assert "--enable-return-routed-experts" in arguments and "--moe-runner-backend" not in arguments
     assert "--enable-return-routed-experts" not in flags("cpu")
     assert flags("cuda", routed_experts=True)[-2:] == ["--moe-runner-backend", "triton"]
-    told = flags("cuda", routed_experts=True, server_flags="--moe-runner-backend deep_gemm")
-    assert told[-2:] == ["--moe-runner-backend", "deep_gemm"]
+    arguments = flags("cuda", routed_experts=True, server_flags="--moe-runner-backend deep_gemm")
+    assert arguments[-2:] == ["--moe-runner-backend", "deep_gemm"]

@@ -33,20 +33,20 @@ class Writing:
 
     def __init__(
         self,
-        told: list[str],
+        events: list[str],
         takes: int,
         fails: set[int],
         broken: list[str] | None = None,
         unjudged: list[str] | None = None,
     ) -> None:
-        self._told, self._takes, self._fails, self._broken = told, takes, fails, broken
+        self._events, self._takes, self._fails, self._broken = events, takes, fails, broken
         self._unjudged = unjudged
         self._step = self._begun = 0
 
     def evaluate(self) -> dict[str, float]:
         if self._unjudged:
             raise OSError(self._unjudged.pop())
-        self._told.append("evaluated")
+        self._events.append("evaluated")
         return {"time/validation": 1.0}
 
     def step(self, _waited_s: float) -> dict[str, float]:
@@ -63,7 +63,7 @@ class Writing:
         if not wait and self._step < self._begun + self._takes:
             return None
         if wait and self._step < self._begun + self._takes:
-            self._told.append(f"waited for {self._begun}")
+            self._events.append(f"waited for {self._begun}")
         self._check(self._begun)
         return Written(checkpoint=made(self._begun), seconds=2.0)
 
@@ -84,11 +84,11 @@ def made(step: int) -> Checkpoint:
 class Actors(LearnerAlone):
     """The actors of a run with a learner alone; records events in order."""
 
-    def __init__(self, told: list[str], make: Callable[[], LocalActor]) -> None:
+    def __init__(self, events: list[str], make: Callable[[], LocalActor]) -> None:
         idle: Any = SimpleNamespace(background=Background(), critical=dict)
         self.signals = Signals()
         self.driver = Driver(supervisor=idle, signals=self.signals, deadline_s=60)
-        self._told, self._make = told, make
+        self._events, self._make = events, make
         self.leader = make()
         self.before: dict[int, Exception] = {}
         self.next_step = 1
@@ -103,24 +103,24 @@ class Actors(LearnerAlone):
         return 0.0
 
     def ask_learner_canaries(self, step: int) -> None:
-        self._told.append(f"saving {step}")
+        self._events.append(f"saving {step}")
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        self._told.append(f"saved {checkpoint.step}")
+        self._events.append(f"saved {checkpoint.step}")
 
     def recover(self, lost: LearnerLost) -> int:
-        self._told.append("recovered")
+        self._events.append("recovered")
         self.leader, self.next_step = self._make(), 1
         return 0
 
     def cancel_waits(self) -> None:
-        self._told.append("end")
+        self._events.append("end")
 
     def start(self, resume_from: Checkpoint | None) -> None:
-        self._told.append("started")
+        self._events.append("started")
 
     def close(self) -> None:
-        self._told.append("closed")
+        self._events.append("closed")
 
 
 class Scene:
@@ -133,20 +133,20 @@ class Scene:
         broken: list[str] | None = None,
         unjudged: list[str] | None = None,
     ) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.metrics: list[dict[str, float]] = []
         self.actors = Actors(
-            self.told,
-            lambda: LocalActor(Writing, self.told, takes, fails or set(), broken, unjudged),
+            self.events,
+            lambda: LocalActor(Writing, self.events, takes, fails or set(), broken, unjudged),
         )
 
     def record(self, metrics: dict[str, float]) -> None:
         self.actors.next_step = int(metrics["step"]) + 1
-        self.told.append(f"step {metrics['step']}")
+        self.events.append(f"step {metrics['step']}")
         self.metrics.append(metrics)
 
     def unsaved(self, error: CheckpointError, *, will_retry: bool) -> None:
-        self.told.append(f"{error}, {'again' if will_retry else 'at last'}")
+        self.events.append(f"{error}, {'again' if will_retry else 'at last'}")
 
     def train(self, steps: int = 6, every: int = 2) -> Checkpoint:
         return Run(self._context(steps, every), self.actors, NoEvaluations()).train()
@@ -171,15 +171,15 @@ class Scene:
             resume_from=None, directory=SimpleNamespace(append_event=nothing),
             progress=SimpleNamespace(note=nothing), set_aside=nothing, certify=nothing,
             trackers=SimpleNamespace(skip_kept=nothing), recalls=lambda *_: False,
-            record_evaluation=lambda _metrics, step: self.told.append(f"recorded {step}"),
-            complete=lambda checkpoint: self.told.append(f"complete {checkpoint.step}"),
+            record_evaluation=lambda _metrics, step: self.events.append(f"recorded {step}"),
+            complete=lambda checkpoint: self.events.append(f"complete {checkpoint.step}"),
         )  # fmt: skip
 
 
 def test_a_checkpoint_is_committed_once_it_is_written() -> None:
     run = Scene(takes=1)
     assert run.train(steps=5).step == 5
-    assert run.told == [
+    assert run.events == [
         *("step 1", "step 2", "saving 2", "step 3", "saved 2"),
         *("step 4", "saving 4", "step 5", "saved 4", "saved 5"),
     ]
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_committed_once_it_is_written() -> None:
 def test_a_checkpoint_waits_for_the_one_before() -> None:
     run = Scene(takes=9)
     run.train(steps=5)
-    assert run.told == [
+    assert run.events == [
         *("step 1", "step 2", "saving 2", "step 3", "step 4", "waited for 2", "saved 2"),
         *("saving 4", "step 5", "waited for 4", "saved 4", "saved 5"),
     ]
@@ -201,7 +201,7 @@ def test_a_checkpoint_waits_for_the_one_before() -> None:
 def test_a_synchronous_checkpoint_is_committed_at_once() -> None:
     run = Scene(takes=0)
     run.train(steps=3)
-    assert run.told == ["step 1", "step 2", "saving 2", "saved 2", "step 3", "saved 3"]
+    assert run.events == ["step 1", "step 2", "saving 2", "saved 2", "step 3", "saved 3"]
     assert "time/checkpoint" in run.metrics[2] and "time/checkpoint_write" not in run.metrics[2]
 
 
@@ -209,7 +209,7 @@ def test_a_failed_checkpoint_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene(takes=1, fails={2, 6})
     run.train(steps=6, every=2)
-    assert run.told == [
+    assert run.events == [
         *("step 1", "step 2", "saving 2", "step 3", "no room for 2, again", "saving 3"),
         *("step 4", "saved 3", "saving 4", "step 5", "saved 4", "step 6"),
         *("no room for 6, again", "saved 6"),
@@ -219,8 +219,8 @@ def test_a_failed_checkpoint_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
 class FullDisk(Writing):
     """A learner whose first `tries` checkpoints fail with `error`."""
 
-    def __init__(self, told: list[str], tries: int, error: int = errno.ENOSPC) -> None:
-        super().__init__(told, takes=0, fails=set())
+    def __init__(self, events: list[str], tries: int, error: int = errno.ENOSPC) -> None:
+        super().__init__(events, takes=0, fails=set())
         self._tries, self._error = tries, error
 
     def _check(self, step: int) -> None:
@@ -236,18 +236,18 @@ def test_a_full_disk_pauses_training_until_it_has_room(
 ) -> None:
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene()
-    run.actors.leader = LocalActor(FullDisk, run.told, 25)
+    run.actors.leader = LocalActor(FullDisk, run.events, 25)
     if signalled:
         run.actors.before = {4: Interrupted(signal.SIGTERM)}
         with pytest.raises(Interrupted):
             run.train(steps=steps)
     else:
         assert run.train(steps=steps).step == steps
-    trained = [int(line.split()[1]) for line in run.told if line.startswith("step ")]
-    saved = [int(line.split()[1]) for line in run.told if line.startswith("saved ")]
+    trained = [int(line.split()[1]) for line in run.events if line.startswith("step ")]
+    saved = [int(line.split()[1]) for line in run.events if line.startswith("saved ")]
     assert saved[-1] == trained[-1] and trained == sorted(set(trained))
-    first = run.told.index(f"saved {saved[0]}")
-    assert sum(line.startswith("no room") for line in run.told[:first]) == 25
+    first = run.events.index(f"saved {saved[0]}")
+    assert sum(line.startswith("no room") for line in run.events[:first]) == 25
     assert saved[0] <= 14  # ten steps after the first try, training waits
 
 
@@ -255,7 +255,7 @@ def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     monkeypatch.setattr(distill.durable_files, "FULL_S", 0.0)
     run = Scene()
-    run.actors.leader = LocalActor(FullDisk, run.told, 1000)
+    run.actors.leader = LocalActor(FullDisk, run.events, 1000)
     with pytest.raises(CheckpointError):
         run.train()
 
@@ -268,12 +268,12 @@ def test_other_errors_of_the_disk_end_the_run_after_ten_tries(
     """At once on a signal."""
     monkeypatch.setattr(distill.durable_files, "PAUSE_S", 0.0)
     run = Scene()
-    run.actors.leader = LocalActor(FullDisk, run.told, 1000, error)
+    run.actors.leader = LocalActor(FullDisk, run.events, 1000, error)
     if signalled:
         run.actors.before = {1: Interrupted(signal.SIGTERM)}
     with pytest.raises(CheckpointError):
         run.train()
-    assert sum(line.startswith("no room") for line in run.told) == (0 if signalled else 10)
+    assert sum(line.startswith("no room") for line in run.events) == (0 if signalled else 10)
 
 
 def test_a_signal_ends_the_run_after_its_checkpoints() -> None:
@@ -281,25 +281,25 @@ def test_a_signal_ends_the_run_after_its_checkpoints() -> None:
     run.actors.before[4] = Interrupted(signal.SIGTERM)
     with pytest.raises(Interrupted):
         run.train()
-    assert run.told[-4:] == ["end", "waited for 2", "saved 2", "saved 3"]
+    assert run.events[-4:] == ["end", "waited for 2", "saved 2", "saved 3"]
 
 
-@pytest.mark.parametrize(("fails", "said"), [((), "saved 2"), ((2,), "no room for 2, at last")])
-def test_a_failed_run_finishes_the_checkpoint_under_way(fails: tuple[int, ...], said: str) -> None:
+@pytest.mark.parametrize(("fails", "event"), [((), "saved 2"), ((2,), "no room for 2, at last")])
+def test_a_failed_run_finishes_the_checkpoint_under_way(fails: tuple[int, ...], event: str) -> None:
     run = Scene(takes=9, fails=set(fails))
     run.actors.before[4] = RunFailed("no room for anybody")
     with pytest.raises(RunFailed):
         run.train()
-    assert run.told[-2:] == ["waited for 2", said]
+    assert run.events[-2:] == ["waited for 2", event]
 
 
 class Stuck(Writing):
     """A learner whose fourth step waits for a worker that has failed; its writer does not."""
 
     def __init__(
-        self, told: list[str], waits: threading.Event, over: threading.Event, fails: bool = False
+        self, events: list[str], waits: threading.Event, over: threading.Event, fails: bool = False
     ) -> None:
-        super().__init__(told, takes=9, fails=set())
+        super().__init__(events, takes=9, fails=set())
         self._waits, self._over, self._half_done = waits, over, fails
 
     def step(self, _waited_s: float) -> dict[str, float]:
@@ -315,7 +315,7 @@ class Stuck(Writing):
 def test_a_failed_run_finishes_the_checkpoint_during_a_stuck_step(signalled: bool) -> None:
     """With `signalled`, a signal arrives and the step fails: no half of it is saved."""
     run, waits, over = Scene(), threading.Event(), threading.Event()
-    run.actors.leader = LocalActor(Stuck, run.told, waits, over, signalled)
+    run.actors.leader = LocalActor(Stuck, run.events, waits, over, signalled)
 
     async def happens() -> None:
         await asyncio.to_thread(waits.wait)
@@ -328,7 +328,7 @@ def test_a_failed_run_finishes_the_checkpoint_during_a_stuck_step(signalled: boo
     run.actors.driver.background.start(happens())
     with pytest.raises(RunFailed):
         run.train()
-    assert run.told[-3:] == ["end" if signalled else "step 3", "waited for 2", "saved 2"]
+    assert run.events[-3:] == ["end" if signalled else "step 3", "waited for 2", "saved 2"]
     over.set()
     run.actors.driver.background.close()
 
@@ -336,25 +336,25 @@ def test_a_failed_run_finishes_the_checkpoint_during_a_stuck_step(signalled: boo
 def test_a_failed_step_is_repeated_once_from_the_checkpoint_under_way() -> None:
     run = Scene(broken=["a broken disk"])
     assert run.train(steps=3).step == 3
-    assert run.told == [
+    assert run.events == [
         *("step 1", "step 2", "saving 2", "waited for 2", "saved 2", "recovered"),
         *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),
     ]
     run = Scene(broken=["a broken disk", "a broken disk"])
     with pytest.raises(LearnerFailed):
         run.train(steps=3)
-    assert run.told.count("recovered") == 1
+    assert run.events.count("recovered") == 1
 
 
 def test_a_failed_evaluation_by_the_learner_is_repeated_once() -> None:
     run = Scene(unjudged=["a broken disk"])
     run.run_to_end()
-    assert run.told[:4] == ["started", "recovered", "evaluated", "recorded 0"]
-    assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
+    assert run.events[:4] == ["started", "recovered", "evaluated", "recorded 0"]
+    assert run.events[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
     run = Scene(unjudged=["a broken disk", "a broken disk"])
     with pytest.raises(LearnerFailed):
         run.run_to_end()
-    assert run.told == ["started", "recovered", "closed"]
+    assert run.events == ["started", "recovered", "closed"]
 
 
 def test_a_learner_lost_after_the_last_step_is_restarted_for_its_evaluation() -> None:
@@ -368,15 +368,15 @@ def test_a_learner_lost_after_the_last_step_is_restarted_for_its_evaluation() ->
             super().after_steps(step)
 
     run.run_to_end(LosesItself)
-    assert run.told.count("step 3") == 2
-    assert run.told[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
+    assert run.events.count("step 3") == 2
+    assert run.events[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
 
 
 def test_a_lost_learner_loses_the_checkpoint_under_way() -> None:
     run = Scene(takes=9)
     run.actors.before[3] = LearnerLost("gone")
     run.train(steps=3)
-    assert run.told == [
+    assert run.events == [
         *("step 1", "step 2", "saving 2", "recovered"),
         *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),
     ]

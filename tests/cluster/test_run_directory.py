@@ -288,15 +288,15 @@ def test_an_attempt_without_steps_is_replaced_by_other_settings(
     scores.touch()
     started(opd())
     assert scores.exists()
-    said: list[str] = []
-    assert RunDirectory(opd(**changes)).check(said.append) is None
-    assert len(said) == 1
+    lines: list[str] = []
+    assert RunDirectory(opd(**changes)).check(lines.append) is None
+    assert len(lines) == 1
     assert RunDirectory(sft(opd().out)).check() is None
     second = started(opd(**changes))
     assert second.run_id != was and second.read_metrics() == [] and not scores.exists()
     assert not second.store.complete()  # the weights of the fork are set aside
-    assert RunDirectory(opd(**changes)).check(said.append) is None
-    assert len(said) == 1
+    assert RunDirectory(opd(**changes)).check(lines.append) is None
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("at", [(RunDirectory, "write_json"), (CheckpointStore, "set_aside_after")])
@@ -366,9 +366,9 @@ def test_a_directory_without_permission_is_refused(opd: NewOpd, name: str) -> No
         child.start()
         theirs.close()
         assert answer.poll(DEADLINE_S)
-        said = answer.recv()
+        problem = answer.recv()
         child.join()
-        assert said.startswith(f"out={out}") and str(out / name) in said
+        assert problem.startswith(f"out={out}") and str(out / name) in problem
     finally:
         shutil.rmtree(out)
 
@@ -378,10 +378,10 @@ def test_a_damaged_checkpoint_is_skipped_and_set_aside(opd: NewOpd) -> None:
     directory = started(config)
     older, newest = (save(directory, config.model.path, step) for step in (2, 4))
     (newest.path / "trainer.json").write_bytes(b"stute")
-    told: list[str] = []
-    assert RunDirectory(config).check(told.append) == older
+    lines: list[str] = []
+    assert RunDirectory(config).check(lines.append) == older
     assert newest.path.is_dir()  # a check writes nothing
-    assert "step-000004" in told[0] and "trainer.json" in told[0]
+    assert "step-000004" in lines[0] and "trainer.json" in lines[0]
     started(config, older)
     assert sorted(path.name for path in directory.store.root.iterdir()) == [
         "step-000002", "step-000004.damaged",
@@ -462,7 +462,7 @@ def test_a_second_job_waits_and_resumes_from_the_last_checkpoint_of_the_first(
 ) -> None:
     """As a requeued job that starts while the first one still saves."""
     config = opd()
-    said: list[str] = []
+    lines: list[str] = []
     resumed: list[Checkpoint | None] = []
 
     def second() -> None:
@@ -474,7 +474,7 @@ def test_a_second_job_waits_and_resumes_from_the_last_checkpoint_of_the_first(
     waiting = threading.Event()
 
     def print_line(text: str) -> None:
-        said.append(text)
+        lines.append(text)
         waiting.set()
 
     for last in (2, 4):  # before the first checkpoint, and after
@@ -492,7 +492,7 @@ def test_a_second_job_waits_and_resumes_from_the_last_checkpoint_of_the_first(
         assert resumed[-1] == newest
         assert not list(first.store.root.glob("*.damaged"))
         assert [line["step"] for line in first.read_metrics()][-1] == last
-    assert all(str(os.getpid()) in line for line in said) and len(said) == 2
+    assert all(str(os.getpid()) in line for line in lines) and len(lines) == 2
 
 
 def test_a_command_empties_only_directories_that_it_made(tmp_path: Path) -> None:

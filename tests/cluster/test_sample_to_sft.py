@@ -102,8 +102,10 @@ def test_equal_prompts_of_two_sources_have_different_samples(
         "max_new_tokens=64", "engine=embedded",
     ]  # fmt: skip
     assert main(asked) == 0
-    said = [{r["completion"] for r in read_rows(data) if r["source"] == file} for file in files]
-    assert all(said) and not said[0] & said[1]
+    completions = [
+        {r["completion"] for r in read_rows(data) if r["source"] == file} for file in files
+    ]
+    assert all(completions) and not completions[0] & completions[1]
 
 
 @pytest.mark.parametrize(("places", "most"), [(16, 4), (2, 2)])
@@ -132,9 +134,9 @@ def test_an_endpoint_that_refuses_is_named_without_its_key(
     assert (
         main([f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", f"data={data}"]) == 1
     )
-    said = capsys.readouterr().err
-    assert endpoint.url in said and "ISOTHERM_ENDPOINT_API_KEY is set" in said
-    assert "another-key" not in said and not data.exists()
+    errors = capsys.readouterr().err
+    assert endpoint.url in errors and "ISOTHERM_ENDPOINT_API_KEY is set" in errors
+    assert "another-key" not in errors and not data.exists()
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class Run:
         self.starved_s = 0.0
         self.out = tmp_path / "out"
         self.out.mkdir()
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.crew = Crew(
             {"policy": (1, 1), "rollout": (1, 1)}
             | {name.replace("_", " "): limits for name, limits in bounds.items()}
@@ -102,7 +102,7 @@ class Run:
         self.scaling = Scaling(
             self.crew,  # pyright: ignore[reportArgumentType] - what it needs of a fleet
             self,  # pyright: ignore[reportArgumentType] - what it needs of a directory
-            self.said.append,
+            self.lines.append,
             up_after_s=20,
             down_after_s=40,
             steps_in_flight=steps_in_flight,
@@ -200,7 +200,7 @@ def test_a_pool_grows_where_the_groups_are_and_its_sizes_are_recorded(
     run.until(lambda: run.of("scale"), 9, 1)
     [grown] = run.of("scale")
     assert (grown["pool"], grown["from"], grown["to"]) == ("rollout", 1, 2)
-    assert grown["reason"] in run.said[0]
+    assert grown["reason"] in run.lines[0]
     assert [window["learner_wait"] for window in run.of("window")] == [0.9, 0.9]  # 20 s
     nodes.append({"Alive": True})
     run.step(9, 1)

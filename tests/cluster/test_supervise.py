@@ -54,11 +54,11 @@ class House:
     def __init__(self, *, max_restarts: int = 5, hang_after_s: float = 60, **role: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.terminated: list[str] = []
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.made: list[tuple[int, int]] = []
         self.wrong = ""
         self.supervisor = Supervisor(
-            print_line=self.said.append,
+            print_line=self.lines.append,
             record=lambda event, **fields: self.events.append((event, fields)),
             on_death=lambda member, _why: self.terminated.append(member.name),
             hang_after_s=hang_after_s,
@@ -88,16 +88,16 @@ class House:
         return list(self.supervisor.serving("helper")) == [f"helper {i}" for i in indices]
 
     def pid(self, index: int = 0) -> int:
-        return self.told("start", f"helper {index}")[-1]["pid"]
+        return self.events("start", f"helper {index}")[-1]["pid"]
 
-    def told(self, event: str, who: str) -> list[dict[str, Any]]:
+    def events(self, event: str, who: str) -> list[dict[str, Any]]:
         return [fields for kind, fields in self.events if kind == event and fields["who"] == who]
 
     def started(self, *indices: int) -> None:
         for index in indices:
             self.supervisor.add(self.spec, index)
         self.until(lambda: self.serving(*indices))
-        self.until(lambda: all(self.told("start", f"helper {i}") for i in indices))
+        self.until(lambda: all(self.events("start", f"helper {i}") for i in indices))
         self.supervisor.run_started = True
 
 
@@ -124,7 +124,7 @@ def test_a_killed_actor_is_restarted_in_its_place(new_house: Callable[..., House
     assert house.serving(0) and house.supervisor.expected("helper") == 2
     house.until(lambda: house.serving(0, 1))
     assert house.made == [(0, 0), (1, 0), (1, 1)] and house.supervisor.changes >= changes + 2
-    [death], [restart] = house.told("death", "helper 1"), house.told("restart", "helper 1")
+    [death], [restart] = house.events("death", "helper 1"), house.events("restart", "helper 1")
     assert "SIGKILL" in death["why"] or "died" in death["why"]
     assert restart["seconds"] > 0
 
@@ -141,10 +141,10 @@ def test_an_actor_without_heartbeats_is_terminated(
         os.kill(old, signal.SIGSTOP)
     else:
         member.handle.block.remote(3600)
-    house.until(lambda: bool(house.told("restart", "helper 0")))
-    [death] = house.told("death", "helper 0")
+    house.until(lambda: bool(house.events("restart", "helper 0")))
+    [death] = house.events("death", "helper 0")
     assert "15 s" in death["why"]
-    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    house.until(lambda: len(house.events("start", "helper 0")) == 2)
     assert house.pid() != old
 
 
@@ -170,10 +170,10 @@ def test_the_loss_of_a_follower_restarts_all(new_house: Callable[..., House]) ->
     pids = ray.get([location_call(follower) for follower in followers[0]])
     os.kill(pids[1][0], signal.SIGKILL)
     house.until(lambda: house.terminated == ["helper 0"])
-    [death] = house.told("death", "helper 0")
+    [death] = house.events("death", "helper 0")
     assert death["why"].startswith("on another of its nodes: ")
     old = house.pid()
-    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    house.until(lambda: len(house.events("start", "helper 0")) == 2)
     assert house.pid() != old and house.made == [(0, 0), (0, 1)] and len(followers) == 2
     for pid in (old, pids[0][0]):
         house.until(lambda pid=pid: not psutil.pid_exists(pid))
@@ -211,7 +211,7 @@ def test_more_deaths_than_allowed_fail_the_run(new_house: Callable[..., House]) 
     house = new_house(max_restarts=1)
     house.started(0)
     os.kill(house.pid(), signal.SIGKILL)
-    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    house.until(lambda: len(house.events("start", "helper 0")) == 2)
     os.kill(house.pid(), signal.SIGKILL)
     with pytest.raises(RunFailed):
         house.until(lambda: False)
@@ -273,7 +273,7 @@ def test_the_deadline_of_a_start_begins_with_a_place(new_house: Callable[..., Ho
     end_of_wait = time.monotonic() + 2
     house.until(lambda: time.monotonic() > end_of_wait)
     assert len(house.supervisor.members("helper", State.STARTING)) == 1
-    assert not asked and house.terminated == [] and house.said == []
+    assert not asked and house.terminated == [] and house.lines == []
     there = True
     house.until(lambda: bool(asked))
 
@@ -286,10 +286,10 @@ def test_an_actor_without_its_node_reports_the_missing_resources_once(
     house.started(0)
     there = False
     os.kill(house.pid(), signal.SIGKILL)
-    house.until(lambda: any("waits for 1 GPU" in line for line in house.said))
+    house.until(lambda: any("waits for 1 GPU" in line for line in house.lines))
     there = True
     house.until(lambda: house.serving(0))
-    assert sum("waits for 1 GPU" in line for line in house.said) == 1
+    assert sum("waits for 1 GPU" in line for line in house.lines) == 1
 
 
 @pytest.mark.slow
@@ -297,11 +297,11 @@ def test_an_actor_that_ray_restarts_keeps_its_place(new_house: Callable[..., Hou
     house = new_house(hang_after_s=15, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     member: Member = house.supervisor.adopt(house.spec, 0, handle)
-    house.until(lambda: bool(house.told("start", "helper 0")))
+    house.until(lambda: bool(house.events("start", "helper 0")))
     os.kill(house.pid(), signal.SIGKILL)
-    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    house.until(lambda: len(house.events("start", "helper 0")) == 2)
     os.kill(house.pid(), signal.SIGSTOP)
-    house.until(lambda: len(house.told("start", "helper 0")) == 3)
-    assert len(house.told("death", "helper 0")) == len(house.told("restart", "helper 0")) == 2
+    house.until(lambda: len(house.events("start", "helper 0")) == 3)
+    assert len(house.events("death", "helper 0")) == len(house.events("restart", "helper 0")) == 2
     assert house.supervisor.members("helper") == [member] and house.terminated == []
     calls.kill(handle)

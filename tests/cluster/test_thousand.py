@@ -99,7 +99,7 @@ def test_an_engine_that_does_not_answer_its_handshake_delays_no_other(
         run.step()
     pushes = [len(names) for names in run.fleet.learner.plain.pushes]
     assert pushes == [8, 7, 1], "not all that died, all but one, and that one after its restart"
-    [line] = [line for line in run.said if "not admitted" in line]
+    [line] = [line for line in run.lines if "not admitted" in line]
     assert "policy engine 3 " in line
 
 

@@ -50,13 +50,13 @@ class Run:
         self.directory.path.mkdir(exist_ok=True)
         if not (self.directory.path / "config.json").exists():
             self.directory.start(None)
-        self.said: list[str] = []
+        self.lines: list[str] = []
         settings = {
             "temperature": config.sampling.temperature,
             "tracking": {"notify": config.tracking.notify},
         }
         self.trackers = Trackers(
-            config.tracking, self.directory, settings, first_step, self.said.append
+            config.tracking, self.directory, settings, first_step, self.lines.append
         )
 
     def steps(self, tokenizer: PreTrainedTokenizerBase, first: int, last: int) -> None:
@@ -89,8 +89,8 @@ def test_tensorboard_gets_steps_rollouts_and_alerts(
     again.finish()
     read = EventAccumulator(str(first.directory.path / "tensorboard"))
     read.Reload()
-    told = [(each.step, each.value) for each in read.Scalars("opd/reverse_kl")]
-    assert told == [(step, 0.5) for step in (1, 2, 3, 4, 5)]
+    values = [(each.step, each.value) for each in read.Scalars("opd/reverse_kl")]
+    assert values == [(step, 0.5) for step in (1, 2, 3, 4, 5)]
     assert read.Scalars("pool/policy")[-1].value == 2
     assert [each.value for each in read.Scalars("restarts")] == [0, 0, 0, 0, 1]
     texts = {tag: read.Tensors(tag) for tag in read.Tags()["tensors"]}
@@ -100,7 +100,7 @@ def test_tensorboard_gets_steps_rollouts_and_alerts(
     assert alert == "policy 0 died: killed"
     settings = texts["settings/text_summary"][0].tensor_proto.string_val[0].decode()
     assert "tracking.notify" in settings and "s3cr3t" not in settings
-    assert not first.said and not again.said
+    assert not first.lines and not again.lines
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_mlflow_continues_the_same_run(
     again = Run(config, first_step=3)
     again.trackers.log(NAMES | {"step": 4})
     again.finish()
-    assert not first.said and not again.said
+    assert not first.lines and not again.lines
     client = MlflowClient(f"sqlite:///{first.directory.path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("of my own")
     assert experiment is not None
@@ -145,7 +145,7 @@ def test_wandb_gets_history_summary_and_alerts_in_the_project_of_its_variable(
     run = Run(opd(wandb="offline"))
     run.steps(tokenizer, 1, 2)
     run.finish()
-    assert not run.said
+    assert not run.lines
     [written] = run.directory.path.glob("wandb/offline-run-*/run-*.wandb")
     records = all_wandb_records(written)
     [started] = [each.run for each in records if each.WhichOneof("record_type") == "run"][:1]
@@ -220,7 +220,7 @@ def test_rollouts_of_repeated_steps_are_shown_again(
         keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig()))
     run.trackers.show_rollouts(tokenizer)
     run.finish()
-    assert shown == [1, 1, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4] and not run.said
+    assert shown == [1, 1, 2, 2, 3, 3, 2, 2, 3, 3, 4, 4] and not run.lines
     resumed = Run(opd(track="mlflow"), 4)
     resumed.trackers.skip_kept()
     shown.clear()
@@ -256,16 +256,16 @@ def scripted(
     monkeypatch.setattr(
         "cluster.run_files.trackers.KINDS", {"mlflow": lambda _started: Scripted(call)}
     )
-    config, said = opd(track="mlflow"), []
+    config, lines = opd(track="mlflow"), []
     directory = RunDirectory(config)
     directory.path.mkdir(exist_ok=True)
     directory.start(None)
-    trackers = Trackers(config.tracking, directory, {}, 0, said.append, end_s)
+    trackers = Trackers(config.tracking, directory, {}, 0, lines.append, end_s)
     for step in (1, 2, 3):
         trackers.log({"step": step})
     directory.append_event("death", who="policy 0", why="no https://me:pass-word@host/ there")
     trackers.finish({"status": "failed", "reason": "no s3cr3t-s3cr3t there"}, 1)
-    return said
+    return lines
 
 
 def test_a_long_text_is_searched_for_secrets() -> None:
@@ -287,11 +287,11 @@ def test_a_failing_tracker_is_warned_of_once_without_secrets(
                 "cannot reach http://me:pass-word@host:5/api?token=abc with s3cr3t-s3cr3t"
             )
 
-    [said] = scripted(opd, monkeypatch, call)
-    assert "mlflow" in said and "http://***@host:5/api" in said
+    [line] = scripted(opd, monkeypatch, call)
+    assert "mlflow" in line and "http://***@host:5/api" in line
     assert heard[-1].startswith(at)  # it is called no more
     assert not any(
-        secret in text for text in (said, *heard) for secret in ("pass-word", "abc", "s3cr3t")
+        secret in text for text in (line, *heard) for secret in ("pass-word", "abc", "s3cr3t")
     )
 
 
@@ -305,9 +305,9 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(
         if what.startswith(at):
             released.wait(60)
 
-    [said] = scripted(opd, monkeypatch, call, end_s=0.1)
+    [line] = scripted(opd, monkeypatch, call, end_s=0.1)
     released.set()
-    assert "mlflow" in said
+    assert "mlflow" in line
 
 
 def test_trackers_must_be_installed(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:

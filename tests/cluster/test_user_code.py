@@ -121,9 +121,9 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trial(config: OpdConfig) -> list[str]:
-    said: list[str] = []
-    try_user_code(config, check_rollout(config), said.append)
-    return said
+    lines: list[str] = []
+    try_user_code(config, check_rollout(config), lines.append)
+    return lines
 
 
 def test_a_custom_objective_is_tried_on_made_up_numbers(opd: NewOpd, code: Path) -> None:
@@ -153,7 +153,7 @@ def line_of(code: Path, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "pattern"),
     [
         ("of_right_answers_alone", r"raised ZeroDivisionError: .*\({code}:{line}\).*response ''"),
         ("exits", r"exit code 7"),
@@ -161,14 +161,14 @@ def line_of(code: Path, text: str) -> int:
     ],
 )
 def test_a_reward_that_fails_is_named_with_file_line_and_problem(
-    opd: NewOpd, code: Path, function: str, said: str
+    opd: NewOpd, code: Path, function: str, pattern: str
 ) -> None:
     line = line_of(code, f"def {function}") + (2 if function == "prints_and_exits" else 1)
     config = opd(reward=f"{code.stem}:{function}")
     with refuses(ConfigError, "rollout.smoke_test") as raised:
         trial(config)
     message = str(raised.value)
-    assert re.search(said.format(code=re.escape(str(code)), line=line), message), message
+    assert re.search(pattern.format(code=re.escape(str(code)), line=line), message), message
     assert re.search(r"problem \d+ of env=SingleTurn", message)
 
 
@@ -179,13 +179,13 @@ def test_a_row_at_fault_is_reported_and_the_code_is_accepted(
     answers = ["0", "1", "2"]
     write_rows(prompts, *({"prompt": a, "answer": a} for a in answers))
     write_rows(apart, {"prompt": "1", "answer": "1"})
-    told = []
+    lines = []
     for seed in range(2):
         config = opd(
             reward=f"{code.stem}:on_one", prompts=str(prompts), eval_source=str(apart), seed=seed
         )
-        told += trial(config)
-    assert told and all("problem 1 of" in said for said in told)
+        lines += trial(config)
+    assert lines and all("problem 1 of" in line for line in lines)
 
 
 def test_code_that_hangs_is_ended(opd: NewOpd, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,22 +203,24 @@ def test_processes_left_by_a_reward_are_killed(opd: NewOpd, code: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("breaks", "said"),
+    ("breaks", "pattern"),
     [
         ("nothing", None),
         ("step", r"KeyError: 'missing' \({code}:{line}\)"),
         ("group", r"TypeError: cannot compare \({code}:{line}\)"),
     ],
 )
-def test_an_environment_is_played(opd: NewOpd, code: Path, breaks: str, said: str | None) -> None:
+def test_an_environment_is_played(
+    opd: NewOpd, code: Path, breaks: str, pattern: str | None
+) -> None:
     config = own(opd, code, breaks)
-    if said is None:
+    if pattern is None:
         assert trial(config) == []
         return
     line = line_of(code, {"step": 'message["missing"]', "group": "cannot compare"}[breaks])
     with pytest.raises(ConfigError) as raised:
         trial(config)
-    assert re.search(said.format(code=re.escape(str(code)), line=line), str(raised.value))
+    assert re.search(pattern.format(code=re.escape(str(code)), line=line), str(raised.value))
 
 
 def test_built_in_code_is_not_tried(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:

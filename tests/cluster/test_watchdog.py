@@ -84,11 +84,11 @@ class Stall:
     """A watchdog over groups that do not move, with its actions, reports and clock."""
 
     def __init__(self) -> None:
-        self.clock, self.actions, self.said = Clock(), list[Any](), list[str]()
+        self.clock, self.actions, self.lines = Clock(), list[Any](), list[str]()
         self.dog = Watchdog(
             lambda ids, _reason: self.actions.append(ids),
             lambda name, _why: self.actions.append(name),
-            self.said.append, 350, stall_after_s=100, clock=self.clock,
+            self.lines.append, 350, stall_after_s=100, clock=self.clock,
         )  # fmt: skip
 
     def look(self, times: range, **changes: Any) -> None:
@@ -99,11 +99,11 @@ class Stall:
 def test_a_stall_is_reported_then_acted_on_then_fails_the_run() -> None:
     stall = Stall()
     stall.look(range(0, 100, 20))
-    assert not stall.said and not stall.actions
+    assert not stall.lines and not stall.actions
     stall.look(range(100, 200, 20))
-    assert len(stall.said) == 1 and stall.actions == [[3]]
+    assert len(stall.lines) == 1 and stall.actions == [[3]]
     stall.look(range(200, 300, 20))
-    assert len(stall.said) == 2 and stall.actions == [[3], "policy engine 0", [3]]
+    assert len(stall.lines) == 2 and stall.actions == [[3], "policy engine 0", [3]]
     with pytest.raises(RunFailed):
         stall.look(range(300, 400, 20))
 
@@ -113,7 +113,7 @@ def test_arriving_groups_and_a_busy_learner_restart_the_clock() -> None:
     for first in range(0, 300, 60):
         stall.look(range(first, first + 60, 20), delivered=first)
     stall.look(range(400, 700, 100))  # the learner was busy between looks
-    assert not stall.said and not stall.actions
+    assert not stall.lines and not stall.actions
 
 
 class SlowRun:
@@ -124,7 +124,7 @@ class SlowRun:
         Args:
             engines: by name, the time of each engine's last progress as a function of the time.
         """
-        self.clock, self.said = Clock(), list[str]()
+        self.clock, self.lines = Clock(), list[str]()
         self.terminated = list[tuple[float, str]]()
         self.sampled = Counter[int]()
         self._engines = engines
@@ -135,7 +135,7 @@ class SlowRun:
         self._dog = Watchdog(
             self.re_lease,
             lambda name, _why: self.terminated.append((self.clock.now, name)),
-            self.said.append, 1800, clock=self.clock,
+            self.lines.append, 1800, clock=self.clock,
         )  # fmt: skip
         self._lease()
 
@@ -170,7 +170,7 @@ def test_an_engine_without_progress_is_found_although_it_answers_heartbeats() ->
     run = SlowRun(2, {"policy engine 0": lambda now: min(now, 100)})
     run.run(until=1000)
     assert run.terminated[0] == (700, "policy engine 0"), "not twice 300 s after its last progress"
-    assert run.said and max(run.sampled.values()) > 1
+    assert run.lines and max(run.sampled.values()) > 1
 
     both = SlowRun(2, {"policy engine 0": lambda now: min(now, 100), "policy engine 1": float})
     worker = WorkerStatus(

@@ -598,7 +598,7 @@ class Linked(Sending):
     def stop(self) -> None:
         super().stop()
         self.stopped += 1
-        Waits.told.set()
+        Waits.given_up.set()
 
 
 class LinkedTransport(SharedMemoryTransport):
@@ -628,12 +628,12 @@ def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
 
 
 class Waits:
-    """An engine that answers when it is told that the push is given up."""
+    """An engine that answers when the push is given up."""
 
-    told = threading.Event()
+    given_up = threading.Event()
 
     def load_weights(self, weights: WeightSource, version: int) -> float:
-        assert self.told.wait(TIMEOUT_S)
+        assert self.given_up.wait(TIMEOUT_S)
         raise EngineError("the learner cancelled the push; the engine continues")
 
 

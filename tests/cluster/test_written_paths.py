@@ -48,8 +48,8 @@ def test_no_command_writes_into_a_job_s_upload(
     monkeypatch.chdir(upload)
     for path in ("made.jsonl", str(upload / "made.jsonl"), "none/made.jsonl"):
         assert command([*others, f"{setting}={path}"]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {setting}={path}") and "upload" in said
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {setting}={path}") and "upload" in error
 
 
 def test_a_report_s_own_page_is_not_written_into_the_upload(

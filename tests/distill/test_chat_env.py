@@ -194,7 +194,7 @@ def test_a_reward_model_scores_a_whole_chat(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("reply", "error"),
     [
         (call("calculator", "{broken"), "arguments"),
         (call("calculater", {"expression": "1"}), "calculator"),
@@ -204,12 +204,12 @@ def test_a_reward_model_scores_a_whole_chat(tmp_path: Path) -> None:
     ],
     ids=["json", "name", "schema", "failure", "nothing"],
 )
-def test_the_model_sees_the_error_of_a_bad_call(tmp_path: Path, said: str, told: str) -> None:
-    policy = Scripted(TOKENIZER, [said, "42"])
+def test_the_model_sees_the_error_of_a_bad_call(tmp_path: Path, reply: str, error: str) -> None:
+    policy = Scripted(TOKENIZER, [reply, "42"])
     [episode] = play(tool_use(questions(tmp_path)), policy)
     assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 1
     answer = policy.seen[1][len(policy.seen[0]) :].rpartition("<|im_start|>assistant")[0]
-    assert told in answer
+    assert error in answer
 
 
 def test_a_malformed_call_costs_its_tokens(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_a_turn_cut_within_a_call_is_neither_malformed_nor_an_answer(tmp_path: P
 def test_the_format_of_the_last_turn_is_counted_and_pays(tmp_path: Path) -> None:
     dataset = tool_use(questions(tmp_path), format=r"It is \d+\.", format_reward=0.25)
     assert dataset.builder(0, 1).pays_bonuses
-    for said, has in (("It is 42.", 1.0), ("42", 0.0)):
-        [episode] = play(dataset, Scripted(TOKENIZER, [CALL, said]))
+    for reply, has in (("It is 42.", 1.0), ("42", 0.0)):
+        [episode] = play(dataset, Scripted(TOKENIZER, [CALL, reply]))
         call_turn, answer = episode.turns
         assert call_turn.bonuses_T is None and episode.metrics["format"] == has
         paid = 0.0 if answer.bonuses_T is None else answer.bonuses_T.sum()
@@ -348,14 +348,14 @@ def test_condensed_messages_can_be_read_back() -> None:
 
 def test_blocks_are_listed_within_their_budget() -> None:
     blocks = Blocks(TOKENIZER)
-    said = [{"role": "user", "content": str(i) * 60} for i in range(1, 10)]
+    messages = [{"role": "user", "content": str(i) * 60} for i in range(1, 10)]
     summary = {"role": "user", "content": SUMMARY_PREFIX + "before"}
     for budget in (0, 5, 60, 300, 5000):
-        listed = Blocks(TOKENIZER).keep([summary, *said], budget)
+        listed = Blocks(TOKENIZER).keep([summary, *messages], budget)
         assert count_tokens(TOKENIZER, listed) <= budget
-    whole = blocks.keep([summary, *said[:4]], 5000)
+    whole = blocks.keep([summary, *messages[:4]], 5000)
     assert whole.splitlines()[0].startswith("<block_1> user: 1111") and whole.count("\n") == 3
-    later = blocks.keep(said[4:], 300)
+    later = blocks.keep(messages[4:], 300)
     first, *rest = later.splitlines()
     assert re.fullmatch(r"<block_1> to <block_\d>", first)
     assert rest[-1].startswith("<block_9> user: 9")

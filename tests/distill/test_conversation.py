@@ -243,12 +243,12 @@ def spacing_tokenizer(assistant: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@pytest.mark.parametrize("said", [("c", "d", "<e>"), ("c", "d")])
-def test_the_following_text_is_encoded_in_its_context(said: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("sampled", [("c", "d", "<e>"), ("c", "d")])
+def test_the_following_text_is_encoded_in_its_context(sampled: tuple[str, ...]) -> None:
     tokenizer = spacing_tokenizer(":{{ m.content }}<e>")
     talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
-    reason = StopReason.EOS if "<e>" in said else StopReason.LENGTH
-    ids = [token_id(tokenizer, token) for token in said]
+    reason = StopReason.EOS if "<e>" in sampled else StopReason.LENGTH
+    ids = [token_id(tokenizer, token) for token in sampled]
     talk.add_sample(replace(sample(*ids), stop_reason=reason))
     talk.add_messages([{"role": "user", "content": "ef"}])
     tokens = ["\u2581", *"ab:", *"cd", "<e>", *"ef:"]

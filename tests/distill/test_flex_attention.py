@@ -123,14 +123,14 @@ def test_a_kernel_that_is_off_or_does_not_compile_is_not_used(
     monkeypatch.setattr(flex_attention, "flex_attention", dense_flex)
     assert flex_attention.probe_kernel(shape, torch.float32, CPU) < 1e-5
     cuda = torch.device("cuda")
-    for probe, said in (
+    for probe, warning in (
         (lambda *_: 0.5, "0.5"),
         (lambda *_: 1 / 0, "division by zero"),
     ):
         monkeypatch.setattr(flex_attention, "probe_kernel", probe)
         flex_serves.cache_clear()
         assert not flex_serves(shape, torch.bfloat16, cuda)
-        assert said in caplog.text
+        assert warning in caplog.text
     monkeypatch.setattr(flex_attention, "probe_kernel", lambda *_: 0.01)
     flex_serves.cache_clear()
     assert flex_serves(shape, torch.bfloat16, cuda)

@@ -74,9 +74,9 @@ def test_every_form_of_a_call_is_written_alike(family: str, form: str) -> None:
 @pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("calls", [None, []])
 def test_no_calls_are_no_field(family: str, calls: object) -> None:
-    said = {**SAY, "tool_calls": calls, "reasoning_content": None}
-    assert written(family, [ASK, said]) == written(family, [ASK, SAY])
-    assert written(family, json.dumps([ASK, said])) == written(family, [ASK, SAY])
+    message = {**SAY, "tool_calls": calls, "reasoning_content": None}
+    assert written(family, [ASK, message]) == written(family, [ASK, SAY])
+    assert written(family, json.dumps([ASK, message])) == written(family, [ASK, SAY])
 
 
 @pytest.mark.parametrize("arguments", ["{x", "[1]", [1], 3, '"x"'])
@@ -87,13 +87,13 @@ def test_arguments_that_are_no_object_are_refused(form: Any, arguments: object) 
 
 
 def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
-    said = [{"role": "developer", "content": "LATIN"}, ASK]
+    chat = [{"role": "developer", "content": "LATIN"}, ASK]
     system = [{"role": "system", "content": "LATIN"}, ASK]
-    assert written("qwen2.5", said) == written("qwen2.5", system)
+    assert written("qwen2.5", chat) == written("qwen2.5", system)
     mentions = "{# as the developer says #}" + TEMPLATES["qwen2.5"]
-    assert written(mentions, said) == written("qwen2.5", system)
+    assert written(mentions, chat) == written("qwen2.5", system)
     knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}"
-    assert written(knows + "{% endfor %}", said) == "DLATIN1+2?"
+    assert written(knows + "{% endfor %}", chat) == "DLATIN1+2?"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])

@@ -253,15 +253,15 @@ def test_a_pickled_subset_has_no_other_problems(tokenizer: PreTrainedTokenizerBa
     assert [arrived.label(p) for p in range(len(arrived))] == ["4", "2"]
 
 
-@pytest.mark.parametrize(("said", "has"), [("so 4!", 1.0), ("4, so", 0.0)])
+@pytest.mark.parametrize(("response", "has"), [("so 4!", 1.0), ("4, so", 0.0)])
 def test_a_format_is_counted_and_pays_beside_the_prompt_s_phrases(
-    tokenizer: PreTrainedTokenizerBase, said: str, has: float
+    tokenizer: PreTrainedTokenizerBase, response: str, has: float
 ) -> None:
     prompt = Prompt(tokens_T=ids(3), answer="4", line=1, bonuses={"so": 1.0})
     shape = Format(pattern=r"so\s+\d!", reward=2.0)
     problems = pickle.loads(pickle.dumps(PromptDataset([prompt], tokenizer, contains, shape)))
     builder = problems.builder(0, 1)
-    tokens = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
+    tokens = [*tokenizer(response)["input_ids"], tokenizer.eos_token_id]
     result = asyncio.run(builder.make_envs({})[0].step(sample(*tokens)))
     assert builder.pays_bonuses and result.metrics == {"format": has} and result.reward == 1.0
     phrase_T = phrase_bonuses(np.array(tokens), tokenizer, {"so": 1.0})

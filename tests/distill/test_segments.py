@@ -71,7 +71,7 @@ def row(*bonuses: float) -> np.ndarray:
     return np.array(bonuses, np.float32)
 
 
-def told(made: Segment) -> tuple[list[int], int] | None:
+def outcome(made: Segment) -> tuple[list[int], int] | None:
     if made.teacher_context_T is None:
         assert made.teacher_replaces == 0
         return None
@@ -84,11 +84,11 @@ def test_the_privileged_context_is_on_every_segment_that_begins_with_the_prompt(
     for observation in [ids(5, 6), ids(5, 6, 7, 8), ids(5, 6, 1), ids(5), ids(9, 5, 6)]:
         builder.append(observation, sample(6 if len(observation) == 1 else 7))
     whole, cut, *others = builder.build()
-    assert told(whole) == told(cut) == ([3, 4, 2], 2)
+    assert outcome(whole) == outcome(cut) == ([3, 4, 2], 2)
     assert [made.tokens_T.tolist() for made in others] == [[5, 6], [9, 5, 6, 7]]
-    assert [told(made) for made in others] == [None, None]
+    assert [outcome(made) for made in others] == [None, None]
     [plain] = build((ids(5), sample(7)))
-    assert told(plain) is None
+    assert outcome(plain) is None
 
 
 def test_an_untrained_first_segment_defines_the_prompt() -> None:
@@ -96,7 +96,7 @@ def test_an_untrained_first_segment_defines_the_prompt() -> None:
     builder.append(ids(5, 6), sample(7), trained=False)
     builder.append(ids(5, 6, 1), sample(8))
     builder.append(ids(4), sample(8))
-    assert [told(made) for made in builder.build()] == [([3], 2), None]
+    assert [outcome(made) for made in builder.build()] == [([3], 2), None]
 
 
 @given(

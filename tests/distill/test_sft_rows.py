@@ -58,8 +58,8 @@ def test_a_completion_that_ends_with_the_eos_gets_no_other(load) -> None:
 
 
 def test_a_prompt_before_messages_is_a_user_message(load) -> None:
-    asked, *said = CHAT["messages"]
-    made = load(CHAT, {"prompt": asked["content"], "completion": said})
+    asked, *answers = CHAT["messages"]
+    made = load(CHAT, {"prompt": asked["content"], "completion": answers})
     assert facts(made[0]) == facts(made[1])
 
 

@@ -138,7 +138,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def said(name: str, text: str, *, cut: bool = False) -> Sample:
+def sample_of(name: str, text: str, *, cut: bool = False) -> Sample:
     stop = "" if cut else FAMILIES[name].stop
     spoken = sample(*encode_chat(tokenizer_of(name), text + stop).tolist())
     return replace(spoken, stop_reason=StopReason.LENGTH) if cut else spoken
@@ -162,19 +162,19 @@ def judged(name: str, taken: Sample, reward: Reward, pattern: str | None = None)
 def test_a_number_in_a_thought_is_no_answer(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     prompt_T = render_messages(tokenizer, [QUESTION])
-    response = read_response(tokenizer, prompt_T, said(name, whole(name)))
+    response = read_response(tokenizer, prompt_T, sample_of(name, whole(name)))
     assert (response.thinking, response.answer) == (THOUGHT, ANSWER)
     assert response.sampled == whole(name)
-    thought = read_response(tokenizer, prompt_T, said(name, family.before + THOUGHT, cut=True))
+    thought = read_response(tokenizer, prompt_T, sample_of(name, family.before + THOUGHT, cut=True))
     assert (thought.thinking, thought.answer) == (THOUGHT, "")
-    assert judged(name, said(name, whole(name)), last_number).reward == 1
-    assert judged(name, said(name, family.before + THOUGHT, cut=True), last_number).reward == 0
+    assert judged(name, sample_of(name, whole(name)), last_number).reward == 1
+    assert judged(name, sample_of(name, family.before + THOUGHT, cut=True), last_number).reward == 0
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.before])
 def test_a_response_without_thinking_is_its_answer(name: str) -> None:
     text = FAMILIES[name].plain + "so 1 + 2 = 3\n"
-    taken = said(name, text)
+    taken = sample_of(name, text)
     response = read_response(
         tokenizer_of(name), render_messages(tokenizer_of(name), [QUESTION]), taken
     )
@@ -185,16 +185,18 @@ def test_a_response_without_thinking_is_its_answer(name: str) -> None:
 def test_the_next_prompt_equals_the_template_s_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     talk = Conversation(tokenizer, [QUESTION])
-    talk.add_sample(said(name, whole(name)))
+    talk.add_sample(sample_of(name, whole(name)))
     apart = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
     assert talk.openai_messages == [QUESTION, apart]
     talk.add_messages([THANKS])
     shown = str(tokenizer.decode(talk.observation_T.tolist(), skip_special_tokens=False))
-    told = {"role": "assistant", "content": ANSWER, family.field: THOUGHT}
+    message = {"role": "assistant", "content": ANSWER, family.field: THOUGHT}
     if name == "brackets":
         parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
-        told = {"role": "assistant", "content": parts}
-    served = chat_text(tokenizer, [QUESTION, told, THANKS], tools=None, add_generation_prompt=True)
+        message = {"role": "assistant", "content": parts}
+    served = chat_text(
+        tokenizer, [QUESTION, message, THANKS], tools=None, add_generation_prompt=True
+    )
     assert shown == served
 
 
@@ -208,17 +210,17 @@ def test_formats_and_rewards_of_users_see_the_marks(name: str) -> None:
 
     opened = family.prompt.removeprefix(_HEAD) if not family.before else ""
     pattern = r"(<think>|<\|START_THINKING\|>|<\|channel|\[THINK|<seed).*3.*"
-    result = judged(name, said(name, whole(name)), reward, pattern)
+    result = judged(name, sample_of(name, whole(name)), reward, pattern)
     assert seen == [opened + whole(name)] and result.metrics["format"] == 1
 
 
 def test_channels_that_are_not_the_final_one_are_no_answer() -> None:
     preamble = "<|channel|>commentary<|message|>I will add 1 and 2.<|end|><|start|>assistant"
     name = "channels"
-    assert judged(name, said(name, preamble + whole(name)), last_number).reward == 1
+    assert judged(name, sample_of(name, preamble + whole(name)), last_number).reward == 1
     for text in (preamble, f"{FAMILIES[name].before}hm<|end|>{preamble}", "<|channel|>final"):
         prompt_T = render_messages(tokenizer_of(name), [QUESTION])
-        assert read_response(tokenizer_of(name), prompt_T, said(name, text)).answer == ""
+        assert read_response(tokenizer_of(name), prompt_T, sample_of(name, text)).answer == ""
 
 
 @pytest.mark.parametrize(
@@ -246,8 +248,8 @@ def test_a_response_is_the_sampled_text() -> None:
     tokenizer = tokenizer_of("think")
     prompt_T = np.array([1], np.int32)
     for text in ("a != b , say 'm' .", " a", "<|end|><|end|>x", "[THINK]"):
-        assert response_text(tokenizer, prompt_T, said("think", text)) == text
-        assert response_text(tokenizer, prompt_T, said("think", text, cut=True)) == text
+        assert response_text(tokenizer, prompt_T, sample_of("think", text)) == text
+        assert response_text(tokenizer, prompt_T, sample_of("think", text, cut=True)) == text
 
 
 def test_the_space_before_a_response_is_kept() -> None:

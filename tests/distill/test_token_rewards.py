@@ -233,8 +233,8 @@ FACTS = ["Paris", "42 bridges", "桥", "is it"]
 
 
 @given(st.lists(st.sampled_from([*FACTS, "so", "paris", "42", "\n", "é"]), max_size=12))
-def test_the_row_adds_up_to_the_contained_facts(said: list[str]) -> None:
-    text = " ".join(said)
+def test_the_row_adds_up_to_the_contained_facts(facts: list[str]) -> None:
+    text = " ".join(facts)
     folded = f" {' '.join(text.casefold().split())} "
     kept = sum(f" {fact.casefold()} " in folded for fact in FACTS)
     assert sum(facts_paid(text, *FACTS, value=0.25)) == pytest.approx(0.25 * kept, abs=1e-5)

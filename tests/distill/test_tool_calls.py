@@ -34,7 +34,7 @@ def parse(text: str, tool_format: ToolFormat = "hermes", **settings: Any) -> Par
     return parse_turn(text, tool_format, [ADD], **settings)
 
 
-def said(parsed: ParsedTurn) -> list[tuple[str, object]]:
+def calls_of(parsed: ParsedTurn) -> list[tuple[str, object]]:
     return [(call.name, call.arguments) for call in parsed.calls]
 
 
@@ -43,7 +43,7 @@ def said(parsed: ParsedTurn) -> list[tuple[str, object]]:
 )
 def test_one_call(tool_format: ToolFormat, text: str) -> None:
     parsed = parse(text, tool_format)
-    assert said(parsed) == [("add", ARGUMENTS)]
+    assert calls_of(parsed) == [("add", ARGUMENTS)]
     assert (parsed.content, parsed.malformed, parsed.text) == ("", (), text)
     ids = [known for known in ("abcdefghi", "functions.add:0") if known in text]
     assert parsed.calls[0].id == (ids or ["call00000"])[0]
@@ -65,7 +65,7 @@ def test_one_call(tool_format: ToolFormat, text: str) -> None:
 def test_calls_in_parallel(tool_format: ToolFormat, text: str) -> None:
     """Forms that models write and templates do not; template forms are tested below."""
     parsed = parse(text, tool_format, first=7)
-    assert said(parsed) == [("add", ARGUMENTS)] * 2
+    assert calls_of(parsed) == [("add", ARGUMENTS)] * 2
     assert [call.id for call in parsed.calls] == ["call00007", "call00008"]
     assert parsed.content == ""
 
@@ -81,7 +81,7 @@ def test_content_is_kept_beside_calls() -> None:
 def test_words_before_a_call_without_marks() -> None:
     for call in (ONE_CALL["llama"][0], "<|function_call|>" + ONE_CALL["llama"][0]):
         parsed = parse(f"Let me see. {call}", "llama")
-        assert said(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
+        assert calls_of(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
     marked = f"<|python_start|>Let me see.<|python_end|>{ONE_CALL['llama'][0]}"
     assert parse(marked, "llama").content == "Let me see."
 
@@ -95,16 +95,16 @@ def test_a_call_in_the_thinking_is_a_thought() -> None:
     assert parse(f"<think>{call}").calls == ()
     assert parse(f"thus {call}", opened=True).calls == ()
     assert len(parse(f"thus {call}").calls) == 1
-    assert said(parse('hm</think>{"name": "add", "parameters": {}}', "llama")) == [("add", {})]
+    assert calls_of(parse('hm</think>{"name": "add", "parameters": {}}', "llama")) == [("add", {})]
 
 
 def test_arguments_may_speak_of_the_marks() -> None:
     for value in ("</tool_call>", "<think>", "</think>", "a\n</parameter> b"):
         text = json.dumps({"name": "add", "arguments": {"a": value}})
-        assert said(parse(f"<tool_call>\n{text}\n</tool_call>")) == [("add", {"a": value})]
+        assert calls_of(parse(f"<tool_call>\n{text}\n</tool_call>")) == [("add", {"a": value})]
         text = f"<tool_call>\n<function=add>\n<parameter=x>\n{value}\n</parameter>\n</function>\n"
         if value != "</tool_call>":
-            assert said(parse(f"{text}</tool_call>", "xml")) == [("add", {"x": value})]
+            assert calls_of(parse(f"{text}</tool_call>", "xml")) == [("add", {"x": value})]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_brackets_in_an_answer_are_no_call() -> None:
     for answer in ("See [f(x) for x in y].", "It is [1, 2].", "So [g(1, 2)] it is", "[a](b)"):
         assert parse(answer, "pythonic") == ParsedTurn(text=answer, content=answer)
     parsed = parse("Let me see. [add(a=1, b=2)]", "pythonic")
-    assert said(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
+    assert calls_of(parsed) == [("add", ARGUMENTS)] and parsed.content.strip() == "Let me see."
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_any_text_is_parsed_and_rendered(text: str, tool_format: ToolFormat, ope
 @given(arguments=st.dictionaries(st.text(), st.recursive(st.none() | st.text(), st.lists)))
 def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> None:
     written = json.dumps({"name": "add", "arguments": arguments})
-    assert said(parse(f"<tool_call>\n{written}\n</tool_call>")) == [("add", arguments)]
+    assert calls_of(parse(f"<tool_call>\n{written}\n</tool_call>")) == [("add", arguments)]
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -358,7 +358,7 @@ def test_rendered_calls_are_parsed_back(
     after = chat_text(tokenizer, [*messages, message], tools=[_EVERY], add_generation_prompt=False)
     turn = after[agreement(before.removesuffix("<think>\n"), after) :]
     parsed = parse_turn(turn.rpartition(stop_of(family))[0], FORMATS[family], [_EVERY])
-    assert said(parsed) == [("every", each) for each in arguments] and not parsed.malformed
+    assert calls_of(parsed) == [("every", each) for each in arguments] and not parsed.malformed
     if family not in ("llama", "mistral", "gpt-oss"):  # which do not write words there
         assert parsed.content.endswith(words)
 

@@ -54,7 +54,7 @@ def chat(tokenizer: PreTrainedTokenizerBase) -> Prompt:
     return Prompt(tokens_T=tokens_T, answer=None, line=1, messages=CHAT)
 
 
-def said(
+def written_text(
     encoder: ExampleEncoder, prompt: Prompt, text: str, *, ended: bool, limit: int = LONG
 ) -> tuple[str, StopReason]:
     """The sample's text with stop tokens, and its stop reason."""
@@ -91,7 +91,10 @@ def test_where_an_answer_ends(
     stop: StopReason,
 ) -> None:
     encoder = encoder_of(tokenizer)
-    assert said(encoder, plain(tokenizer), text, ended=ended, limit=limit) == (expected, stop)
+    assert written_text(encoder, plain(tokenizer), text, ended=ended, limit=limit) == (
+        expected,
+        stop,
+    )
 
 
 @pytest.mark.parametrize("template", [ENDS, ""])
@@ -102,8 +105,8 @@ def test_a_begun_answer_gets_its_continuation(
     messages = [*CHAT, {"role": "assistant", "content": "it is "}]
     tokens_T = render_messages(tokenizer, messages)
     prompt = Prompt(tokens_T=tokens_T, answer=None, line=1, messages=messages)
-    assert said(encoder, prompt, "two", ended=True) == ("two<eos>", StopReason.EOS)
-    assert said(encoder, prompt, "two", ended=False) == ("tw", StopReason.LENGTH)
+    assert written_text(encoder, prompt, "two", ended=True) == ("two<eos>", StopReason.EOS)
+    assert written_text(encoder, prompt, "two", ended=False) == ("tw", StopReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_a_turn_is_written_by_the_student_s_template(
     stop: StopReason,
 ) -> None:
     encoder = encoder_of(tokenizer, template=template)
-    assert said(encoder, chat(tokenizer), text, ended=ended) == (expected, stop)
+    assert written_text(encoder, chat(tokenizer), text, ended=ended) == (expected, stop)
 
 
 def test_the_end_is_the_run_s_and_not_the_tokenizer_s(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -136,21 +139,21 @@ def test_the_end_is_the_run_s_and_not_the_tokenizer_s(tokenizer: PreTrainedToken
     other, pad = token_id(tokenizer, "z"), token_id(tokenizer, "<pad>")
     for stops in ((other,), (pad, other)):
         prompt = plain(tokenizer)
-        text, stop = said(encoder_of(tokenizer, stops), prompt, "two", ended=True)
+        text, stop = written_text(encoder_of(tokenizer, stops), prompt, "two", ended=True)
         assert text == "two" + str(tokenizer.decode([min(stops)])) and stop is StopReason.EOS
-        text, stop = said(encoder_of(tokenizer, stops), prompt, "two", ended=False)
+        text, stop = written_text(encoder_of(tokenizer, stops), prompt, "two", ended=False)
         assert text == "tw" and stop is StopReason.LENGTH
         # Its own EOS is a token like any other there.
-        text, stop = said(encoder_of(tokenizer, stops), prompt, "a<eos>bz", ended=True)
+        text, stop = written_text(encoder_of(tokenizer, stops), prompt, "a<eos>bz", ended=True)
         assert text == "a<eos>bz" and stop is StopReason.EOS
-    text, _ = said(encoder_of(tokenizer, (EOS, other)), plain(tokenizer), "two", ended=True)
+    text, _ = written_text(encoder_of(tokenizer, (EOS, other)), plain(tokenizer), "two", ended=True)
     assert text == "two<eos>", "its own, where it is one of them"
 
 
 def test_text_without_valid_tokens_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = plain(tokenizer)
     with pytest.raises(DataError):
-        said(encoder_of(tokenizer), prompt, "", ended=False)
+        written_text(encoder_of(tokenizer), prompt, "", ended=False)
     small = replace(encoder_of(tokenizer), vocab_size=20)
     with pytest.raises(DataError):
-        said(small, prompt, "two", ended=True)
+        written_text(small, prompt, "two", ended=True)

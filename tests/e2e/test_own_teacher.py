@@ -55,18 +55,18 @@ def weights(directory: str | Path) -> Weights:
     return AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
-def distribution(model: torch.nn.Module, before: list[int], said: list[int]) -> torch.Tensor:
+def distribution(model: torch.nn.Module, before: list[int], sampled: list[int]) -> torch.Tensor:
     """log-probs (N, V) at T of the positions at which the tokens were sampled."""
     with torch.no_grad():
-        logits_TV = model(torch.tensor([before + said])).logits[0] / T
+        logits_TV = model(torch.tensor([before + sampled])).logits[0] / T
     return logits_TV.log_softmax(-1)[len(before) - 1 : -1]
 
 
-def expect_scored(model: torch.nn.Module, told: list[int], segment: Segment) -> None:
+def expect_scored(model: torch.nn.Module, context: list[int], segment: Segment) -> None:
     """Assert that the segment's teacher log-probs are the model's with the teacher's context."""
-    said = segment.tokens_T[segment.first_action :].tolist()
-    log_q_NV = distribution(model, told, said)
-    expected = log_q_NV.gather(1, torch.tensor(said)[:, None]).flatten().tolist()
+    sampled = segment.tokens_T[segment.first_action :].tolist()
+    log_q_NV = distribution(model, context, sampled)
+    expected = log_q_NV.gather(1, torch.tensor(sampled)[:, None]).flatten().tolist()
     assert segment.teacher_logprobs_T is not None
     assert segment.teacher_logprobs_T[segment.first_action :] == pytest.approx(expected, abs=2e-3)
 

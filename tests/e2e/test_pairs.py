@@ -71,10 +71,10 @@ def test_a_base_model_learns_its_teacher_s_stop_token(
     assert distil(models, out, max_new_tokens=48, group_size=4, max_staleness=0, **settings) == 0
     tokenizer = AutoTokenizer.from_pretrained(out / "final")
     ids = sorted(map(tokenizer.convert_tokens_to_ids, (BASE_END, end)))
-    said = {"ids": ids, "one_event": True}
-    assert json.loads((out / "config.json").read_text())["stop_tokens"] == said
+    recorded = {"ids": ids, "one_event": True}
+    assert json.loads((out / "config.json").read_text())["stop_tokens"] == recorded
     calibration = json.loads((out / "calibration.json").read_text())
-    assert calibration["agrees"] and calibration["stop_tokens"] == said
+    assert calibration["agrees"] and calibration["stop_tokens"] == recorded
     assert {tuple(party["stop_event"]) for party in calibration["parties"].values()} == {tuple(ids)}
     assert ", as one event" in capsys.readouterr().out
     assert GenerationConfig.from_pretrained(out / "final").eos_token_id == ids
@@ -144,7 +144,7 @@ def test_a_warning_about_chats_that_a_base_model_cannot_end(
         f"chat_template={tmp_path / 'chat.jinja'}", "dry_run=True", "batch_size=1",
     ]  # fmt: skip
     assert main(arguments) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 1 rows" in said and f"give stop_tokens='{end}'" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1 rows" in printed and f"give stop_tokens='{end}'" in printed
     assert main([*arguments, f"stop_tokens={end}"]) == 0
     assert "WARNING" not in capsys.readouterr().out

@@ -149,9 +149,9 @@ def test_a_dead_engine_is_restored_during_a_step(
     made = Publisher.__init__
     monkeypatch.setattr(Publisher, "__init__", remember)
     monkeypatch.setattr(Learner, "step", step_in_which_one_dies)
-    said = io.StringIO()
-    found = run(tiny_pair, out, policy_engines=2, console=Console(file=said, width=200))
-    assert "policy engine 1 joins: its handshake agrees to" in said.getvalue()
+    printed = io.StringIO()
+    found = run(tiny_pair, out, policy_engines=2, console=Console(file=printed, width=200))
+    assert "policy engine 1 joins: its handshake agrees to" in printed.getvalue()
     assert all(
         step["push/probe_gap"] < 1e-4 for step in found
     )  # equal log-probs in engine and learner

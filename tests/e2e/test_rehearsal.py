@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def test_a_rehearsal_with_a_death_of_every_actor(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, recipe="opd", dry_run="rehearse")
-    told = run("cluster.train", *arguments)
+    output = run("cluster.train", *arguments)
     assert not out.exists(), "the run itself is not begun"
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
     assert report["status"] == "works"
@@ -23,7 +23,7 @@ def test_a_rehearsal_with_a_death_of_every_actor(tiny_pair: TinyPair, tmp_path: 
     died = ["rollout", "policy", "teacher", "evaluator", "queue", "learner"]
     for what in [*(f"death: {who}" for who in died), "resume", "final", "audit", "handshake"]:
         assert found[what]["works"], found[what]
-    assert "WOULD BREAK" not in told and "at full size:" in told
+    assert "WOULD BREAK" not in output and "at full size:" in output
     # The run itself begins after it.
     run("cluster.train", *opd_arguments(tiny_pair, out, recipe="opd", steps=1, local=True))
 
@@ -58,7 +58,7 @@ def test_a_rehearsal_of_a_failing_run_fails(tiny_pair: TinyPair, tmp_path: Path)
         tiny_pair, tmp_path / "run", recipe="opd", dry_run="rehearse", smoke_test=False,
         reward="tests.e2e.rewards:broken",
     )  # fmt: skip
-    told = run("cluster.train", *arguments, code=1)
-    assert "FAILS" in told and "the rehearsal failed" in told
+    output = run("cluster.train", *arguments, code=1)
+    assert "FAILS" in output and "the rehearsal failed" in output
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
     assert report["status"] == "failed"

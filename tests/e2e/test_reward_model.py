@@ -45,8 +45,8 @@ def scores(model_dir: Path, rows: list[dict]) -> list[tuple[float, float]]:
 
     def score(row: dict, side: str) -> float:
         if "messages" in row:
-            said = [*row["messages"], {"role": "assistant", "content": row[side]}]
-            text = chat_text(tokenizer, said, tools=None, add_generation_prompt=False)
+            messages = [*row["messages"], {"role": "assistant", "content": row[side]}]
+            text = chat_text(tokenizer, messages, tools=None, add_generation_prompt=False)
         else:
             text = row["prompt"] + row[side] + tokenizer.eos_token
         given = tokenizer(text, return_tensors="pt", add_special_tokens=False)

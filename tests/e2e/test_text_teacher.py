@@ -157,9 +157,9 @@ def test_a_warm_up_on_ray_survives_an_absent_endpoint(
     arguments = opd_arguments(tiny_pair, out, **given)
     with monkeypatch.context() as other:
         other.setenv("ISOTHERM_ENDPOINT_API_KEY", "another-key")
-        told = run("cluster.train", "recipe=opd", *arguments, code=2)
-    assert not out.exists(), told
-    assert "another-key" not in told and API_KEY not in told
+        output = run("cluster.train", "recipe=opd", *arguments, code=2)
+    assert not out.exists(), output
+    assert "another-key" not in output and API_KEY not in output
 
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(server.chats) > 4, process)

@@ -158,6 +158,6 @@ def test_a_run_and_the_commands_that_read_it(
 
 @pytest.mark.slow
 def test_the_demo(installed: Installation) -> None:
-    told = installed.run("isotherm", "demo", "out=demo", "engine=embedded")
-    assert "student after" in told
+    output = installed.run("isotherm", "demo", "out=demo", "engine=embedded")
+    assert "student after" in output
     assert (installed.directory / "demo/opd/report.html").is_file()

@@ -218,10 +218,10 @@ def test_a_flipped_bit_is_detected_and_reported(store: CheckpointStore, save, na
     first, second = save(store, 1), save(store, 2)
     written = digest(second.path / name)
     flip(second.path / name)
-    told: list[str] = []
+    lines: list[str] = []
     fresh = CheckpointStore(store.root, keep=2)
-    assert fresh.latest(told.append) == first
-    [line] = told
+    assert fresh.latest(lines.append) == first
+    [line] = lines
     there = digest(second.path / name)
     for part in ("step-000002", name, there, written, "step 1"):
         assert part in line

@@ -128,8 +128,8 @@ def test_a_checkpoint_is_written_at_once_if_memory_is_short(
     for step in (1, 2):
         made = writer.begin(step, {})
         assert made is not None and made.step == step and writer.written(wait=True) is None
-    said = [line for line in caplog.records if line.name == "learner.checkpoint_writer"]
-    assert len(said) == 1
+    lines = [line for line in caplog.records if line.name == "learner.checkpoint_writer"]
+    assert len(lines) == 1
     monkeypatch.setattr(learner.shard, "free_bytes", lambda _: 2 * copy)
     assert writer.begin(3, {}) is None
     assert isinstance(writer.written(wait=True), Written)

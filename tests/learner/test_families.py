@@ -298,16 +298,16 @@ def test_sharded_weights_are_exported_whole(
     given = {"path": path, "final": str(final), "rows": rows}
     # A small step, so that rounding of tiny gradients does not matter.
     settings: dict[str, Any] = {"lr": 1e-5, "replays_routing": replays}
-    told = on_workers(
+    weights = on_workers(
         sharded_story, config(path, **settings), tmp_path, (cross_entropy_loss,), given
     )
     alone = gather_all(trained(path, tmp_path, rows, **settings).weights())
-    assert told.keys() == alone.keys()
+    assert weights.keys() == alone.keys()
     for key in alone:
-        np.testing.assert_allclose(told[key], alone[key].numpy(), atol=1e-4)
+        np.testing.assert_allclose(weights[key], alone[key].numpy(), atol=1e-4)
     assert tensor_shapes(str(final)) == tensor_shapes(path)
-    saved = read_tensors(str(final), told)
-    assert all(np.array_equal(saved[key].numpy(), told[key]) for key in told)
+    saved = read_tensors(str(final), weights)
+    assert all(np.array_equal(saved[key].numpy(), weights[key]) for key in weights)
 
 
 _HEADS: dict[str, Any] = {"head_dim": 8}

@@ -33,7 +33,7 @@ CONTEXT_T = np.arange(40, 75, dtype=np.int32)
 
 def rows(step: int) -> list[TrainingRow]:
     """Rows of which some have another teacher context."""
-    told = [
+    scored = [
         replace(
             training_row(3, 4 + i, seed=9 * step + i),
             teacher_context_T=CONTEXT_T[: 35 - i],
@@ -41,7 +41,7 @@ def rows(step: int) -> list[TrainingRow]:
         )
         for i in range(3)
     ]
-    made = [*told, training_row(2, 6, seed=step)]
+    made = [*scored, training_row(2, 6, seed=step)]
     zeros = (np.zeros(len(row), np.float32) for row in made)
     return [
         replace(row, advantages_T=zeros_T, teacher_coef=1.0)
@@ -142,8 +142,8 @@ def test_the_live_teacher_differs_only_by_its_context(
     made = learner.step(Part(rows_D=plain, loss=OWN))
     assert made["opd/divergence"] == pytest.approx(0.0, abs=atol)
     assert made["train/grad_norm"] == pytest.approx(0.0, abs=100 * atol)
-    told = new_learner(dtype=dtype).step(Part(rows_D=rows(0), loss=OWN))
-    assert told["opd/divergence"] > 1e-2 and told["train/grad_norm"] > 1e-2
+    metrics = new_learner(dtype=dtype).step(Part(rows_D=rows(0), loss=OWN))
+    assert metrics["opd/divergence"] > 1e-2 and metrics["train/grad_norm"] > 1e-2
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,13 @@ def test_held_out_rows_are_evaluated_by_source(
 
 def story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     part = Part(rows_D=ROWS, loss=reward_model_loss, rows_per_unit=2)
-    told: dict[str, Any] = {"before": learner.evaluate(part)}
-    told["losses"] = [learner.step(part)["train/loss"] for _ in range(3)]
-    told["after"] = learner.evaluate(part)
+    results: dict[str, Any] = {"before": learner.evaluate(part)}
+    results["losses"] = [learner.step(part)["train/loss"] for _ in range(3)]
+    results["after"] = learner.evaluate(part)
     path = Path(given["path"])
     path.mkdir()
     learner.save(path, load_tokenizer(given["tokenizer"]))
-    return told
+    return results
 
 
 @pytest.mark.slow
@@ -225,15 +225,15 @@ def test_two_workers_are_one_learner(tiny_pair: TinyPair, tmp_path: Path) -> Non
         model=tiny_pair.student, total_steps=3, token_budget=100, device="cpu", lr=3e-3,
         reward_padding=PAD,
     )  # fmt: skip
-    told = on_workers(
+    results = on_workers(
         story, config, tmp_path / "scratch", (reward_model_loss,),
         {"path": str(tmp_path / "two"), "tokenizer": tiny_pair.student},
     )  # fmt: skip
     alone = Learner(config, str(tmp_path / "failed"))
     expected = story(alone, {"path": str(tmp_path / "one"), "tokenizer": tiny_pair.student})
-    assert told["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert results["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     for when in ("before", "after"):
-        assert told[when] == pytest.approx(expected[when], rel=1e-3, abs=1e-4)
+        assert results[when] == pytest.approx(expected[when], rel=1e-3, abs=1e-4)
     one, two = (load(str(tmp_path / name / "model")).state_dict() for name in ("one", "two"))
     assert one.keys() == two.keys() and HEAD_WEIGHT in one
     for name, value in one.items():

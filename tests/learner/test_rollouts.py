@@ -246,8 +246,8 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     for fetched, of_all in zip(together["fetched"], alone["fetched"], strict=True):
         assert fetched < of_all, "the leader fetched what others train"
     assert "reference/kl" in together["metrics"][0]
-    for told in (alone, together):
-        assert [m["rollout/ahead_share"] > 0 for m in told["metrics"]] == [False, True]
+    for run in (alone, together):
+        assert [m["rollout/ahead_share"] > 0 for m in run["metrics"]] == [False, True]
 
 
 def one_step(learner: Learner, given: dict[str, Any]) -> dict[str, float]:
@@ -417,8 +417,8 @@ class Ahead(World):
         if set(known) >= {made.group_id for made in self.groups[:2]}:
             self._told.set()  # asked again: those are fetched
             return None
-        told = [made for made in self.groups[:2] if made.group_id not in known]
-        return [meta_of(made) for made in (told if whole else told[:1])]
+        groups = [made for made in self.groups[:2] if made.group_id not in known]
+        return [meta_of(made) for made in (groups if whole else groups[:1])]
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         if not ahead:

@@ -132,12 +132,12 @@ def test_the_teacher_is_pushed_before_the_policy_and_only_after_changes(
     loop = new_loop(world, objective, learner={"shadow": rule}, teach=teach)
     loop.publish()
     versions = [weights(loop.learner)]
-    told = []
+    reported = []
     for _ in range(4):
-        told.append("push/teacher_seconds" in loop.step())
+        reported.append("push/teacher_seconds" in loop.step())
         versions.append(weights(loop.learner))
     moved = [version for version in range(1, 5) if rule.ema or version == 3]
-    assert told == [version in moved for version in range(1, 5)]
+    assert reported == [version in moved for version in range(1, 5)]
     expected = ["teach 0", "publish 0"]
     for version in range(1, 5):
         expected.append(f"take [{2 * version - 2}, {2 * version - 1}]")

@@ -198,29 +198,29 @@ def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
 def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Start from one worker's checkpoint, continue, fail, save."""
     learner.load_trainer_state(given["half"])
-    told: dict[str, Any] = {"metrics": train(learner, STEPS[HALF:])}
-    told["teacher"] = teacher(learner)
-    told["weights"] = numbers(learner.weights())
-    told["logprobs"] = learner.logprobs(ROWS)
-    told["bytes"] = total_bytes(learner.weights())
+    results: dict[str, Any] = {"metrics": train(learner, STEPS[HALF:])}
+    results["teacher"] = teacher(learner)
+    results["weights"] = numbers(learner.weights())
+    results["logprobs"] = learner.logprobs(ROWS)
+    results["bytes"] = total_bytes(learner.weights())
     halved = learner.weights(torch.bfloat16)
-    told["halved"] = total_bytes(halved)
-    told["rounded"] = {name: t.float().numpy() for name, t in gather_all(halved).items()}
-    told["lent"] = lent_by_both(learner)
-    told["held"] = sum(local(p).numel() for p in learner.model.parameters())
-    told["non finite"] = learner.weights().first_non_finite()
+    results["halved"] = total_bytes(halved)
+    results["rounded"] = {name: t.float().numpy() for name, t in gather_all(halved).items()}
+    results["lent"] = lent_by_both(learner)
+    results["held"] = sum(local(p).numel() for p in learner.model.parameters())
+    results["non finite"] = learner.weights().first_non_finite()
     bad = replace(ROWS[1], advantages_T=np.full(len(ROWS[1]), 3e38, np.float32))
     try:
         learner.step(Part(rows_D=[ROWS[0], bad, ROWS[2]], loss=PPO))
     except NonFiniteError as error:
-        told["failed"] = str(error)
-    told["after failure"] = numbers(learner.weights())
-    told["accumulated"] = accumulated(learner)
+        results["failed"] = str(error)
+    results["after failure"] = numbers(learner.weights())
+    results["accumulated"] = accumulated(learner)
     learner.load_trainer_state(given["half"])
-    told["pushed beside"] = pushed_beside(learner, given["checkpoint"])
+    results["pushed beside"] = pushed_beside(learner, given["checkpoint"])
     local(learner.model.get_parameter("model.norm.weight").detach()).fill_(float("nan"))
-    told["spoilt"] = learner.weights().first_non_finite()
-    return told
+    results["spoilt"] = learner.weights().first_non_finite()
+    return results
 
 
 def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:

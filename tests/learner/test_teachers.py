@@ -93,12 +93,12 @@ def test_the_teacher_sees_the_privileged_context(
     length: int,
 ) -> None:
     context_T = ids(*range(40, 40 + length))
-    told = [group(i, members=2, teacher_context_T=context_T) for i in range(2)]
+    with_context = [group(i, members=2, teacher_context_T=context_T) for i in range(2)]
     untold = [group(i, members=2) for i in range(2)]
     made = {}
-    for name, groups in (("told", told), ("untold", untold)):
+    for name, groups in (("with_context", with_context), ("untold", untold)):
         made[name] = new_loop(World(groups), FULL, teachers=teachers).step()["opd/divergence"]
-    expected = naive_reverse_kl(plain_model, teacher_model, told, context_T).mean().item()
+    expected = naive_reverse_kl(plain_model, teacher_model, with_context, context_T).mean().item()
     assert made["told"] == pytest.approx(expected, rel=1e-4)
     assert abs(made["told"] - made["untold"]) > 0.1
 

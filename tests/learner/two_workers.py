@@ -58,9 +58,9 @@ def on_workers(
         process.start()
     try:
         assert reader.poll(_DEADLINE_S), "the leader did not answer"
-        problem, told = reader.recv()
+        problem, result = reader.recv()
         assert not problem, problem
-        return told
+        return result
     finally:
         for process in processes:
             process.kill()

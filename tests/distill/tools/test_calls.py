@@ -208,7 +208,7 @@ def test_a_timeout_is_an_error(run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "shown"),
     [
         (ToolError("no such city:\ntry Oslo"), "Error: no such city:\ntry Oslo"),
         (ValueError("first\nsecond"), "Error: given failed: ValueError: first"),
@@ -218,13 +218,13 @@ def test_a_timeout_is_an_error(run) -> None:
         (RecursionError("x" * 10_000), None),
     ],
 )
-def test_any_exception_of_a_tool_is_an_error(run, error: BaseException, told: str | None) -> None:
+def test_any_exception_of_a_tool_is_an_error(run, error: BaseException, shown: str | None) -> None:
     def fail(arguments) -> str:
         raise error
 
     outcomes = run(call(), does=fail)
     assert outcomes[0].error == "failed"
-    assert len(content(outcomes)) < 400 and told in (None, content(outcomes))
+    assert len(content(outcomes)) < 400 and shown in (None, content(outcomes))
 
 
 async def test_cancelling_passes_on(tokenizer: PreTrainedTokenizerBase) -> None:

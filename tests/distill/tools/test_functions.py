@@ -112,9 +112,9 @@ async def test_a_function_that_blocks_does_not_block_the_loop(mine) -> None:
     """Nor the end of the loop, which waits for its own threads."""
     hanging = asyncio.create_task(function_tool(mine.hang)({}))  # pyright: ignore[reportArgumentType]
     await asyncio.sleep(0)
-    told = await mine.decorated({})
+    result = await mine.decorated({})
     hanging.cancel()
-    assert told == "tool decorated"
+    assert result == "tool decorated"
     mine.RELEASE.set()
 
 

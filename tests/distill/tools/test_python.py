@@ -23,7 +23,7 @@ def test_the_output_of_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "parts"),
     [
         ("print('so far'); 1 / 0", ["line 1", "ZeroDivisionError", "so far"]),
         ("def f(:", ["SyntaxError"]),
@@ -32,8 +32,8 @@ def test_the_output_of_programs() -> None:
         ("while True: print('x' * 100)", ["5000 bytes", "xxx"]),
     ],
 )
-def test_failing_programs(code: str, told: list[str]) -> None:
+def test_failing_programs(code: str, parts: list[str]) -> None:
     with pytest.raises(ToolError) as caught:
         run(code, wall_s=2 if "sleep" in code else 60, memory_mb=256, output_bytes=5000)
-    assert all(each in str(caught.value) for each in told)
+    assert all(each in str(caught.value) for each in parts)
     assert len(str(caught.value)) < 10_000
