@@ -88,16 +88,16 @@ class House:
         return list(self.supervisor.serving("helper")) == [f"helper {i}" for i in indices]
 
     def pid(self, index: int = 0) -> int:
-        return self.events("start", f"helper {index}")[-1]["pid"]
+        return self.recorded("start", f"helper {index}")[-1]["pid"]
 
-    def events(self, event: str, who: str) -> list[dict[str, Any]]:
+    def recorded(self, event: str, who: str) -> list[dict[str, Any]]:
         return [fields for kind, fields in self.events if kind == event and fields["who"] == who]
 
     def started(self, *indices: int) -> None:
         for index in indices:
             self.supervisor.add(self.spec, index)
         self.until(lambda: self.serving(*indices))
-        self.until(lambda: all(self.events("start", f"helper {i}") for i in indices))
+        self.until(lambda: all(self.recorded("start", f"helper {i}") for i in indices))
         self.supervisor.run_started = True
 
 
@@ -124,7 +124,7 @@ def test_a_killed_actor_is_restarted_in_its_place(new_house: Callable[..., House
     assert house.serving(0) and house.supervisor.expected("helper") == 2
     house.until(lambda: house.serving(0, 1))
     assert house.made == [(0, 0), (1, 0), (1, 1)] and house.supervisor.changes >= changes + 2
-    [death], [restart] = house.events("death", "helper 1"), house.events("restart", "helper 1")
+    [death], [restart] = house.recorded("death", "helper 1"), house.recorded("restart", "helper 1")
     assert "SIGKILL" in death["why"] or "died" in death["why"]
     assert restart["seconds"] > 0
 
@@ -141,10 +141,10 @@ def test_an_actor_without_heartbeats_is_terminated(
         os.kill(old, signal.SIGSTOP)
     else:
         member.handle.block.remote(3600)
-    house.until(lambda: bool(house.events("restart", "helper 0")))
-    [death] = house.events("death", "helper 0")
+    house.until(lambda: bool(house.recorded("restart", "helper 0")))
+    [death] = house.recorded("death", "helper 0")
     assert "15 s" in death["why"]
-    house.until(lambda: len(house.events("start", "helper 0")) == 2)
+    house.until(lambda: len(house.recorded("start", "helper 0")) == 2)
     assert house.pid() != old
 
 
@@ -170,10 +170,10 @@ def test_the_loss_of_a_follower_restarts_all(new_house: Callable[..., House]) ->
     pids = ray.get([location_call(follower) for follower in followers[0]])
     os.kill(pids[1][0], signal.SIGKILL)
     house.until(lambda: house.terminated == ["helper 0"])
-    [death] = house.events("death", "helper 0")
+    [death] = house.recorded("death", "helper 0")
     assert death["why"].startswith("on another of its nodes: ")
     old = house.pid()
-    house.until(lambda: len(house.events("start", "helper 0")) == 2)
+    house.until(lambda: len(house.recorded("start", "helper 0")) == 2)
     assert house.pid() != old and house.made == [(0, 0), (0, 1)] and len(followers) == 2
     for pid in (old, pids[0][0]):
         house.until(lambda pid=pid: not psutil.pid_exists(pid))
@@ -211,7 +211,7 @@ def test_more_deaths_than_allowed_fail_the_run(new_house: Callable[..., House]) 
     house = new_house(max_restarts=1)
     house.started(0)
     os.kill(house.pid(), signal.SIGKILL)
-    house.until(lambda: len(house.events("start", "helper 0")) == 2)
+    house.until(lambda: len(house.recorded("start", "helper 0")) == 2)
     os.kill(house.pid(), signal.SIGKILL)
     with pytest.raises(RunFailed):
         house.until(lambda: False)
@@ -297,11 +297,13 @@ def test_an_actor_that_ray_restarts_keeps_its_place(new_house: Callable[..., Hou
     house = new_house(hang_after_s=15, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     member: Member = house.supervisor.adopt(house.spec, 0, handle)
-    house.until(lambda: bool(house.events("start", "helper 0")))
+    house.until(lambda: bool(house.recorded("start", "helper 0")))
     os.kill(house.pid(), signal.SIGKILL)
-    house.until(lambda: len(house.events("start", "helper 0")) == 2)
+    house.until(lambda: len(house.recorded("start", "helper 0")) == 2)
     os.kill(house.pid(), signal.SIGSTOP)
-    house.until(lambda: len(house.events("start", "helper 0")) == 3)
-    assert len(house.events("death", "helper 0")) == len(house.events("restart", "helper 0")) == 2
+    house.until(lambda: len(house.recorded("start", "helper 0")) == 3)
+    assert (
+        len(house.recorded("death", "helper 0")) == len(house.recorded("restart", "helper 0")) == 2
+    )
     assert house.supervisor.members("helper") == [member] and house.terminated == []
     calls.kill(handle)
