@@ -119,8 +119,8 @@ class StepReplay:
 
     def __init__(self, out: Path, step: int, console: Console) -> None:
         from cluster.config.rollout_checks import check_rollout
-        from cluster.run_files.replay_log import KeptSteps
         from cluster.run_files.run_directory import RunDirectory
+        from cluster.store.replay_log import KeptSteps
 
         self._step, self._console = step, console
         self.config = _config(str(out), {})
@@ -170,8 +170,8 @@ class StepReplay:
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
         """Build the learner's loop on the kept groups, with pushes that do nothing."""
         from cluster.hosts.learner_actor import policy_loop
-        from cluster.run_files.replay_log import KeptGroupSource
         from cluster.run_files.run_directory import RunDirectory
+        from cluster.store.replay_log import KeptGroupSource
         from distill.models.loading import resolve_device
         from distill.settings import changed
 

@@ -21,9 +21,9 @@ import chz
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.queue.group_queue import GroupQueue
-from cluster.run_files.replay_log import drop_groups_after, write_step
 from cluster.run_files.run_directory import RunDirectory
 from cluster.store.kept_groups import KeptGroupWriter
+from cluster.store.replay_log import drop_groups_after, write_step
 from cluster.supervision.supervise import WorkDone
 from distill.durable_files import Retries, disk_remedy
 from distill.errors import CheckpointError

@@ -16,9 +16,9 @@ from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedCo
 from cluster.config.supervised_checks import SupervisedInputs
 from cluster.hosts.followers import ActorFollowers
 from cluster.queue.group_queue import GroupQueue
-from cluster.run_files.replay_log import ReplayLog, push_nowhere
 from cluster.run_files.run_directory import RunDirectory
 from cluster.store.kept_groups import KeptGroupWriter
+from cluster.store.replay_log import ReplayLog, push_nowhere
 from cluster.supervision.supervise import WorkDone
 from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings

@@ -30,8 +30,8 @@ from cluster.hosts.learner_actor import (
 )
 from cluster.placement.places import Places, lacking_in
 from cluster.placement.roles import LEARNER, RECORDER, learner_title
-from cluster.run_files.replay_log import KeptGroupSource, KeptSteps
 from cluster.run_files.run_directory import RunDirectory
+from cluster.store.replay_log import KeptGroupSource, KeptSteps
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
     JOIN_GROUP,

@@ -26,11 +26,11 @@ from cluster.recipes.opening import opened
 from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.fork import Fork, find_fork
-from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
+from cluster.store.replay_log import KeptSteps
 from distill.envs.base import EnvDataset, Mixture
 from distill.errors import ConfigError
 from distill.gpu import readable

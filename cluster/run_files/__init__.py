@@ -1,1 +1,1 @@
-"""Files in `out/`: the run's directory, steps for a replay, progress and tracking."""
+"""Files in `out/`: the run's directory, its lock, progress and tracking."""

@@ -10,8 +10,7 @@ out/evaluations.jsonl   kept responses of evaluations
 out/ledger.jsonl        events of every prompt group (cluster/queue/journal.py)
 out/checkpoints/        see learner/checkpoint.py
 out/final/              the trained model
-out/groups/             delivered groups (cluster/store/group_store.py), groups for inspection
-                        (cluster/store/kept_groups.py), and of steps for a replay (replay_log.py)
+out/groups/             groups (cluster/store): delivered, for inspection, and of whole steps
 out/kept/               with rollout_only=True: marks of kept steps, in place of checkpoints
 """
 

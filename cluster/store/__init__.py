@@ -1,1 +1,1 @@
-"""The store of kept groups, `out/groups/`: Arrow files."""
+"""Store of kept groups, `out/groups/`: delivered groups, groups for inspection, whole steps."""

@@ -26,9 +26,9 @@ from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
 from cluster.recipes.observer import Observer
 from cluster.replay import main as replay
-from cluster.run_files.replay_log import KeptSteps
 from cluster.runtime.driver import Signals
 from cluster.store.kept_groups import KeptGroups
+from cluster.store.replay_log import KeptSteps
 from distill.errors import CheckpointError
 from distill.types import TrajectoryGroup
 from tests.conftest import TinyPair

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from cluster.inspect.replayed import attribute_gradient
 from cluster.replay import StepReplay, main
-from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
 from cluster.store.group_format import read_groups, write_groups
 from cluster.store.kept_groups import KeptGroups, KeptGroupWriter
+from cluster.store.replay_log import KeptSteps, ReplayLog, steps_in
 from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import Normalisation, ObjectiveConfig

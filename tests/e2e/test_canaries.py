@@ -19,9 +19,9 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.installed import sglang_installed
 from cluster.handles import calls
 from cluster.inspect.audit import audit
-from cluster.run_files.replay_log import KeptSteps
 from cluster.runtime.canaries import Canaries
 from cluster.store.kept_groups import KeptGroups
+from cluster.store.replay_log import KeptSteps
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import Batch

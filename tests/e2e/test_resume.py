@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cluster.inspect.audit import audit
-from cluster.run_files.replay_log import KeptSteps
+from cluster.store.replay_log import KeptSteps
 from cluster.train import main
 from distill.errors import NonFiniteError
 from learner.learner import Learner

@@ -49,7 +49,7 @@ _NAME = re.compile(r"step-(\d{6,})\.(arrow|json)$")
 
 
 class ReplayLog:
-    """Keeps steps of a run for replay. A `learner.loop.Record`.
+    """Keeps steps of a run for replay. A `learner.loop.StepRecorder`.
 
     Args:
         keep: number of newest steps to keep, at least 1.
