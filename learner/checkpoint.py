@@ -39,6 +39,7 @@ from distill.durable_files import (
 )
 from distill.errors import CheckpointError
 from distill.gpu import readable
+from distill.records import TrainedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class Checkpoint:
     @property
     def adapter_dir(self) -> str:
         return str(self.path / "adapter")
+
+
+def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:
+    """Groups that the weights of a rollout run's checkpoint account for; None: before the first."""
+    return TrainedGroups.from_json(checkpoint.delivery) if checkpoint else TrainedGroups()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

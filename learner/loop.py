@@ -35,7 +35,7 @@ from distill.objective.whole_groups import opened
 from distill.records import StepGroups, TrainedGroups, TrajectorySource
 from distill.types import Tokenizer, TrajectoryGroup
 from distill.weights.model_weights import Weights
-from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint import Checkpoint, CheckpointStore, trained_in
 from learner.checkpoint_writer import CheckpointWriter
 from learner.forward import Forward
 from learner.learner import Learner
@@ -58,8 +58,8 @@ class GroupSource(TrajectorySource, Protocol):
         """
         ...
 
-    def mark_lost(self, ids: Collection[int], reason: str) -> None:
-        """Report taken groups whose trajectories are lost, so that they are sampled again."""
+    def mark_lost(self, lost: Mapping[int, str]) -> None:
+        """Report taken groups whose trajectories are lost, with reasons; they are sampled again."""
         ...
 
 
@@ -173,10 +173,9 @@ class PolicyLoop:
                 peek, self.rollouts.prefetch, whole=together or learner.workers > 1
             )
         self._supervised = supervised
-        self._trained = TrainedGroups()
+        self._trained = trained_in(resume_from)
         if resume_from:
             self.step_count = resume_from.step
-            self._trained = TrainedGroups.from_json(resume_from.delivery)
             learner.load_trainer_state(resume_from.path)
 
     def publish(self, *, push_teacher: bool = True) -> Mapping[str, float]:
@@ -279,7 +278,7 @@ class PolicyLoop:
                     self._record.taken(self.step_count + 1, taken, groups_P)
             if not lost:
                 return taken, plan
-            self._source.mark_lost(list(lost), "; ".join(sorted(set(lost.values()))))
+            self._source.mark_lost(lost)
 
     def _learn(self, plan: StepPlan) -> dict[str, float]:
         """Run the step's optimizer updates: one, or `num_substeps`, each on a part of the groups.

@@ -32,9 +32,9 @@ from distill.objective.metrics import group_metrics, token_table
 from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, rows_by_group
 from distill.objective.whole_groups import opened
 from distill.pace import Progress
-from distill.records import StepGroups, TrainedGroups
+from distill.records import StepGroups
 from distill.types import TrajectoryGroup
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, trained_in
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,7 @@ class GroupRecorder:
         self._teacher_weights = teacher_weights
         self._stop_event = stop_event
         self._step_count = resume_from.step if resume_from else 0
-        self._kept = (
-            TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
-        )
+        self._kept = trained_in(resume_from)
         self._progress = Progress()
         drop_groups_after(self._groups, self._step_count)
         keep.rewind(self._step_count)
@@ -131,7 +129,7 @@ class GroupRecorder:
             groups_P, lost = opened(self._queue, taken.groups_P)
             if not lost:
                 return taken, groups_P
-            self._queue.mark_lost(list(lost), "; ".join(sorted(set(lost.values()))))
+            self._queue.mark_lost(lost)
 
     def _show(
         self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]

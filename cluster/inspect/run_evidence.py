@@ -17,7 +17,7 @@ from cluster.queue.scoring import Scoring
 from cluster.run_files.certificate import counted
 from distill.errors import DataError
 from distill.records import TrainedGroups
-from learner.checkpoint import CheckpointStore
+from learner.checkpoint import CheckpointStore, trained_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RunEvidence:
             ends=ends,
             starts=starts,
             # The checkpoint of step 0 is the start of a forked run, and contains no group.
-            saved={c.step: TrainedGroups.from_json(c.delivery) for c in checkpoints if c.step},
+            saved={c.step: trained_in(c) for c in checkpoints if c.step},
             certified=read_object(out / "certificate.json") or {},
         )
 

@@ -146,10 +146,14 @@ class GroupQueue:
         lost |= dict.fromkeys(sorted(gone), "the queue holds it no longer")
         return Fetched(found_in(opened, payloads, places), lost)
 
-    def mark_lost(self, ids: Collection[int], reason: str) -> None:
-        """Report that trajectories of taken groups are lost; the groups are leased again."""
-        logger.warning("groups %s are lost and leased again: %s", sorted(ids), reason)
-        self._get(self.actor.mark_lost.remote(list(ids), reason))
+    def mark_lost(self, lost: Mapping[int, str]) -> None:
+        """Report that trajectories of taken groups are lost, with reasons by group id.
+
+        The groups are leased again.
+        """
+        reason = "; ".join(sorted(set(lost.values())))
+        logger.warning("groups %s are lost and leased again: %s", sorted(lost), reason)
+        self._get(self.actor.mark_lost.remote(list(lost), reason))
 
     def push(self, version: int, trained: TrainedGroups) -> None:
         """Report that a push of weights that account for `trained` has begun.

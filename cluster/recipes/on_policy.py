@@ -27,7 +27,7 @@ from cluster.recipes.plan import RunPlan, kept_line, learner_line
 from cluster.recipes.validation import NoEvaluations
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.fleet import Fleet, trained_in
+from cluster.runtime.fleet import Fleet
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.run_handshake import RunHandshake
 from cluster.store.replay_log import KeptSteps
@@ -39,7 +39,7 @@ from distill.objective.settings import ObjectiveConfig
 from distill.records import TrainedGroups
 from distill.settings import changed
 from distill.types import TrajectoryGroup
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, trained_in
 from learner.config import ShadowRule
 
 # Field of a segment that an estimator reads; estimator=full uses a teacher in the learner.

@@ -59,7 +59,7 @@ from cluster.runtime.workers import Workers
 from cluster.supervision.supervise import ActorSpec, Member, State
 from distill.errors import CalibrationError, CheckpointError, EngineError, kind_of
 from distill.records import CONSTANT_REWARD, TrainedGroups
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, trained_in
 
 _CLOSE_S = 5.0
 # Longest wait of an interrupted run for its last canaries: schedulers soon kill an interrupted job.
@@ -513,7 +513,3 @@ class Fleet(LearnerAlone):
         self.supervisor.drain(member)
         if role == ROLLOUT:
             member.handle.drain.remote()
-
-
-def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:
-    return TrainedGroups.from_json(checkpoint.delivery) if checkpoint else TrainedGroups()

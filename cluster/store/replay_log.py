@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,8 +168,8 @@ class KeptGroupSource:
             self._kept.taken(self._steps.pop(0), self._here)
         return self._here.trajectories(places)
 
-    def mark_lost(self, ids: Collection[int], reason: str) -> None:
-        self._here.mark_lost(ids, reason)
+    def mark_lost(self, lost: Mapping[int, str]) -> None:
+        self._here.mark_lost(lost)
 
 
 def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distill.objective.sums import meta_of
@@ -49,5 +49,5 @@ class LocalGroups:
         groups = self._groups
         return Fetched({at: groups[at.group_id].trajectories_G[at.member] for at in places}, {})
 
-    def mark_lost(self, ids: Collection[int], reason: str) -> None:
-        raise AssertionError(f"groups {sorted(ids)} of this process are lost: {reason}")
+    def mark_lost(self, lost: Mapping[int, str]) -> None:
+        raise AssertionError(f"groups of this process are lost: {lost}")

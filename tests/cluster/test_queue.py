@@ -366,7 +366,7 @@ def test_a_group_whose_hidden_states_are_lost_is_scored_again(
             del segment, states
         kill(teacher)
         until(lambda: queue.trajectories(places).lost)
-        queue.mark_lost([0], queue.trajectories(places).lost[0])
+        queue.mark_lost(queue.trajectories(places).lost)
         sampled = runner.run(again())
     assert sampled is not None
     for made, expected in zip(sampled.trajectories_G, group.trajectories_G, strict=True):
@@ -402,7 +402,7 @@ def test_groups_lost_after_their_delivery_are_leased_again(
     assert ids(queue.take(TrainedGroups())) == [0, 1]
     reasons = queue.trajectories(places).lost
     assert reasons.keys() == queue.trajectories(places, ahead=True).lost.keys() == {0, 1}
-    queue.mark_lost([0, 1], reasons[0])
+    queue.mark_lost(dict.fromkeys([0, 1], reasons[0]))
     again = lease(queue, 2, "b")
     assert ids(again) == [0, 1] and {one.attempt for one in again} == {2}
     put(queue, *again, worker="b")

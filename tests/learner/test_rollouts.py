@@ -1,7 +1,7 @@
 """Rollouts on several workers: each fetches and builds its rows, and the result is that of one."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -368,7 +368,7 @@ class Losing(World):
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         super().__init__(groups)
-        self.lost: list[tuple[list[int], str]] = []
+        self.lost: list[Mapping[int, str]] = []
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         found, _ = super().trajectories(places, ahead)
@@ -376,8 +376,8 @@ class Losing(World):
             return Fetched(found, {})
         return Fetched({at: t for at, t in found.items() if at.group_id}, {0: "its node is gone"})
 
-    def mark_lost(self, ids: Collection[int], reason: str) -> None:
-        self.lost.append((sorted(ids), reason))
+    def mark_lost(self, lost: Mapping[int, str]) -> None:
+        self.lost.append(lost)
 
 
 def test_groups_lost_before_the_step_are_taken_again(
@@ -387,7 +387,7 @@ def test_groups_lost_before_the_step_are_taken_again(
     world = Losing([group(0), group(1), *again])
     loop = new_loop(world, OBJECTIVES["sampled"])
     metrics = loop.step()
-    assert world.lost == [([0], "its node is gone")]
+    assert world.lost == [{0: "its node is gone"}]
     assert world.events == ["take [0, 1]", "take [0, 1]", "publish 1"]
     assert metrics["train/tokens"] == sum(made.num_actions for made in again)
     assert loop.save().delivery == {"watermark": 2, "set_aside": {}}
