@@ -25,6 +25,7 @@ from cluster.placement.roles import (
     engines_of,
     placed_roles,
     turn_roles,
+    unplaced_roles,
 )
 from distill.gpu import readable
 from distill.models.loading import weight_files
@@ -64,7 +65,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     assert device != "auto", "the device of a run is chosen before its plan is made"
     largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
     roles = []
-    for demand in placed_roles(config):
+    for demand in [*placed_roles(config), *unplaced_roles(config)]:
         memory, note = _memory(config, demand.name)
         most = largest.get(demand.name, demand.count)
         roles.append(RolePlan(demand=demand, most=most, memory=memory, note=note))

@@ -103,6 +103,20 @@ def placed_roles(config: CommonConfig) -> list[ResourceDemand]:
     return roles
 
 
+def unplaced_roles(config: CommonConfig) -> list[ResourceDemand]:
+    """Roles that request no resources, and so get no place of their own."""
+    if not isinstance(config, RolloutConfig) or config.train_from is not None:
+        return []
+    counts = {QUEUE: 1}
+    if not config.rollout.cpus:
+        counts[ROLLOUT] = config.rollout.size[0]
+    if config.only_keeps:
+        counts[RECORDER] = 1
+    elif config.eval.size:
+        counts[EVALUATOR] = 1
+    return [ResourceDemand(name=role, count=count, resources={}) for role, count in counts.items()]
+
+
 def engines_of(config: RolloutConfig) -> dict[str, EngineConfig]:
     """Engine settings by role."""
     of, teachers = RunEngines(config), config.teacher_models()

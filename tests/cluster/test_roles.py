@@ -171,7 +171,22 @@ def test_the_plan_has_counts_memory_and_the_push(opd: Opd) -> None:
     assert "learner and policy" in rows["placed"]
     assert "2 policy engines" in rows["push"]
     assert re.findall(r"\d+ CPU", rows["needs"]) == ["4 CPU", "7 CPU"]
-    assert opd(device="cpu").rollout.cpus == 0 and "rollout" not in rows
+
+
+def test_the_plan_has_every_actor(opd: Opd, sft: Callable[..., SftConfig]) -> None:
+    def actors(config: OpdConfig | SftConfig) -> dict[str, str]:
+        rows = [re.split(r" {2,}", line) for line in describe_layout(config).splitlines()[1:]]
+        return {row[0]: row[1] for row in rows if len(row) >= 5}
+
+    trains = {"learner": "1", "policy": "1", "teacher": "1", "queue": "1"}
+    workers = {"device": "cpu", "rollout_workers": "2..4"}
+    assert actors(opd(**workers)) == trains | {"rollout": "2..4", "evaluator": "1"}
+    placed = opd(**workers, rollout_cpus=1, eval_size=0)
+    assert actors(placed) == trains | {"rollout": "2..4"}
+    keeps = trains | {"rollout": "1", "group recorder": "1"}
+    del keeps["learner"]
+    assert actors(opd(device="cpu", rollout_only=True)) == keeps
+    assert actors(sft(device="cpu")) == {"learner": "1"}
 
 
 @pytest.mark.parametrize(
