@@ -1,4 +1,4 @@
-"""Predictions that a small rehearsal cannot test: lengths, memory and hours of the full run."""
+"""Predictions that a small rehearsal cannot test: lengths, scored tokens, memory and disk space."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.placement.layout import describe_layout
+from cluster.placement.roles import served_teachers
+from cluster.recipes.plan import kept_line
 from distill.data.feedback import Outcome
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
@@ -37,7 +40,7 @@ class FullSize:
 def full_size(
     config: RolloutConfig, inputs: RolloutInputs, first_observations: Sequence[int]
 ) -> FullSize:
-    """Predict the lengths, memory and teacher tokens of the full-size run.
+    """Predict the full-size run: lengths, tokens to score, evaluations, memory, checkpoints.
 
     Args:
         first_observations: numbers of tokens before the first turn of rehearsed episodes; used if
@@ -54,8 +57,11 @@ def full_size(
         )
         shown = _prompt_lengths(config, inputs, partial(_shown_to_teacher, config)) or lengths
         lines += _teacher_lines(config, float(np.mean(shown)))
+        lines += _reference_lines(config, float(np.mean(lengths)))
+    lines += _evaluation_lines(config, len(inputs.held_out))
     try:
         lines.append(describe_layout(config, inputs.longest_row))
+        lines.append(f"keeps    {kept_line(config, Path(config.out))}")
     except ConfigError as error:
         warnings.append(str(error))
     return FullSize(warnings=warnings, lines=lines)
@@ -105,11 +111,37 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     if not config.teacher_models():
         return []
     live = config.teacher_moves and config.teacher_rule is None
-    samples = config.data.batch_size * config.sampling.group_size
-    tokens = samples * (mean_prompt + config.sampling.max_new_tokens)
-    line = f"teacher   at most {tokens:,.0f} tokens per step ({samples} samples of up to "
-    line += f"{mean_prompt:.0f} + {config.sampling.max_new_tokens})"
+    line = f"teacher   {_scored(config, mean_prompt)}"
     line += ", scored by the policy's engines" if live else ""
     if config.learner_is_teacher:
         line += "; and the same number again, by the learner (estimator=full)"
     return [line]
+
+
+def _reference_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
+    """Line on the tokens that the reference scores, if its scores are trained on."""
+    if not (config.scored_by_reference or config.base_is_reference):
+        return []
+    line = f"reference {_scored(config, mean_prompt)}"
+    return [line if config.scored_by_reference else f"{line}, by the learner without its adapter"]
+
+
+def _scored(config: RolloutConfig, mean_prompt: float) -> str:
+    """Largest number of tokens that one model scores in a step."""
+    samples = config.data.batch_size * config.sampling.group_size
+    tokens = samples * (mean_prompt + config.sampling.max_new_tokens)
+    return (
+        f"at most {tokens:,.0f} tokens per step ({samples} samples of up to {mean_prompt:.0f} + "
+        f"{config.sampling.max_new_tokens})"
+    )
+
+
+def _evaluation_lines(config: RolloutConfig, problems: int) -> list[str]:
+    """Line on the responses of the run's evaluations, before, during and after the steps."""
+    if not problems:
+        return []
+    times = 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
+    each = f"{problems} problems x {config.eval.samples} responses"
+    once = ", and once for each teacher" if served_teachers(config) else ""
+    kl = "; one more sample of each problem for the KL" if config.teacher_models() else ""
+    return [f"evaluated {times} times: {each} of up to {config.sampling.max_new_tokens}{kl}{once}"]

@@ -25,6 +25,7 @@ from cluster.run_files import out_directory
 from cluster.run_files.out_directory import claimed_directory
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
+from distill.settings import changed
 from tests.actors.misbehaving_server import API_KEY, MisbehavingServer
 from tests.refusals import refuses
 from tests.rows import write_rows
@@ -271,5 +272,10 @@ def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
     assert f"{len(inputs.train)} measured" in lines and "context 128" in lines
     assert "10 samples of up to" in lines
     assert "push" in lines and "policy" in lines
+    assert f"{len(inputs.held_out)} problems x 1 responses" in lines and "2 times" in lines
+    assert "a checkpoint every" in lines and "reference" not in lines
+    kept = changed(config, reference=config.model.path, reference_kl_coef=0.1, eval_every=3)
+    lines = "\n".join(full_size(kept, inputs, []).lines)
+    assert "reference at most" in lines and "5 times" in lines
     with refuses(ConfigError, "train_from"):
         opd(dry_run="rehearse", train_from="elsewhere")
