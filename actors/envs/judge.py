@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from actors.envs import verdicts
 from actors.envs.verdicts import BEST, COMPARING, PREFERENCES, SCORING, WORST, Messages, Task
 from actors.rollout.text_endpoint import (
-    LONGEST_PAUSE_S,
     Answer,
     AnswerLimits,
     EndpointAddress,
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ISOTHERM_JUDGE_API_KEY"
 
-_CHECK_S = 30.0
+_CHECK_S, _CHECKS = 30.0, 4  # before a run
 _REFUSED_SETTINGS = (401, 403, 404)  # the key; the path or the model
 _REFUSED_QUESTION = (400, 413, 422)
 _SHOWN = 200
@@ -51,8 +50,9 @@ class Judge:
         model: name of the model at the endpoint.
         timeout_s: time limit of one attempt in seconds.
         max_concurrent: maximum number of concurrent requests of a process.
-        retries: maximum number of retries after transient failures: busy server, lost connection,
-            timeout.
+        wait_s: time limit in seconds of all attempts, which follow transient failures: busy
+            server, lost connection, timeout.
+        attempts: maximum number of attempts; None: limited by `wait_s` only.
         max_tokens: maximum number of tokens of a verdict, its reasons included.
         max_chars: maximum number of characters of an answer that the judge sees.
 
@@ -65,7 +65,8 @@ class Judge:
     model: str
     timeout_s: float = 120.0
     max_concurrent: int = 16
-    retries: int = 3
+    wait_s: float = 600.0
+    attempts: int | None = None
     max_tokens: int = 1024
     max_chars: int = 20_000
 
@@ -111,7 +112,9 @@ class Judge:
         answers = {"answer A": "4", "answer B": "5"} if pairs else {"answer": "4"}
         task = COMPARING if pairs else SCORING
         try:
-            await self._verdict(task, rubric, "What is 2 + 2?", None, answers)
+            await replace(self, attempts=_CHECKS)._verdict(
+                task, rubric, "What is 2 + 2?", None, answers
+            )
         except (DataError, EngineError) as error:
             raise ConfigError(
                 f"env.judge_url={self.url} env.judge_model={self.model} cannot be used: {error}",
@@ -215,13 +218,12 @@ class Judge:
 
     def _endpoint(self) -> TextEndpoint:
         """Open the endpoint. Raises ConfigError if the library is missing or the key invalid."""
-        attempts = self.retries + 1
         return TextEndpoint.open(
             self._address,
             limits=AnswerLimits(
                 attempt_s=self.timeout_s,
-                all_s=attempts * (self.timeout_s + LONGEST_PAUSE_S),
-                attempts=attempts,
+                all_s=self.wait_s,
+                attempts=self.attempts,
                 max_unusable=2,
             ),
             max_concurrent=self.max_concurrent,

@@ -199,11 +199,12 @@ class Judged(ChatEnvConfig):
         default=16,
         doc="maximum number of concurrent requests to the judge, per rollout worker",
     )
-    judge_retries: int = setting(
-        at_least(0),
+    judge_wait_s: float = setting(
+        above(0),
         _JUDGES,
-        default=3,
-        doc="number of retries if the judge is busy, fails or is unreachable",
+        default=600.0,
+        doc="time limit in seconds of all tries of a request, while the judge is busy, fails or is "
+        "unreachable, for example because it is restarted",
     )
     judge_max_tokens: int = setting(
         at_least(1),
@@ -248,7 +249,7 @@ class Judged(ChatEnvConfig):
             model=self.judge_model,
             timeout_s=self.judge_timeout_s,
             max_concurrent=self.judge_max_concurrent,
-            retries=self.judge_retries,
+            wait_s=self.judge_wait_s,
             max_tokens=self.judge_max_tokens,
             max_chars=self.judge_max_chars,
         )

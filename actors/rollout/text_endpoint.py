@@ -11,12 +11,13 @@ rejected prompt) fail immediately.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # an extra, and slow to import
     import httpx
     from openai import AsyncOpenAI
 
+logger = logging.getLogger(__name__)
+
 API_KEY_VARIABLE = "ISOTHERM_ENDPOINT_API_KEY"
 # The library requires a key; servers without keys ignore it.
 NO_KEY = "none"
@@ -37,6 +40,7 @@ _COMPLETIONS, _CHAT = "/completions", "/chat/completions"
 _MAY_PASS = (408, 409, 429)
 _REFUSED_KEY = (401, 403)
 _FIRST_PAUSE_S = 0.5
+_UNNOTICED_S = 2.0  # longest pause before an attempt that is not logged
 LONGEST_PAUSE_S = 60.0
 _SHOWN = 200
 # Tags of an HTML page, and those whose content is no text of the page.
@@ -266,6 +270,7 @@ class TextEndpoint:
     address: EndpointAddress
     limits: AnswerLimits
     places: asyncio.Semaphore
+    outage: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def open(
@@ -346,6 +351,9 @@ class TextEndpoint:
                 troubles.append(str(error))
                 if done >= (self.limits.attempts or math.inf):
                     raise
+                if pause_s > _UNNOTICED_S and not self.outage.is_set():
+                    self.outage.set()
+                    logger.warning("%s; it is tried again for %g s", error, self.limits.all_s)
                 await asyncio.sleep(pause_s if error.wait_s is None else error.wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -353,7 +361,9 @@ class TextEndpoint:
         resource: Any = (
             self.client.completions if self.address.completes else self.client.chat.completions
         )
-        return self._read(await self._tried(resource.create(**asked)))
+        answer = await self._tried(resource.create(**asked))
+        self.outage.clear()
+        return self._read(answer)
 
     async def _tried(self, request: Awaitable[Any]) -> Any:
         import openai

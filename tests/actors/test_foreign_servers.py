@@ -52,7 +52,7 @@ async def scores(url: str) -> None:
 
 
 async def judges(url: str) -> None:
-    judge = Judge(url=url, model="m", timeout_s=30, retries=0)
+    judge = Judge(url=url, model="m", timeout_s=30, attempts=1)
     await judge.score("What is 1 + 1?", "2", "right or wrong")
 
 

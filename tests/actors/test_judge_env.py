@@ -59,7 +59,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 def judged(server: ScriptedJudge, **settings: Any) -> Judged:
-    given = {"judge_url": server.url, "judge_model": MODEL, "rubric": RUBRIC, "judge_retries": 0}
+    given = {"judge_url": server.url, "judge_model": MODEL, "rubric": RUBRIC}
     return Judged(**{**given, **settings})
 
 
@@ -119,6 +119,15 @@ def test_every_response_is_scored(server: ScriptedJudge, prompts: str) -> None:
     assert rewards(episodes) == pytest.approx([0.0, 1.0, 1 / 3])
     assert all(len(episode.turns) == 1 for episode in episodes)
     assert all(RUBRIC in asked and "reference answer" in asked for asked in server.asked)
+
+
+def test_a_judge_that_is_down_for_a_while_is_waited_for(
+    server: ScriptedJudge, prompts: str
+) -> None:
+    dataset = judged(server)(prompts, setting(TOKENIZER))
+    replies: list[str | int] = [*[503] * 10, "Score: 10"]
+    server.script = lambda text, given: replies.pop(0)
+    assert rewards(play(dataset, Scripted(TOKENIZER, ["1"]), 1)) == [1.0]
 
 
 def test_the_judge_sees_the_conversation_of_a_chat(server: ScriptedJudge, prompts: str) -> None:
