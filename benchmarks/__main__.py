@@ -43,7 +43,7 @@ from cluster.config.recipes import make
 class BenchConfig:
     """Speed of isotherm and of TRL on one pair, in one run."""
 
-    out: str = chz.field(doc="directory of the report (bench.json) and of everything it came from")
+    out: str = chz.field(doc="directory of the report (bench.json), the models and the runs")
     student: str | None = chz.field(
         default=None, doc="checkpoint; default: random, 1.3 M parameters"
     )

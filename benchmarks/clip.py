@@ -36,7 +36,7 @@ from distill.settings import changed
 
 CLIPS = (None, 10.0, 5.0, 2.0)
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
-# Four editions of a careless book are more to learn than one of the teacher's.
+# The student's data has four answers to each problem, the teacher's one.
 SFT_STEPS = {TEACHER: 1200, STUDENT: 2000}
 # The share of the teacher's accuracy that counts as reached, once it holds for so many evaluations.
 OF_TEACHER, HOLD = 0.95, 2

@@ -215,7 +215,7 @@ class Leader:
         return sum(len(pickle.dumps(value)) for values in sent.values() for value in values)
 
 
-class Now:
+class CurrentStep:
     """A step of the current design, from take until every learner worker has read its rows."""
 
     def __init__(self, queue: GroupQueue, leader: Any, k: int) -> None:
@@ -260,7 +260,7 @@ class Now:
         }
 
 
-class Once:
+class EarlierStep:
     """A step of the earlier design."""
 
     def __init__(self, queue: Any, leader: Any, k: int) -> None:
@@ -296,9 +296,9 @@ def measure_data_path(
 ) -> list[dict[str, Any]]:
     """One row for each `way`, `k` and number of `learner_workers`.
 
-    A row has the megabytes of `payload` and those of `Now.done`; medians over steps of the seconds
-    of `put` and `train`; and CPU seconds, puts included, of worker, queue, leader and all `other`
-    learner workers together.
+    A row has the megabytes of `payload` and those of `CurrentStep.done`; medians over steps of the
+    seconds of `put` and `train`; and CPU seconds, puts included, of worker, queue, leader and all
+    `other` learner workers together.
     """
     directory = Path(tempfile.mkdtemp(prefix="data-", dir=scratch))
     with _ray():
@@ -330,9 +330,12 @@ def _measure(
     ]
     group = WorkerGroup(Membership(rank=0, **member), "cpu")
     leader = Leader(queue, k, group, followers)
-    once, now = Once(byte_queue, leader, k), Now(queue, leader, k)
+    earlier, current = EarlierStep(byte_queue, leader, k), CurrentStep(queue, leader, k)
     steps = [
-        (_step(once, worker, byte_queue, followers), _step(now, worker, queue.actor, followers))
+        (
+            _step(earlier, worker, byte_queue, followers),
+            _step(current, worker, queue.actor, followers),
+        )
         for _ in range(STEPS)
     ]
     for actor in (worker, *followers, queue.actor, byte_queue):
@@ -343,11 +346,13 @@ def _measure(
     given |= {"payload_mb": payload / 1e6}
     return [
         {"way": name} | given | {key: median(step[key] for step in warm) for key in warm[0]}
-        for name, (_, *warm) in zip(("once", "now"), zip(*steps, strict=True), strict=True)
+        for name, (_, *warm) in zip(("earlier", "current"), zip(*steps, strict=True), strict=True)
     ]
 
 
-def _step(way: Now | Once, worker: Any, queue: Any, followers: Sequence[Any]) -> dict[str, float]:
+def _step(
+    way: CurrentStep | EarlierStep, worker: Any, queue: Any, followers: Sequence[Any]
+) -> dict[str, float]:
     def used() -> list[float]:
         actors = (worker, queue, *followers)
         return [cpu_seconds(), *ray.get([a.__ray_call__.remote(cpu_seconds) for a in actors])]

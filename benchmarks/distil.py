@@ -66,7 +66,7 @@ class DistilConfig:
     steps: int = chz.field(default=60, doc="optimizer steps, a multiple of 20: judged every 20th")
     top_k: int = chz.field(default=32, doc="tokens at which the teacher is asked")
     lr: float = chz.field(default=3e-4, doc="learning rate")
-    only: str | None = chz.field(default=None, doc="runs whose name contains this")
+    only: str | None = chz.field(default=None, doc="only runs whose name contains this")
     settings: str = chz.field(default="{}", doc="more settings of every run, as a JSON object")
 
     @chz.validate

@@ -30,9 +30,9 @@ from tests.enumeration import (
     total_variance,
 )
 
-# The temperature at which engines score given tokens unless told otherwise.
+# The temperature at which inference engines score given tokens by default.
 _UNSCALED = 1.0
-# Beside the one that is tested: gaps go up to 3.6, 1.8 and 0.8 nats at T = 0.5, 1 and 2.
+# In addition to the clip that the tests use. Gaps go up to 3.6, 1.8 and 0.8 nats at T = 0.5, 1, 2.
 _MORE_CLIPS = (1.0, 2.0)
 _REFUSED_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1 as a loss": k1,

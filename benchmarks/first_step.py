@@ -70,7 +70,7 @@ class FirstStepConfig:
     out: str = chz.field(doc="directory of the runs and of first_step.json")
     repeats: int = chz.field(default=3, doc="runs of each way, by turns")
     steps: int = chz.field(default=20, doc="optimizer steps of a run")
-    only: str = chz.field(default="", doc="of the ways those whose name contains this")
+    only: str = chz.field(default="", doc="only ways whose name contains this")
 
     @chz.validate
     def _in_range(self) -> None:
@@ -250,7 +250,7 @@ def first_step_tables(starts: dict[str, list[Start]]) -> list[Table]:
 
 
 def _seconds_table(starts: dict[str, list[Start]]) -> Table:
-    table = Table(title="seconds since Enter (median)")
+    table = Table(title="seconds since the start of the command (median)")
     for header in ("", *STAGES, "CPU s to step 1"):
         table.add_column(header, justify="right" if header else "left")
     for way, runs in starts.items():

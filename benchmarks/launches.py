@@ -35,7 +35,7 @@ _FUSED = {
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts operations within the context that launch at least one kernel on a GPU."""
+    """Counter of operations within the context that launch at least one kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,9 +42,9 @@ SIZES = ((128, 4), (256, 6), (512, 4))
 PROMPTS, GROUP = 8, 4
 LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
 STAGES = ("forward", "backward", "optimizer", "rest")
-# Steps that prepare moments, kernels and compiled code, left out of medians; steps in them.
+# Steps that warm up (moments, kernels, compiled code), and steps that medians include.
 WARMUP, REPEATS = 2, 5
-# Longer rows for memory: activations that outweigh the small things beside them.
+# Rows are longer by this factor where memory is measured, so that activations are most of it.
 MEMORY_STRETCH = 4
 COMPILED_SIZE = (128, 4)
 _DEADLINE_S = 1800.0

@@ -29,7 +29,7 @@ from distill.objective.divergences import kl
 Way = Literal["naive", "ours"]
 
 VOCAB, POSITIONS, HIDDEN = 151_936, 4096, (64, 128)
-# Losses, and how many tensors of the logits' size the naive way holds at its peak, and one more.
+# For each loss, one more than the number of logits-sized tensors that the naive way holds at once.
 LOSSES = {"log-probs": 4, "log-probs + entropy": 6, "log-probs + reverse KL": 6}
 REPEATS = 3
 _DEADLINE_S = 1800.0
@@ -77,7 +77,7 @@ def _measure(loss: str, hidden: int, temperature: float, repeats: int) -> Memory
     while LOSSES[loss] * positions * VOCAB * 4 > _available_bytes():
         positions //= 2
     found: dict[Way, list[dict[str, Any]]] = {"naive": [], "ours": []}
-    for _ in range(repeats):  # alternating, so that both meet the same weather
+    for _ in range(repeats):  # alternately, so that other load affects both
         for way, results in found.items():
             case = Case(
                 loss=loss, way=way, positions=positions, hidden=hidden, temperature=temperature

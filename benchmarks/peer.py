@@ -81,7 +81,7 @@ def peer_command(
             "`python -m benchmarks peer=False` does without"
         )
     return [
-        # -P: else its directory, ours, would be where it looks for `queue` and the like.
+        # -P: otherwise `import queue` would load benchmarks/queue.py, which is beside the script.
         str(PEER_PYTHON), "-P", str(HERE / "peer_trl.py"), "--student", student, "--teacher",
         teacher, "--prompts", str(prompts), "--steps", str(steps), "--warmup-steps",
         str(warmup_steps), "--prompts-per-step", str(prompts_per_step), "--group-size",

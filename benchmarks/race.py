@@ -94,15 +94,24 @@ class RaceConfig:
     )
     temperature: float = chz.field(default=0.7, doc="T of everything")
     new_tokens: list[int] = chz.field(default_factory=lambda: [64, 256], doc="new tokens a sample")
-    peer_steps: int = chz.field(default=20, doc="TRL's steps, which set the mark")
-    most_steps: int = chz.field(default=32, doc="the others' at most, a multiple of 4")
+    peer_steps: int = chz.field(
+        default=20, doc="number of TRL's steps; the KL after them is the target"
+    )
+    most_steps: int = chz.field(
+        default=32, doc="maximum number of isotherm's steps, a multiple of 4"
+    )
     lr: float = chz.field(default=3e-4, doc="learning rate of both")
     substeps: int = chz.field(
-        default=4, doc="updates of a step where they are several; divides TRL's small batch too"
+        default=4,
+        doc="updates per step of runs with several; TRL's small batch is smaller by this factor",
     )
     seeds: int = chz.field(default=1, doc="races, each with its own seed")
-    only: str | None = chz.field(default=None, doc="of our runs those whose name contains this")
-    settings: str = chz.field(default="{}", doc="more settings of our runs, as a JSON object")
+    only: str | None = chz.field(
+        default=None, doc="of isotherm's runs, only those whose name contains this"
+    )
+    settings: str = chz.field(
+        default="{}", doc="more settings of isotherm's runs, as a JSON object"
+    )
 
     @chz.validate
     def _in_range(self) -> None:

@@ -74,7 +74,7 @@ class _Instant(selectors.DefaultSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "everyone waits, and nothing is under way"
+        assert timeout is not None, "every task waits, and no event is scheduled"
         self.now += timeout
         return super().select(0)
 
@@ -197,8 +197,8 @@ class Engine:
     ) -> None:
         """
         Args:
-            in_place: a push leaves the contexts under way as they are.
-            ended: told of samples that are under way no more.
+            in_place: a push keeps the contexts in progress.
+            ended: called with the number of samples that are no longer in progress.
         """
         self.version = 0
         self._ended = ended

@@ -64,7 +64,7 @@ class ShortAnswersConfig:
     out: str = chz.field(doc="directory of the runs and of short_answers.json")
     rounds: int = chz.field(default=3, doc="runs of each way, by turns")
     steps: int = chz.field(default=40, doc="measured steps of a run, after warm-up")
-    only: str = chz.field(default="", doc="of isotherm's ways those whose name contains this")
+    only: str = chz.field(default="", doc="of isotherm's ways, only those whose name contains this")
 
     @chz.validate
     def _in_range(self) -> None:

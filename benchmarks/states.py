@@ -147,7 +147,7 @@ def _processor_seconds(processes: list[psutil.Process]) -> float:
 
 
 def states(config: StatesConfig, console: Console) -> None:
-    """Measures and prints the table."""
+    """Measure, and print the table."""
     table = Table("way", title=f"{config.nbytes / 1e9:.2f} GB between two raylets")
     for header in ("MB/s", "processor s/GB"):
         table.add_column(header, justify="right")

@@ -170,7 +170,7 @@ def _scaled(size_T: np.ndarray, share: float, least: float) -> np.ndarray:
     return s_T
 
 
-# What they cost and leave.
+# Time and variance of these ways.
 
 
 def second_moment(products: np.ndarray, s_T: np.ndarray, prefixes: bool) -> float:

@@ -10,14 +10,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("distill", "actors", "learner", "cluster", "isotherm", "examples", "benchmarks")
+PACKAGES = (
+    *("distill", "actors", "learner", "cluster", "isotherm"),
+    *("examples", "benchmarks", "tutorials", "tests"),
+)
 WRONG = re.compile(
     r"(What|Whatever|Of|Where|Those|Whoever|Which|Whose|It|Its|Their|They|He|She|How|All that)\b"
 )
 # Verbs of functions in the third person, without those that are also plural nouns.
 THIRD_PERSON = re.compile(
     r"(Adds|Begins|Creates|Deletes|Ensures|Finds|Gets|Gives|Has|Holds|Keeps|Lets|Makes|Prints|Puts|"
-    r"Raises(?!:)|Removes|Returns|Saves|Says|Sends|Takes|Tells|Trains|Tries|Writes)\b"
+    r"Measures|Raises(?!:)|Removes|Returns|Saves|Says|Sends|Takes|Tells|Trains|Tries|Writes)\b"
 )
 
 

@@ -9,7 +9,7 @@ from distill.records import TrainedGroups
 
 
 class KeptInJournal:
-    """What the events of a journal say of groups on disk.
+    """Groups on disk, according to the events of a journal.
 
     Attributes:
         waiting: groups that are on disk, as they were delivered last, and not trained.

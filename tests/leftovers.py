@@ -1,4 +1,4 @@
-"""What a test leaves on the machine: processes, actors, shared memory and temporary files.
+"""Leftovers of a test on the machine: processes, actors, shared memory and temporary files.
 
 Only what is the test's own is looked at, so that tests may run side by side. Processes inherit its
 mark in their environment, whoever starts them and whatever becomes of their parents. With the

@@ -171,7 +171,7 @@ def test_the_install_step_and_the_entry_points_run(image: Path, tmp_path: Path) 
 def test_pip_finds_versions_that_go_together(
     variant: str, extras: str, image: Path, tmp_path: Path
 ) -> None:
-    """All that would be installed into an empty environment, by the registry's metadata."""
+    """Packages that pip would install into an empty environment, by the registry's metadata."""
     venv.create(tmp_path / "empty")
     report = tmp_path / "report.json"
     run_install(

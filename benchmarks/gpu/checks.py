@@ -100,7 +100,7 @@ CHECKS = {
     ),
     "mixture_step": Check(
         part="sharding",
-        question="a mixture at 30B-A3B's width (4 layers): seconds, and how, alone and sharded?",
+        question="a mixture at 30B-A3B's width (4 layers): seconds and kernels, alone and sharded?",
         deadline_s=180.0,
     ),
     "weight_group": Check(

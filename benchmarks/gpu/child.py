@@ -25,7 +25,7 @@ def outcome_of(name: str, setting: Setting) -> dict[str, Any]:
         status, why = "skipped", str(reason)
     except Failed as reason:
         status, why = "fail", str(reason)
-    except Exception as error:  # whatever else goes wrong on a machine that nobody has seen
+    except Exception as error:  # any fault of an unknown machine
         traceback.print_exc()
         status, why = "fail", f"{type(error).__name__}: {first_line(error)}"
     seconds = time.perf_counter() - started

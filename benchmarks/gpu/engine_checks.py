@@ -33,7 +33,7 @@ from tests.tiny import VOCAB_SIZE
 
 _TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
 _CALL_S = 120.0
-# Of a GPU on which two servers are at the same time.
+# Share of the memory that each server gets where two servers share a GPU.
 _SHARE = 0.4
 
 T = TypeVar("T")

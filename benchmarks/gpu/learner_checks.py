@@ -28,7 +28,7 @@ from tests.enumeration import ESTIMATORS, World, error
 
 LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
 _WARM_UP, _STEPS = 2, 3
-# A step of this much less is no GPU's trouble but ours.
+# Least model FLOPs utilisation that a step has to reach.
 _LEAST_MFU = 0.15
 
 
@@ -110,7 +110,7 @@ def long_attention(setting: Setting) -> Numbers:
     theirs_N = _plain_logprobs(setting, row, setting.dtype)
     gap = float(np.abs(ours_N - theirs_N).mean())
     made: Numbers = {"tokens": float(length), "seconds": seconds, "mean_gap": gap}
-    if setting.dtype != "float32":  # whose rounding is it?
+    if setting.dtype != "float32":  # to see which of the two is further from float32
         truth_N = _plain_logprobs(setting, row, "float32")
         for name, found_N in (("our", ours_N), ("their", theirs_N)):
             made[f"{name}_mean_gap_to_float32"] = float(np.abs(found_N - truth_N).mean())

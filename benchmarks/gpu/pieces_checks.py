@@ -30,7 +30,7 @@ sent = pickle.load(open(sys.argv[1], "rb"))
 first, flat = sent["metadata"][0], sent["flattened_tensor"]
 print(flat[first.start_idx:first.end_idx].view(torch.float32).double().sum().item())
 torch.cuda.synchronize()
-del flat, sent  # an ended process does not count itself out
+del flat, sent  # a process that exits does not release the handle
 """
 
 

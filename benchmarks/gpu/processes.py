@@ -19,11 +19,11 @@ from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.setting import Setting
 
 REPOSITORY = Path(__file__).parents[2]
-# Time that is left to a check must be worth starting it.
+# A check is not started if less time than this is left.
 LEAST_S = 20.0
-# Longest a process may take until its first check begins: imports, from a disk that is cold.
+# Longest time until the first check of a process begins: imports, from a cold disk.
 IMPORTS_S = 60.0
-# What a hung process gets to write where its threads are.
+# Time that a hung process gets to write the stacks of its threads.
 _STACKS_S = 5.0
 
 Record = Callable[[str, dict[str, Any]], None]
@@ -43,7 +43,7 @@ def run_in_process(
     while waiting:
         if end - time.monotonic() < LEAST_S:
             for name in waiting:
-                record(name, outcome("skipped", "the seconds of budget_s= are over", 0.0))
+                record(name, outcome("skipped", "budget_s= is used up", 0.0))
             return
         waiting = _run_until_one_fails_to_answer(waiting, setting, out, end, record)
 

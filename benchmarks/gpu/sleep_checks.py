@@ -25,8 +25,8 @@ def sleep_and_wake(setting: Setting) -> Numbers:
     """Memory that a sleeping engine returns; equal samples after its weights are restored."""
     made = _slept(setting, "true")
     allowed = tolerance_at(setting.dtype, TEMPERATURE)
-    require(made["gap_after"] < allowed, f"it is not as it was: {made}")
-    require(not setting.cuda or made["freed_gib"] > 1, f"next to nothing was released: {made}")
+    require(made["gap_after"] < allowed, f"the engine answers differently after its sleep: {made}")
+    require(not setting.cuda or made["freed_gib"] > 1, f"almost no memory was released: {made}")
     return {**made}
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LINK_TOKENS = OPERAND_DIGITS + 2  # the digits of a sum and "="
 PROMPT_TOKENS = 2 * LINK_TOKENS
-Pays = Literal["chain", "links"]
+Rewarded = Literal["chain", "links"]
 
 
 def prompt_of(start: Problem) -> str:
@@ -59,19 +59,24 @@ def _written(number: int) -> str:
 
 
 def chain_of(
-    start: Problem, links: int, rng: np.random.Generator, *, forget_carry: float, blots: float
+    start: Problem,
+    links: int,
+    rng: np.random.Generator,
+    *,
+    forget_carry: float,
+    random_links: float,
 ) -> tuple[str, list[list[int]]]:
     """Generate the text of a chain, and the character spans [start, stop) to train on.
 
     Args:
         links: number of links after the prompt.
         forget_carry: probability that a carry is forgotten.
-        blots: probability that a random number replaces a link. It is not trained on. Without
-            such numbers chains repeat, and a model learns the repetition instead of addition.
+        random_links: probability that a random number, which is not trained on, replaces a link.
+            Without such numbers chains repeat, and a model learns to repeat instead of to add.
     """
     text, before, last, trained = prompt_of(start), start.left, start.right, []
     for _ in range(links):
-        if rng.random() < blots:
+        if rng.random() < random_links:
             link = _written(int(rng.integers(2 * 10**OPERAND_DIGITS - 1)))
         else:
             link = Problem(before, last).careless_answer(forget_carry, rng) + "="
@@ -110,14 +115,16 @@ def write_sft_rows(
     *,
     links: int,
     forget_carry: float,
-    blots: float,
+    random_links: float,
     seed: int,
 ) -> None:
     """Write a JSONL file of token ids for fine-tuning: a chain per start, without an end token."""
     rng, vocab_hash = np.random.default_rng(seed), fingerprint(tokenizer).vocab_hash
     rows = []
     for start in starts:
-        text, trained = chain_of(start, links, rng, forget_carry=forget_carry, blots=blots)
+        text, trained = chain_of(
+            start, links, rng, forget_carry=forget_carry, random_links=random_links
+        )
         ids = tokenizer.encode(text, add_special_tokens=False)
         if trained:
             rows.append({"tokens": ids, "loss_mask": trained, "tokenizer": vocab_hash})
@@ -128,10 +135,10 @@ class ChainEnv(Env):
     """Environment of one answer. Metrics: `links`, the share of correct links, and `all_right`."""
 
     def __init__(
-        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, links: int, pays: Pays
+        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, links: int, rewarded: Rewarded
     ) -> None:
         self._prompt, self._tokenizer = prompt, tokenizer
-        self._links, self._pays = links, pays
+        self._links, self._rewarded = links, rewarded
 
     async def initial_observation(self) -> TokenArray:
         return self._prompt.tokens_T
@@ -142,7 +149,7 @@ class ChainEnv(Env):
         right = right_links(decode(self._tokenizer, prompt_T), response, self._links)
         share, all_right = fmean(right), float(all(right))
         return StepResult(
-            reward=share if self._pays == "links" else all_right,
+            reward=share if self._rewarded == "links" else all_right,
             metrics={"links": share, "all_right": all_right},
         )
 
@@ -155,11 +162,11 @@ class ChainGroupBuilder(EnvGroupBuilder):
     tokenizer: PreTrainedTokenizerBase
     group_size: int
     links: int
-    pays: Pays
+    rewarded: Rewarded
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         return [
-            ChainEnv(self.prompt, self.tokenizer, self.links, self.pays)
+            ChainEnv(self.prompt, self.tokenizer, self.links, self.rewarded)
             for _ in range(self.group_size)
         ]
 
@@ -172,12 +179,12 @@ class ChainDataset(EnvDataset):
         prompts_P: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
         links: int,
-        pays: Pays,
+        rewarded: Rewarded,
     ) -> None:
         self._prompts_P = prompts_P
         self._tokenizer = tokenizer
         self._links = links
-        self._pays: Pays = pays
+        self._rewarded: Rewarded = rewarded
 
     def __len__(self) -> int:
         return len(self._prompts_P)
@@ -192,7 +199,7 @@ class ChainDataset(EnvDataset):
             tokenizer=self._tokenizer,
             group_size=group_size,
             links=self._links,
-            pays=self._pays,
+            rewarded=self._rewarded,
         )
 
     def line(self, problem: int) -> int:
@@ -205,7 +212,7 @@ class Chain(EnvConfig):
 
     judges = False
 
-    pays: Pays = chz.field(
+    rewarded: Rewarded = chz.field(
         default="chain", doc="chain: 1 for an answer whose links are all right; links: their share"
     )
 
@@ -218,4 +225,4 @@ class Chain(EnvConfig):
             )
         prompts_P = setting.prompts(require_path(path, "Chain"))
         links = setting.max_new_tokens // LINK_TOKENS
-        return ChainDataset(prompts_P, setting.tokenizer, links, self.pays)
+        return ChainDataset(prompts_P, setting.tokenizer, links, self.rewarded)

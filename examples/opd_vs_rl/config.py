@@ -26,7 +26,7 @@ class OpdVsRlConfig:
     steps: int | None = chz.field(
         default=None, doc="most optimizer steps per run, for a quick look"
     )
-    schooling: int = chz.field(
+    sft_steps: int = chz.field(
         default=500,
         doc="optimizer steps of SFT on single sums; the number on chains follows from it",
     )
@@ -34,7 +34,7 @@ class OpdVsRlConfig:
 
     @chz.validate
     def _in_range(self) -> None:
-        for name in ("seeds", "schooling"):
+        for name in ("seeds", "sft_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", field=name)
         given = ",".join(map(str, self.lengths))

@@ -4,9 +4,10 @@ The published claim, for long chains of thought: from the same student, at the s
 a seventh to a tenth of RL's steps. Here only the answer's length varies: chains of sums whose links
 are equally hard (`examples.opd_vs_rl.chain`), one student, one teacher.
 
-SFT: single sums -> chains as long as the longest: the teacher -> a careless book: the student
--> for each length, OPD first: learning rates on one seed, the best on the others
--> steps and seconds to 95 % of the teacher's share of right links -> the ratios
+1. SFT makes the models: single sums first, then chains as long as the longest answer (the teacher),
+   then chains with forgotten carries (the student).
+2. For each length, OPD first: learning rates are tried on one seed, the best on the other seeds.
+3. Results are steps and seconds to 95 % of the teacher's share of right links, and their ratios.
 
 A run ends once it holds the target. RL is stopped at `GIVE_UP` times OPD's steps.
 """
@@ -43,7 +44,7 @@ from examples.opd_vs_rl.chain import (
     LINK_TOKENS,
     PROMPT_TOKENS,
     Chain,
-    Pays,
+    Rewarded,
     write_sft_rows,
     write_starts,
 )
@@ -65,24 +66,24 @@ from examples.opd_vs_rl.plots import check_plots, draw_ratios
 OF_TEACHER = 0.95
 # RL is stopped after this many times OPD's steps: by then the claim (7 to 10) is decided.
 GIVE_UP = 10
-FORGET_CARRY, BLOTS = 0.6, 0.5  # rates of the books, see `chain_of`
+FORGET_CARRY, RANDOM_LINKS = 0.6, 0.5  # see `chain_of`
 HELD_OUT = 500
 SUMS, TEACHER, STUDENT = "sums", "teacher", "student"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """Training method. `pays`: what RL rewards; `cap`: default limit of steps."""
+    """Training method. `rewarded`: as in `Chain`; `cap`: default limit of steps."""
 
     name: str
-    pays: Pays
+    rewarded: Rewarded
     cap: int = 100
 
 
-OPD = Method(name="OPD", pays="links")
+OPD = Method(name="OPD", rewarded="links")
 RL = (
-    Method(name="GRPO, share of links", pays="links"),
-    Method(name="GRPO, all links right", pays="chain"),
+    Method(name="GRPO, share of links", rewarded="links"),
+    Method(name="GRPO, all links right", rewarded="chain"),
 )
 # Rates tried at the shortest length. A longer one tries the best of the length before, half of
 # that and twice that.
@@ -105,7 +106,7 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
     check_plots()
     started = time.perf_counter()
     with claimed_directory(config.out, "opd-vs-rl", console.print, keep=True) as out:
-        school(config, out, console)
+        make_models(config, out, console)
         race = Race(config, out, console)
         for length in config.lengths:
             race.run(length)
@@ -126,14 +127,15 @@ def _log(path: Path) -> Iterator[Console]:
         yield log_console(file)
 
 
-def school(config: OpdVsRlConfig, out: Path, console: Console) -> None:
+def make_models(config: OpdVsRlConfig, out: Path, console: Console) -> None:
     """Write the data and fine-tune the models, unless an earlier call has."""
     if not (out / "prompts.jsonl").exists():
         _write_data(config, out)
-    for lesson in _lessons(config, out):
-        console.print(f"schooling: {Path(lesson.out).name}, {lesson.steps} steps", highlight=False)
-        with _log(Path(f"{out}/logs/{Path(lesson.out).name}.log")) as log:
-            cluster.run.run(lesson, log)
+    for stage in _fine_tunings(config, out):
+        name = Path(stage.out).name
+        console.print(f"SFT: {name}, {stage.steps} steps", highlight=False)
+        with _log(Path(f"{out}/logs/{name}.log")) as log:
+            cluster.run.run(stage, log)
 
 
 def _write_data(config: OpdVsRlConfig, out: Path) -> None:
@@ -152,10 +154,10 @@ def _write_data(config: OpdVsRlConfig, out: Path) -> None:
         seed=config.seed + 1,
     ).save_pretrained(out / "untrained")
     links = longest // LINK_TOKENS
-    for name, of, often, blots in (
+    for name, of, often, random_links in (
         (SUMS, 1, 0.0, 0.0),
-        (TEACHER, links, 0.0, BLOTS),
-        (STUDENT, links, FORGET_CARRY, BLOTS),
+        (TEACHER, links, 0.0, RANDOM_LINKS),
+        (STUDENT, links, FORGET_CARRY, RANDOM_LINKS),
     ):
         write_sft_rows(
             out / f"{name}-rows.jsonl",
@@ -163,23 +165,23 @@ def _write_data(config: OpdVsRlConfig, out: Path) -> None:
             tokenizer,
             links=of,
             forget_carry=often,
-            blots=blots,
+            random_links=random_links,
             seed=config.seed,
         )
     write_starts(out / "held_out.jsonl", problems.held_out)
     write_starts(out / "prompts.jsonl", problems.train)  # last: it marks the data as complete
 
 
-def _lessons(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
-    """Settings of the fine-tunings, in order: single sums, the teacher, the student.
+def _fine_tunings(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
+    """Settings of the SFT stages, in order: single sums, the teacher, the student.
 
     The teacher is trained on chains; the student starts from it and learns to forget carries.
     """
     rows = max(8, 1152 // max(config.lengths))
     plan = (
-        (SUMS, out / "untrained", config.schooling, 128, 4e-3),
-        (TEACHER, out / SUMS / "final", 2 * config.schooling, rows, 2e-3),
-        (STUDENT, out / TEACHER / "final", math.ceil(0.3 * config.schooling), rows, 1e-3),
+        (SUMS, out / "untrained", config.sft_steps, 128, 4e-3),
+        (TEACHER, out / SUMS / "final", 2 * config.sft_steps, rows, 2e-3),
+        (STUDENT, out / TEACHER / "final", math.ceil(0.3 * config.sft_steps), rows, 1e-3),
     )
     for name, model, steps, batch_size, lr in plan:
         yield make(
@@ -267,7 +269,7 @@ class Race:
             "eval_size": max(8, min(256, 768 // links)),
             "eval_every": eval_every(length),
             "eval_temperature": self._config.temperature,
-            "env": Chain(pays=method.pays),
+            "env": Chain(rewarded=method.rewarded),
             "out": str(self._out / "runs" / name),
             "temperature": self._config.temperature,
             "engine": "embedded",  # with it a run is a function of its seed

@@ -325,7 +325,7 @@ def teacher_contexts(group: TrajectoryGroup) -> list[list[str | None]]:
 
 
 def test_a_teacher_is_given_feedback_as_with_tool_use(folder: Path) -> None:
-    """It replaces the last user message and keeps the tools of the agent's first request."""
+    """Feedback replaces the last user message and keeps the tools of the agent's first request."""
     template = FeedbackTemplate(
         text="<{feedback} {answer} {outcome}>{prompt}", correct_reward_threshold=1.0
     )

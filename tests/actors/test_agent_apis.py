@@ -339,7 +339,7 @@ def _spaces_in_words() -> PreTrainedTokenizerBase:
 def test_special_tokens_and_broken_bytes_within_answers(
     make_tokenizer: Callable[[], PreTrainedTokenizerBase], api: str
 ) -> None:
-    """They are trained as sampled, and the client's next request continues after them.
+    """The tokens are trained as sampled, and the client's next request continues after them.
 
     Bytes that form no character come back as the replacement character. In a chat the model is then
     shown that character, which starts a new segment; raw prompts keep the tokens.

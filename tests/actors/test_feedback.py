@@ -90,7 +90,7 @@ def test_feedback_has_tool_errors_and_limits_unless_an_answer_is_graded(tmp_path
 
 
 def test_feedback_has_the_result_of_the_game_for_each_seat() -> None:
-    """It replaces that seat's first message."""
+    """The teacher's text replaces that seat's first message."""
     env = TicTacToeGames(random_moves=0, rules=False)
     room = setting(TOKENIZER, feedback=TOLD)
     first, second = contexts(env, None, room, first_free)

@@ -1,4 +1,4 @@
-"""What the SGLang plugin lists with sampled tokens, against a loop over the requests."""
+"""Log-probs that the SGLang plugin lists with sampled tokens, against a loop over the requests."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

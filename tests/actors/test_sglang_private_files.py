@@ -1,4 +1,4 @@
-"""What a server keeps in temporary files goes with it, however it ends."""
+"""Temporary files of a server are removed with it, however it ends."""
 
 import os
 import signal

@@ -219,7 +219,7 @@ def test_an_engine_that_died_before_its_push_is_reported_once(house: Any) -> Non
 
 @pytest.mark.parametrize("pushes", [0, 1, 2])
 def test_waiting_engines_join_during_a_step(house: Any, pushes: int) -> None:
-    """They are compared with an engine that serves, and again after each push meanwhile."""
+    """Each is compared with an engine that serves, and again after each push meanwhile."""
     many = house(POLICY, 32, pushes=pushes)
     everyone = [f"{POLICY} {index}" for index in range(32)]
     many.step()

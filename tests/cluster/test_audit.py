@@ -357,7 +357,7 @@ def test_a_new_journal_proves_nothing_about_groups_before_it(path: Path) -> None
 
 
 def claims(found: Audit) -> tuple:
-    """What the audit says about the weights."""
+    """Claims of the audit about the weights."""
     return found.first, found.trained, found.watermark, found.set_aside, found.steps
 
 

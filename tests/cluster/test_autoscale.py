@@ -290,7 +290,7 @@ def changes(history: Sequence[dict[str, int]]) -> int:
 
 
 def turns(history: Sequence[dict[str, int]], name: str) -> int:
-    """How often the direction of a pool's changes reversed."""
+    """Number of reversals in the direction of a pool's changes."""
     moves = [after[name] - before[name] for before, after in pairwise(history)]
     signs = [move > 0 for move in moves if move]
     return sum(earlier != later for earlier, later in pairwise(signs))

@@ -17,7 +17,7 @@ from examples.opd_vs_rl.chain import (
     LINK_TOKENS,
     PROMPT_TOKENS,
     Chain,
-    Pays,
+    Rewarded,
     chain_of,
     prompt_of,
     right_links,
@@ -29,9 +29,9 @@ START = Problem(47, 85)
 PROMPT = "740=580="
 
 
-def book_chain(links: int = 400, *, forget_carry: float = 0.0, blots: float = 0.0) -> str:
+def book_chain(links: int = 400, *, forget_carry: float = 0.0, random_links: float = 0.0) -> str:
     rng = np.random.default_rng(1)
-    return chain_of(START, links, rng, forget_carry=forget_carry, blots=blots)[0]
+    return chain_of(START, links, rng, forget_carry=forget_carry, random_links=random_links)[0]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_link_is_the_sum_of_the_two_before_it() -> None:
 
 def test_only_right_links_of_a_blotted_text_are_trained() -> None:
     rng = np.random.default_rng(1)
-    text, learnt = chain_of(START, 400, rng, forget_carry=0.0, blots=0.5)
+    text, learnt = chain_of(START, 400, rng, forget_carry=0.0, random_links=0.5)
     right = right_links(PROMPT, text[PROMPT_TOKENS:], 400)
     assert 150 < len(learnt) < 250
     assert all(stop - start == LINK_TOKENS for start, stop in learnt)
@@ -56,9 +56,9 @@ def test_only_right_links_of_a_blotted_text_are_trained() -> None:
     assert sum(right) < len(learnt) + 20  # a blotted link is seldom right
 
 
-@pytest.mark.parametrize(("pays", "reward"), [("links", 2 / 3), ("chain", 0.0)])
-def test_the_environment_pays_for_the_share_of_links_or_for_all_of_them(
-    pays: Pays, reward: float, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+@pytest.mark.parametrize(("rewarded", "reward"), [("links", 2 / 3), ("chain", 0.0)])
+def test_the_reward_is_the_share_of_links_or_for_all_of_them(
+    rewarded: Rewarded, reward: float, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     write_starts(tmp_path / "prompts.jsonl", [START])
 
@@ -69,7 +69,7 @@ def test_the_environment_pays_for_the_share_of_links_or_for_all_of_them(
         )  # fmt: skip
 
     path = str(tmp_path / "prompts.jsonl")
-    dataset = Chain(pays=pays)(path, setting(12))
+    dataset = Chain(rewarded=rewarded)(path, setting(12))
     [env, _] = dataset.builder(0, 2).make_envs({})
     seen_T = asyncio.run(env.initial_observation())
     assert seen_T is not None and tokenizer.decode(seen_T.tolist()) == PROMPT

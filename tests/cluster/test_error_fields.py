@@ -79,7 +79,7 @@ FIELDS = [
 
 @pytest.mark.parametrize(("field", "arguments"), FIELDS)
 def test_the_field_of_an_error_is_a_setting(field: re.Pattern[str], arguments: set[str]) -> None:
-    """It may also be an environment variable, or an argument of the function that raises it."""
+    """Or it is an environment variable, or an argument of the function that raises it."""
     named = field.pattern.replace("\\", "")
     assert VARIABLE.fullmatch(named) or any(map(field.fullmatch, SETTINGS | arguments)), named
 

@@ -145,7 +145,7 @@ def test_a_planted_failure_is_the_only_finding(name: str, seed: int) -> None:
     ("reason", "setting"), [("turns", "env.max_turns"), ("time", "env.time_s")]
 )
 def test_games_that_all_end_by_a_limit_are_found(reason: str, setting: str) -> None:
-    """Of every game one seat of two is cut off."""
+    """One seat of two is truncated in every game."""
     config = make("selfplay", student="s", out="o", temperature=1.0)
     rows = [{"step": 1, f"rollout/stop/{reason}": 0.5, "rollout/stop/done": 0.5}]
     [finding] = found(rows, config)

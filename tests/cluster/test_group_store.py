@@ -159,7 +159,7 @@ def test_a_killed_queue_recovers_groups_on_disk_and_samples_none_again(
 def test_a_new_job_adopts_groups_that_its_weights_could_have_sampled(
     new_queue: NewQueue, tmp_path: Path
 ) -> None:
-    """It resumes from step 1 of 2: groups of version 2 are lost with their weights."""
+    """The job resumes from step 1 of 2: groups of version 2 are lost with their weights."""
     queue, journal = new_queue(max_staleness=2, total_groups=12), tmp_path / "ledger.jsonl"
     deliver(queue, 6)  # groups 0 to 5, of version 0
     wait_until_kept(journal, 6)

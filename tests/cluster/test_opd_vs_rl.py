@@ -104,7 +104,7 @@ def test_a_race_runs_every_method_draws_its_curves_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(race, "FIRST_RATES", (1e-3,))
-    arguments = [f"out={tmp_path}", "lengths=4", "schooling=2", "steps=6", "seeds=1"]
+    arguments = [f"out={tmp_path}", "lengths=4", "sft_steps=2", "steps=6", "seeds=1"]
     assert main(arguments) == 0
     report = json.loads((tmp_path / "opd_vs_rl.json").read_text())
     assert [row["method"] for row in report["rows"]] == ["OPD", "GRPO, share of links"]

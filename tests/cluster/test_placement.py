@@ -378,7 +378,7 @@ ray.shutdown()
 
 @pytest.mark.slow
 def test_an_engine_of_two_gpus_sees_the_gpus_that_it_shares() -> None:
-    """It shares with two workers, or another teacher; Ray assumes a node of six GPUs."""
+    """The engine shares with two workers, or another teacher; Ray assumes a node of six GPUs."""
     found = _printed_by(_SHARED_GPUS)
     workers, engines = found["workers"], found["engines"]
     for i, (node, gpus) in enumerate(engines):

@@ -80,7 +80,7 @@ def elsewhere(spoil: Callable[[Any], Any] = lambda answer: answer) -> Misbehavin
 
 
 def asked(server: MisbehavingServer, key: str, deadline_s: float = 60.0) -> ServerCheck:
-    """What a rehearsal finds of it, asked from another thread than the server's."""
+    """Result of a rehearsal's check of the server, from another thread than the server's."""
 
     async def ask() -> ServerCheck:
         async with server.running():

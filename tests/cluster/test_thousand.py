@@ -76,7 +76,7 @@ def test_a_node_of_a_hundred_engines_is_back_within_two_minutes(
 def test_an_engine_that_does_not_answer_its_handshake_delays_no_other(
     loop: SimulatedLoop, tmp_path: Path, tiny_pair: TinyPair
 ) -> None:
-    """It answers heartbeats, and is well after its second start."""
+    """The engine answers heartbeats, and its second start is healthy."""
 
     class Silent(SimulatedEngine):
         async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -166,7 +166,7 @@ WORKER = "rollout worker 0"
 
 
 def test_an_engine_without_progress_is_found_although_it_answers_heartbeats() -> None:
-    """Its counter does not move from 100 s on; among two, only that engine is suspected."""
+    """One counter does not move from 100 s on; among two, only that engine is suspected."""
     run = SlowRun(2, {"policy engine 0": lambda now: min(now, 100)})
     run.run(until=1000)
     assert run.terminated[0] == (700, "policy engine 0"), "not twice 300 s after its last progress"

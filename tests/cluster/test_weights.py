@@ -145,14 +145,14 @@ def housed(pair: TinyPair, house: Callable[..., Any]) -> Iterator[Callable[..., 
 
 @pytest.fixture
 def engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Makes engines in this process."""
+    """Function that makes engines in this process."""
     with housed(tiny_pair, LocalActor) as make:
         yield make
 
 
 @pytest.fixture
 def ray_engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Makes engines on Ray."""
+    """Function that makes engines on Ray."""
     with housed(tiny_pair, actor) as make:
         yield make
 
@@ -352,7 +352,7 @@ def test_a_push_that_fails_beside_the_learner_fails_whoever_asks_next(
 
 
 def checksums(engines: Mapping[str, Any]) -> list[Any]:
-    """Of all that each engine holds."""
+    """Checksums of all weights that each engine holds."""
     return [calls.get(engine.weight_checksums.remote()) for engine in engines.values()]
 
 
@@ -360,7 +360,7 @@ def checksums(engines: Mapping[str, Any]) -> list[Any]:
 def test_an_engine_joins_from_the_copy_while_the_learner_computes(
     engines, learner: Learner, tmp_path: Path, choice: str
 ) -> None:
-    """It holds what the others do, to the bit, though the learner's weights are others by then."""
+    """The engine holds the same bits as the others, although the learner's weights have changed."""
     directory = str(tmp_path / "weights")
     first, queue = engines(EmbeddedEngine), Queue()
     publish = publisher(first, learner, queue, choice=choice, directory=directory, overlaps=True)
@@ -763,7 +763,7 @@ def test_a_push_waits_for_room_on_a_full_disk(
 
 
 def on_node(node: str | None) -> Any:
-    """What `choose_transports` sees of an engine: the node that it is on (None: this one)."""
+    """Engine as `choose_transports` sees it: on this node, or another one."""
     own = ray.get_runtime_context().get_node_id()
     place = Place(node=own if node is None else node, nccl=nccl_settings())
     return SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _: ray.put(place)))
@@ -1060,7 +1060,7 @@ def test_a_broadcast_that_breaks_off_again_and_again(
 def test_an_engine_that_has_left_its_group_is_told_at_the_next_push(
     by_group, group: CollectiveTransport, learner: Learner, receiver: Any
 ) -> None:
-    """It does not wait for a group that is formed already."""
+    """The engine does not wait for a group that is formed already."""
     sent(by_group, learner.weights(), 1)
     by_group.settle()
     assert by_group.lend({"policy engine 0": receiver}, learner.weights(), 1) == {}

@@ -251,7 +251,7 @@ def test_the_limit_on_tokens() -> None:
 
 
 def test_a_privileged_teacher_has_room_for_every_turn(tmp_path: Path) -> None:
-    """Its prompt is longer than the policy's by more than a turn.
+    """The teacher's prompt is longer than the policy's by more than a turn.
 
     So the episode ends earlier than without a hint, by that many tokens.
     """
@@ -366,7 +366,7 @@ def test_blocks_are_listed_within_their_budget() -> None:
 
 
 def test_the_policy_itself_may_condense() -> None:
-    """Its separate requests have their own budget, temperature and prompt, and are no turns."""
+    """Separate requests have their own budget, temperature and prompt, and are no turns."""
     dataset = Echoes(
         words="1" * 20, condenser="model", max_tokens=100, condense_to=80, keep_last=1,
         condenser_tokens=33, condenser_temperature=0.5, condenser_prompt="Say it shorter.",

@@ -131,7 +131,7 @@ def test_padding_of_a_whole_vocabulary_is_masked_before_the_softmax(name: Diverg
 def test_a_partition_s_divergence_is_between_zero_and_the_whole_one(
     name: DivergenceName, seed: int
 ) -> None:
-    """It grows with K, up to the whole divergence with all tokens but one."""
+    """The divergence grows with K, up to the whole divergence with all tokens but one."""
     log_p_NV, log_q_NV = log_pair(seed)
     whole_N = divergence(log_p_NV, log_q_NV, name, 0.5)
     least_N = torch.zeros_like(whole_N)

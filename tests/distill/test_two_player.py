@@ -91,7 +91,7 @@ def test_a_limit_on_one_seat_frees_the_other() -> None:
 
 
 def test_a_frozen_model_sits_opposite() -> None:
-    """It has its own conversation and temperature, and is no member of the group."""
+    """The opponent has its own conversation and temperature, and is no member of the group."""
     config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)
     assert (
         list(config.queried_models) == ["reference"] and list(TicTacToeGames().queried_models) == []

@@ -108,7 +108,7 @@ def test_a_saved_state_is_restored(
 
 
 def test_seals_equal_digests_of_orjson_output(store: CheckpointStore) -> None:
-    """They are written without orjson, which `local=True` does not need."""
+    """Seals are written without orjson, which `local=True` does not need."""
     delivery = {
         "watermark": 2**40,
         "set_aside": {"2": 'it\u2019s "\u0007\u00e9\U0001f600\x7f\n\\'},

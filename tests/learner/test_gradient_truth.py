@@ -100,7 +100,7 @@ def test_from_hidden_states_it_is_the_same(
 
 @every_T
 def test_without_future_terms_the_sequence_kl_s_gradient_is_biased(world: World, T: float) -> None:
-    """It ignores that a token leads to other states."""
+    """The gradient ignores that a token leads to other states."""
     made = world.expected_gradient(ObjectiveConfig(), T)
     assert error(made, claimed_by(world, "sampled, g=1", T)) > 0.02
 

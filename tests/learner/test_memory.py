@@ -151,7 +151,7 @@ def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
 
 
 def test_whole_gradients_are_kept_where_nothing_else_gets_less() -> None:
-    """Of 8B they are 30.5 GiB on each worker, for any number of workers."""
+    """The gradients of 8B are 30.5 GiB on each worker, for any number of workers."""
     assert plan(8, ROOM) == PassPlan(16_384, gradient_checkpointing=True, reduces_once=True)
     assert plan(8, 60 * GIB) == PassPlan(16_384, gradient_checkpointing=True)
     alone = plan(1, 400 * GIB)

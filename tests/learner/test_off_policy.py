@@ -93,7 +93,7 @@ def test_the_price_of_leaving_the_sampler_needs_no_advantage(
 def test_off_policy_a_clip_is_of_the_present_policy_s_gap(
     world: World, settings: dict[str, Any], away: float
 ) -> None:
-    """It is not the sampler's gap, at any distance."""
+    """The gap of the sampler is not clipped, at any distance."""
     world.move_learner(away)
     objective = ObjectiveConfig(kl_clip=KL_CLIP, **settings)
     made = world.expected_gradient(objective, T)

@@ -136,7 +136,7 @@ def test_steps_equal_those_of_a_frozen_copy(
 def test_the_live_teacher_differs_only_by_its_context(
     new_learner: NewLearner, dtype: str, atol: float
 ) -> None:
-    """It rounds as the student does."""
+    """The teacher rounds as the student does."""
     learner = new_learner(dtype=dtype)
     plain = [replace(row, teacher_context_T=None, teacher_replaces=0) for row in rows(0)]
     made = learner.step(Part(rows_D=plain, loss=OWN))
