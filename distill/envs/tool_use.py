@@ -54,6 +54,9 @@ class Question(MessageEnv):
             feedback=earned.feedback,
         )
 
+    async def unfinished(self) -> MessageStep:
+        return MessageStep(metrics={} if self._format.pattern is None else {"format": 0.0})
+
 
 @chz.chz
 class ToolUse(ChatEnvConfig):

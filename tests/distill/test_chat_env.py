@@ -240,6 +240,9 @@ def test_the_format_of_the_last_turn_is_counted_and_pays(tmp_path: Path) -> None
         assert call_turn.bonuses_T is None and episode.metrics["format"] == has
         paid = 0.0 if answer.bonuses_T is None else answer.bonuses_T.sum()
         assert paid == pytest.approx(0.25 * has)
+    limited = tool_use(questions(tmp_path), format=r"It is \d+\.", max_turns=1)
+    [episode] = play(limited, Scripted(TOKENIZER, [CALL]))
+    assert episode.stop_reason is StopReason.TURNS and episode.metrics["format"] == 0
 
 
 def test_the_limit_on_tokens() -> None:
