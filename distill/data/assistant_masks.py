@@ -17,6 +17,7 @@ import numpy as np
 from distill.chat.continuation import added_tokens, served_continuation
 from distill.chat.messages import is_trained
 from distill.chat.template import Message, chat_text, encode_chat
+from distill.chat.thinking import thinking_marks
 from distill.errors import DataError
 from distill.types import BoolArray, TokenArray, Tokenizer
 
@@ -56,18 +57,16 @@ def conversation_chains(
     Raises:
         DataError: there is no assistant turn to train, or the template cannot render a turn.
     """
-    turns = [
-        _turn(tokenizer, messages, i, stop_ids, tools)
-        for i in range(context, len(messages))
-        if is_trained(messages[i])
-    ]
-    if not turns:
+    trained = [i for i in range(context, len(messages)) if is_trained(messages[i])]
+    if not trained:
         raise DataError(
             "there is no assistant turn to train; only assistant messages without `weight: 0` and "
             "`train: false` are trained"
         )
     text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
     whole_T = encode_chat(tokenizer, text)
+    known = {text: whole_T}
+    turns = [_turn(tokenizer, messages, i, stop_ids, tools, known) for i in trained]
     last_T = turns[-1].tokens_T
     if np.array_equal(last_T[: len(whole_T)], whole_T):
         whole_T = last_T  # may also have the stop token that a template writes after the last turn
@@ -105,8 +104,13 @@ def _turn(
     i: int,
     stop_ids: Collection[int],
     tools: Sequence[Mapping[str, Any]] | None,
+    known: Mapping[str, TokenArray],
 ) -> _RenderedTurn:
-    """Render assistant turn i as served: the context that the model gets, then its answer."""
+    """Render assistant turn i as served: the context that the model gets, then its answer.
+
+    Args:
+        known: texts whose tokens are known.
+    """
     if i == 0:
         raise DataError("messages[0] is an assistant message with nothing before it; drop it")
     content = str(messages[i].get("content") or "")
@@ -115,12 +119,9 @@ def _turn(
     prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
     upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)
     if not upto.startswith(prefix) or upto == prefix:
-        raise DataError(
-            f"the chat template does not continue its generation prompt {prefix[-40:]!r} with "
-            f"messages[{i}], the assistant's, so its tokens cannot be determined; use a template "
-            "that does, or give `prompt` and `completion` as strings"
-        )
-    prefix_T, tokens_T = encode_chat(tokenizer, prefix), encode_chat(tokenizer, upto)
+        upto = _with_thinking(tokenizer, prefix, upto, content, i)
+    prefix_T, tokens_T = encode_chat(tokenizer, prefix), known.get(upto)
+    tokens_T = encode_chat(tokenizer, upto) if tokens_T is None else tokens_T
     if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):
         # A token spans the boundary. A served model continues the unchanged prefix instead.
         rest = upto[len(prefix) :]
@@ -138,6 +139,41 @@ def _turn(
                 tokens_T, spoken = np.append(tokens_T, np.int32(end)), spoken + 1
                 break
     return _RenderedTurn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)
+
+
+def _with_thinking(tokenizer: Tokenizer, prefix: str, upto: str, content: str, i: int) -> str:
+    """Text of turn i behind a generation prompt that begins its thinking, which the template drops.
+
+    DeepSeek's templates drop thinking from all turns, but end the prompt with `<think>`.
+
+    Args:
+        upto: text that the template renders up to the end of the turn, without thinking.
+        content: content of the turn's message.
+
+    Raises:
+        DataError: the prompt begins no thinking, or the turn has none.
+    """
+    marks = thinking_marks(tokenizer)
+    if opening := marks.opening(prefix):
+        _, closed, answer = content.rpartition(marks.closes)
+        answer = answer.strip()
+        if closed and answer and answer in upto and content.startswith(marks.opens):
+            said = content.removeprefix(marks.opens).removeprefix(opening.removeprefix(marks.opens))
+            return prefix + said.rstrip() + upto.rpartition(answer)[2]
+        off = " or chat_template_kwargs='{\"enable_thinking\": false}'"
+        raise DataError(
+            f"the chat template's generation prompt begins thinking ({opening!r}), but "
+            f"messages[{i}], the assistant's, has no thinking before an answer; give it "
+            f"{marks.opens}...{marks.closes} before the answer, in `content`, or switch thinking "
+            "off with chat_template=FILE"
+            f"{off if 'enable_thinking' in str(tokenizer.chat_template) else ''}",
+            field="messages",
+        )
+    raise DataError(
+        f"the chat template does not continue its generation prompt {prefix[-40:]!r} with "
+        f"messages[{i}], the assistant's, so its tokens cannot be determined; use a template "
+        "that does, or give `prompt` and `completion` as strings"
+    )
 
 
 def _end_behind(

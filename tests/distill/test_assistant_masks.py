@@ -40,6 +40,11 @@ OPENS_THINKING = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n<think>{% endif %}"
 )
+# As DeepSeek's: the prompt opens the thinking, and no turn is written with it.
+DROPS_THINKING = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}"
+)
 
 
 @pytest.fixture
@@ -219,7 +224,23 @@ def test_a_generation_prompt_that_the_turn_does_not_continue_is_refused(
     chatty: PreTrainedTokenizerBase,
 ) -> None:
     chatty.chat_template = OPENS_THINKING
-    with pytest.raises(DataError):
+    with refuses(DataError, "messages"):
         chains_of(chatty, say("hi", "ho"))
     [chain] = chains_of(chatty, say("hi", "<think>hm</think>ho"))
     assert shown(chatty, [chain]) == ["<s>user\nhi<e>\n<s>assistant\n<think>[[hm</think>ho<e>]]\n"]
+
+
+@pytest.mark.parametrize("begins", ["<think>\n", "<think>"])
+def test_thinking_that_the_prompt_opens_and_no_turn_keeps_is_trained(
+    chatty: PreTrainedTokenizerBase, begins: str
+) -> None:
+    chatty.chat_template = DROPS_THINKING
+    messages = say("hi", f"{begins}hm\n</think>\n\nho", "and?", f"{begins}er</think>no ")
+    assert shown(chatty, chains_of(chatty, messages)) == [
+        "<s>user\nhi<e><s>assistant\n<think>\n[[hm\n</think>\n\nho<e>]]",
+        "<s>user\nhi<e><s>assistant\n\n\nho<e><s>user\nand?<e>"
+        "<s>assistant\n<think>\n[[er</think>no <e>]]",
+    ]
+    for content in ("ho", "hm</think>ho", "<think>hm", "<think>hm</think>"):
+        with refuses(DataError, "messages"):
+            chains_of(chatty, say("hi", content))
