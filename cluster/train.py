@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +15,24 @@ from rich.console import Console
 
 from cluster.command import run_and_report
 from cluster.config.arguments import HELP, Arguments, HelpAsked, built, help_asked
-from cluster.config.chat_date import with_chat_date
 from cluster.config.common import CommonConfig
 from cluster.config.early_checks import check_early
-from cluster.config.files import text_of
+from cluster.config.files import at_path, text_of
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import Stage, with_suggested_lr
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS, config_of
+from cluster.config.run_record import RunRecord
 from cluster.handles.node import starts_here
 from cluster.placement.device_choice import check_cluster, gpus_elsewhere
 from cluster.placement.local_head import local_head
 from cluster.placement.roles import cpus_here
 from cluster.process_memory import long_lived
 from cluster.run_files.out_directory import check_out, wait_for_other_job
-from distill.errors import ConfigError
+from distill.errors import ConfigError, DataError
 from distill.libraries import require_library
-from distill.settings import meant_by
+from distill.settings import changed, meant_by
 
 if TYPE_CHECKING:
     from cluster.recipes.observer import Observer  # imports torch
@@ -131,6 +132,19 @@ def run_recipe(
     with _start_ray_during_imports(config):
         console.print("checking models and data", highlight=False)  # seconds, of imports alone
         _run(config, console, observer)
+
+
+def with_chat_date(config: CommonConfig) -> CommonConfig:
+    """Settings with a `chat_date`: the given one, else that of the run in `out=`, else today."""
+    if config.model.chat_date is not None:
+        return config
+    try:
+        record = RunRecord.of_run(Path(config.out))
+    except DataError:
+        return config  # the check of out= raises the error
+    today = date.today().isoformat()
+    began = today if record is None else at_path(record.settings, "model.chat_date")
+    return changed(config, chat_date=began)
 
 
 def _run(config: CommonConfig, console: Console, observer: Observer | None) -> None:

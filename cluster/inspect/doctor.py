@@ -53,8 +53,8 @@ _PLUGIN_TIMEOUT_S = 180.0
 _PLUGIN_CHILD = (
     "import json\n"
     "from actors.sglang.plugin.internals import native_option_present, unrecognised_internals\n"
-    "told = [native_option_present(), unrecognised_internals()]\n"
-    "print('\\n' + json.dumps(told))\n"
+    "found = [native_option_present(), unrecognised_internals()]\n"
+    "print('\\n' + json.dumps(found))\n"
 )
 
 

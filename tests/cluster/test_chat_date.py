@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.chat_date import with_chat_date
 from cluster.config.on_policy import OpdConfig
+from cluster.train import with_chat_date
 from distill.settings import changed
 
 NewOpd = Callable[..., OpdConfig]
