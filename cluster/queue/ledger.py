@@ -74,6 +74,7 @@ class Ledger:
     Attributes:
         trained, published: groups that the learner's weights, and those on the engines, account
             for. They differ only during a push that overlaps the next step.
+        set_aside: reasons of the groups that are set aside, by id.
         faults: suspects are reserved for a worker without leases.
         kept: groups whose deliveries are on disk, until a checkpoint includes them.
         resampled: groups that are leased again, with their earlier data discarded.
@@ -101,7 +102,7 @@ class Ledger:
         self._clock = clock
         self._settings, self._rule = settings, settings.rule()
         self.faults = Faults(settings.max_failures, settings.max_deaths)
-        self._set_aside: dict[int, str] = {}
+        self.set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
         self.provenance = ScoreProvenance()
@@ -127,10 +128,10 @@ class Ledger:
         # sampled again.
         above = {
             i: reason
-            for i, reason in self._set_aside.items()
+            for i, reason in self.set_aside.items()
             if i >= trained.watermark and reason != CONSTANT_REWARD
         }
-        self._set_aside = {**trained.set_aside, **above}
+        self.set_aside = {**trained.set_aside, **above}
         self.provenance.reset(trained.__contains__)
         # Each live id that was started and is not trained, with `_steps` at its first lease or last
         # restart. Each id is in exactly one of `_pending`, `_leased` and `_delivered`.
@@ -214,7 +215,7 @@ class Ledger:
 
     def _is_over(self, group_id: int) -> bool:
         """True if the group is in the learner's weights or was set aside."""
-        return group_id in self.trained or group_id in self._set_aside
+        return group_id in self.trained or group_id in self.set_aside
 
     def _is_new(self, group_id: int) -> bool:
         """True if the group has not started; it may have, after a rewind or in an earlier job."""
@@ -278,8 +279,8 @@ class Ledger:
     def _why_late(self, lease: Lease) -> str:
         if lease.epoch != self.epoch:
             return f"epoch {lease.epoch} is over"
-        if lease.group_id in self._set_aside:
-            return f"it was set aside: {self._set_aside[lease.group_id]}"
+        if lease.group_id in self.set_aside:
+            return f"it was set aside: {self.set_aside[lease.group_id]}"
         if lease.attempt <= self._over.get(lease.group_id, 0):
             return "it was overdue and has been restarted"
         known = lease.group_id in self.trained or lease.attempt <= self._attempts[lease.group_id]
@@ -450,7 +451,7 @@ class Ledger:
 
     def _mark_set_aside(self, group_id: int, reason: str) -> None:
         del self._started[group_id]
-        self._set_aside[group_id] = reason
+        self.set_aside[group_id] = reason
         self._consecutive_set_aside += 1
         self._last_reason = reason
         self.record("set_aside", id=group_id, reason=reason)
@@ -541,7 +542,7 @@ class Ledger:
         if (choice := self._rule.choose(self._view())) is None:
             return None
         replaced = dict.fromkeys(choice.replaced, CONSTANT_REWARD)
-        after = self.trained.after(choice.ids, self._set_aside | replaced)
+        after = self.trained.after(choice.ids, self.set_aside | replaced)
         skipped = after.set_aside.items() - self.trained.set_aside.items()
         now = self._steps + self.pushing
         ages = [now - self._started[group_id] for group_id in choice.ids]
@@ -563,7 +564,7 @@ class Ledger:
         Payloads of its groups may have been lost.
         """
         taken = self._taken
-        if taken is None or self._set_aside.keys() & set(taken.group_ids):
+        if taken is None or self.set_aside.keys() & set(taken.group_ids):
             return None
         return taken
 
@@ -701,7 +702,7 @@ class Ledger:
             self._constant.pop(group_id, None)
             for of_it in (self._attempts, self._over, self._restarts):
                 of_it.pop(group_id, None)
-        self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
+        self.set_aside = {i: r for i, r in self.set_aside.items() if i not in trained} | aside
         self.trained, self._taken = trained, None
         self.provenance.drop(aside)
         self.provenance.record_published(version, ids)
@@ -742,14 +743,13 @@ class Ledger:
         here = self._started.keys() & self.kept.keys() & set(readable)
         self._forget_kept([i for i in self.kept if i in self._started and i not in here])
         stay = (self._delivered & here) - self._rescored
-        constant = {i: reward for i, reward in self._constant.items() if i in stay}
-        most = self._settings.most_replaced
-        missed = min(len(self._constant), most) - min(len(constant), most)
-        for group_id in sorted(self._constant.keys() - constant.keys())[:missed]:
+        constant, most = self._view().constant, self._settings.most_replaced
+        missed = min(len(constant), most) - min(len(constant & stay), most)
+        for group_id in sorted(constant - stay)[:missed]:
             del self._started[group_id]
             self._delivered.discard(group_id)
             self._forget_kept([group_id])
-            self._set_aside[group_id] = CONSTANT_REWARD
+            self.set_aside[group_id] = CONSTANT_REWARD
         self._leased = {i: replace(h, since=now, began=now) for i, h in self._leased.items()}
         self._seconds.clear()  # durations from a replay, not from real time
         lost = self._delivered - stay
@@ -757,8 +757,9 @@ class Ledger:
         self.resampled.clear()
         taken = set(self._taken.group_ids if self._taken else ())
         self.provenance.drop(lost - taken)  # taken groups may still be trained
-        self._delivered, self._constant = stay, constant
-        above = {i: r for i, r in self._set_aside.items() if i >= self.trained.watermark}
+        self._constant = {i: reward for i, reward in self._constant.items() if i in stay}
+        self._delivered = stay
+        above = {i: r for i, r in self.set_aside.items() if i >= self.trained.watermark}
         again = {"kept": sorted(here)} if here else {}
         self.record(
             "recover", epoch=self.epoch, ids=sorted(lost), set_aside=_by_text(above), **again
@@ -826,7 +827,7 @@ class Ledger:
     def status(self) -> QueueStatus:
         self._meter()
         now = self._clock()
-        failed = {i: why for i, why in self._set_aside.items() if why != CONSTANT_REWARD}
+        failed = {i: why for i, why in self.set_aside.items() if why != CONSTANT_REWARD}
         return QueueStatus(
             depth=len(self._delivered),
             leased={
