@@ -1,18 +1,19 @@
 """The ledger under leases, deliveries, failures and deaths in any order.
 
-Each group is trained once and in time, and the run never gets stuck. The state machine keeps a
+Each group is trained once and in time, and the run never gets stuck. A model of the run keeps a
 journal as a run does. Sometimes it replaces the ledger by a replay of the journal, as a killed
 queue does.
 """
 
 import errno
+import itertools
 import logging
 import os
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.inspect.audit import audit
 from cluster.queue.adoption import adopted
@@ -28,54 +28,56 @@ from cluster.queue.journal import Journal, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_answers import QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.step_rule import StepRule, View
 from distill.errors import DataError
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 from tests.full_disk import files_of_at_most
 from tests.refusals import refuses
 from tests.rows import read_rows
+from tests.step_rule_twin import next_step
 
 LEASE_S = 100.0
-WORKERS = st.sampled_from(["a", "b", "c"])
+# Events of a run, as often as they are listed.
+PIPELINE = ("lease", "finish", "take_and_train", "arrive", "restart_overdue")
+QUIET = ("pass_time", "keep", "keep", "commit", *4 * PIPELINE)
+TROUBLE = (
+    "take", "train", "deliver", "call_late", "publish_late", "fail", "fail", "report", "die", "die",
+    "expire", "mark_lost", "lose_the_queue", "lose_the_queue", "lose_the_learner",
+    "resume", "resume",
+)  # fmt: skip
 
 
-class LedgerMachine(RuleBasedStateMachine):
-    """A run whose events happen in any order.
+class ModelledRun:
+    """A run whose events happen in any order, with a simple model of what the ledger must answer.
 
     `version` is the number of steps in the learner's weights. `published` holds the groups of the
     weights on the engines, whose version is `served`; during a push it is one behind.
+
+    An event is a method that makes its choices by `chance`.
     """
 
-    @initialize(
-        per_step=st.integers(1, 3),
-        max_staleness=st.integers(0, 2),
-        steps=st.integers(0, 6),
-        steps_before=st.integers(0, 2),
-        poison_before=st.booleans(),
-        on_stale=st.sampled_from(["wait", "train_late", "restart"]),
-        room=st.floats(0, 1),
-        most_replaced=st.integers(0, 4),
-    )
-    def start(
-        self, per_step: int, max_staleness: int, steps: int, steps_before: int, poison_before: bool,
-        on_stale: str, room: float, most_replaced: int,
-    ) -> None:  # fmt: skip
-        self.directory = tempfile.TemporaryDirectory()
-        self.path = Path(self.directory.name) / "ledger.jsonl"
+    def __init__(self, directory: Path, chance: random.Random) -> None:
+        self.path = directory / "ledger.jsonl"
         self.journal = Journal(self.path)
-        self.per_step, self.max_staleness, self.on_stale = per_step, max_staleness, on_stale
-        self.window = per_step + int(room * per_step * max_staleness)
-        self.most_replaced = most_replaced
+        self.per_step, self.max_staleness = chance.randint(1, 3), chance.choice([0, 1, 1, 2, 2, 3])
+        most = self.per_step * (self.max_staleness + 1)
+        self.window = most if chance.random() < 0.5 else chance.randint(self.per_step, most)
+        self.on_stale = chance.choice(["wait", "train_late", "restart", "restart", "restart"])
+        self.most_replaced = chance.choice([0, chance.randint(1, 4)])
+        self.fast = chance.randint(2, 4)
+        steps_before = chance.choice([0, 0, 1, 2])
         self.now = 0.0
-        before = per_step * steps_before
-        poison = {0: "poison"} if poison_before and before else {}
+        self.requests = itertools.count()
+        before = self.per_step * steps_before
+        poison = {0: "poison"} if before and chance.random() < 0.5 else {}
         self.trained = TrainedGroups(before + len(poison), poison)
         self.version = steps_before
-        self.total = per_step * (steps_before + steps)
+        self.total = before + self.per_step * chance.randint(0, 20)
         self.settings = {
-            "groups_per_step": per_step, "max_staleness": max_staleness, "total_groups": self.total,
-            "lease_s": LEASE_S, "max_failures": 2, "max_deaths": 4, "groups_in_flight": self.window,
-            "on_stale": on_stale, "restart_after": 0.0, "max_restarts": 2,
-            "most_replaced": self.most_replaced,
+            "groups_per_step": self.per_step, "max_staleness": self.max_staleness,
+            "total_groups": self.total, "lease_s": LEASE_S, "max_failures": 2, "max_deaths": 4,
+            "groups_in_flight": self.window, "on_stale": self.on_stale, "restart_after": 0.0,
+            "max_restarts": 2, "most_replaced": self.most_replaced,
         }  # fmt: skip
         self.journal.record(
             "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
@@ -95,22 +97,24 @@ class LedgerMachine(RuleBasedStateMachine):
         self.over: dict[int, int] = {}  # last attempt before the last restart
         self.restarts: Counter[int] = Counter()
         self.held: set[int] = set()  # delivered, payload not lost
-        self.constant: set[int] = set()  # held groups of one reward
-        self.on_disk: dict[int, int] = {}  # attempts of deliveries, by id
-        self.arrived_by: dict[int, int] = {}  # attempt of the newest delivery
-        self.taken: StepGroups | None = None
+        self.constant: dict[int, float] = {}  # held groups of one reward
+        self.on_disk: dict[int, tuple[int, int]] = {}  # epochs and attempts of deliveries, by id
+        self.arrived_by: dict[int, tuple[int, int]] = {}  # the same of the newest delivery
+        self.taken: StepGroups | None = None  # answer to the learner's last request
+        self.promised: StepGroups | None = None  # step that was taken last and is not trained
 
     # workers
 
-    @rule(worker=WORKERS, max_groups=st.integers(1, 5), again=st.booleans())
-    def lease(self, worker: str, max_groups: int, again: bool) -> None:
-        self.request = getattr(self, "request", 0) + 1
-        leases = self.ledger.lease(worker, max_groups, f"{worker}{self.request}")
-        assert len(leases) <= max_groups
+    def lease(self, chance: random.Random) -> None:
+        worker, max_groups = chance.choice("abc"), chance.randint(1, 8)
+        request = str(next(self.requests))
+        pending, credit = self.status().pending[:max_groups], self.credit()
+        expected = pending + self.new_ids(min(max_groups - len(pending), credit))
+        suspects = self.ledger.faults.suspects
+        leases = self.ledger.lease(worker, max_groups, request)
         ids = [lease.group_id for lease in leases]
-        assert len(set(ids)) == len(ids)
-        fresh = [group_id for group_id in ids if group_id not in self.leases]
-        assert ids == sorted(set(ids) - set(fresh)) + sorted(fresh)  # pending ones come first
+        assert ids == expected or suspects
+        assert len(set(ids)) == len(ids) <= max_groups
         for lease in leases:
             group_id = lease.group_id
             assert group_id not in self.held and group_id not in self.trained
@@ -118,59 +122,73 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.epoch == self.ledger.epoch
             self.leases[group_id].append(lease)
             self.note_lease(lease)
-        if again and leases:  # Ray repeats a call whose answer was lost
-            assert self.ledger.lease(worker, max_groups, f"{worker}{self.request}") == leases
+        if leases:  # Ray repeats a call whose answer was lost
+            assert self.ledger.lease(worker, max_groups, request) == leases
 
     def note_lease(self, lease: Lease) -> None:
         if self.over.get(lease.group_id) == lease.attempt - 1:
             self.leased_at[lease.group_id] = self.served
         self.leased_at.setdefault(lease.group_id, self.served)
 
-    @precondition(lambda self: any(self.leases.values()))
-    @rule(data=st.data())
-    def deliver(self, data: st.DataObject) -> None:
-        """Deliver by any lease of this epoch, expired or not."""
-        group_id = data.draw(st.sampled_from(sorted(i for i, of in self.leases.items() if of)))
-        lease = data.draw(st.sampled_from(self.leases[group_id]))
+    def finish(self, chance: random.Random) -> None:
+        """Deliver some leased groups; some are slow, so that others overtake them."""
+        leased = self.status().leased
+        at_once = {i for i, (_, attempt, _) in leased.items() if (i + attempt) % self.fast}
+        ids = [i for i in leased if i in at_once or chance.random() < 0.1]
+        chance.shuffle(ids)
+        for group_id in ids[: chance.randint(1, 4)]:
+            worker, attempt, _ = leased[group_id]
+            lease = Lease(group_id=group_id, attempt=attempt, epoch=self.ledger.epoch)
+            reward = chance.choice([None, None, 0.0, 1.0])  # of all its members
+            assert self.ledger.deliver(lease, worker, reward)
+            self.note_delivery(lease, reward)
+
+    def old_lease(self, chance: random.Random) -> Lease | None:
+        """A lease of this epoch, which may have ended."""
+        ids = sorted(i for i, leases in self.leases.items() if leases)
+        return chance.choice(self.leases[chance.choice(ids)]) if ids else None
+
+    def deliver(self, chance: random.Random) -> None:
+        if (lease := self.old_lease(chance)) is None:
+            return
+        group_id = lease.group_id
         wanted = (
             group_id not in self.trained
             and group_id not in self.held
             and group_id not in self.set_aside()
             and lease.attempt > self.over.get(group_id, 0)
         )
-        constant_reward = data.draw(st.sampled_from([None, None, 0.0, 1.0]))
-        assert self.ledger.deliver(lease, "a", constant_reward) == wanted
+        assert self.ledger.deliver(lease, "a", 1.0) == wanted
         assert not self.ledger.deliver(lease, "a")
         if wanted:
-            self.held.add(group_id)
-            self.arrived_by[group_id] = lease.attempt
-            if constant_reward is not None and self.most_replaced:
-                self.constant.add(group_id)
+            self.note_delivery(lease, 1.0)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
+    def note_delivery(self, lease: Lease, constant_reward: float | None) -> None:
+        self.held.add(lease.group_id)
+        self.arrived_by[lease.group_id] = lease.epoch, lease.attempt
+        if constant_reward is not None and self.most_replaced:
+            self.constant[lease.group_id] = constant_reward
+
+    def keep(self, chance: random.Random) -> None:
         """Write delivered groups to disk; some may have been trained since."""
-        ids = data.draw(st.sets(st.sampled_from(sorted(self.arrived_by))))
-        attempts = {i: self.arrived_by[i] for i in ids}
-        self.ledger.keep(attempts)
-        self.on_disk |= {i: attempt for i, attempt in attempts.items() if i in self.held}
+        ids = some(chance, self.arrived_by)
+        self.ledger.keep({i: self.arrived_by[i][1] for i in ids})
         for group_id in ids & self.held:
-            kept = self.ledger.kept[group_id]
-            assert (kept.epoch, kept.attempt) == (self.ledger.epoch, self.arrived_by[group_id])
-            assert kept.started == self.leased_at[group_id]
+            self.on_disk[group_id] = self.arrived_by[group_id]
+            kept = (*self.on_disk[group_id], self.leased_at[group_id])
+            assert self.ledger.kept[group_id] == kept
 
-    @rule(group_id=st.integers(0, 30), attempt=st.integers(1, 2), back=st.integers(1, 2))
-    def deliver_for_an_old_epoch(self, group_id: int, attempt: int, back: int) -> None:
-        lease = Lease(group_id=group_id, attempt=attempt, epoch=self.ledger.epoch - back)
+    def call_late(self, chance: random.Random) -> None:
+        """Deliver and fail by a lease of an old epoch."""
+        epoch = self.ledger.epoch - chance.randint(1, 2)
+        lease = Lease(group_id=chance.randint(0, 30), attempt=chance.randint(1, 2), epoch=epoch)
         assert not self.ledger.deliver(lease, "a")
         self.ledger.fail(lease, "old")
 
-    @precondition(lambda self: any(self.leases.values()))
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        group_id = data.draw(st.sampled_from(sorted(i for i, of in self.leases.items() if of)))
-        lease = data.draw(st.sampled_from(self.leases[group_id]))
+    def fail(self, chance: random.Random) -> None:
+        if (lease := self.old_lease(chance)) is None:
+            return
+        group_id = lease.group_id
         current = group_id in self.status().leased and lease == self.leases[group_id][-1]
         before = self.status()
         self.ledger.fail(lease, "it raised")
@@ -182,27 +200,28 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # deaths of workers
 
-    @rule(worker=WORKERS, data=st.data())
-    def report(self, worker: str, data: st.DataObject) -> None:
-        ids = data.draw(st.sets(st.sampled_from(sorted(self.leases) or [0])))
-        self.ledger.report_user_code(worker, {i: f"problem {i}" for i in ids})
+    def report(self, chance: random.Random) -> None:
+        problems = {i: f"problem {i}" for i in some(chance, self.leases)}
+        self.ledger.report_user_code(chance.choice("abc"), problems)
 
-    @rule(worker=WORKERS)
-    def die(self, worker: str) -> None:
+    def die(self, chance: random.Random) -> None:
+        worker = chance.choice("abc")
         expected = [i for i, held in self.status().leased.items() if held[0] == worker]
         assert self.ledger.forfeit(worker, "killed") == expected
         assert not set(expected) & set(self.status().leased)
         assert self.ledger.forfeit(worker, "killed") == []
 
-    @rule(seconds=st.sampled_from([10.0, 60.0, 200.0]))
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+    def pass_time(self, chance: random.Random) -> None:
+        self.now += chance.choice([1, 10, 30])
+        self.ledger.renew(some(chance, self.status().leased))
+
+    def expire(self, chance: random.Random) -> None:
+        self.now += chance.choice([60, 200])
         old = [i for i, held in self.status().leased.items() if held[2] > LEASE_S]
         assert self.ledger.expire(self.now) == old
         assert all(held[2] <= LEASE_S for held in self.status().leased.values())
 
-    @rule()
-    def restart_overdue_groups(self) -> None:
+    def restart_overdue(self, chance: random.Random) -> None:
         """Restart groups only if the next step can then start; their old leases are void."""
         overdue, before = self.ledger.overdue(), self.status()
         if not overdue:
@@ -223,122 +242,82 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # nodes
 
-    @rule(data=st.data())
-    def mark_lost(self, data: st.DataObject) -> None:
+    def mark_lost(self, chance: random.Random) -> None:
         """Lose payloads of the taken step; only the learner notices such a loss."""
-        taken = set(self.taken.group_ids) if self.taken else set()
-        asked = data.draw(st.sets(st.sampled_from(sorted(self.leases) or [0])))
+        taken = set(self.promised.group_ids) if self.promised else set()
+        asked = some(chance, self.leases)
         gone = sorted(asked & taken & self.held)
         assert self.ledger.mark_lost(asked, "its node died") == gone
         self.held -= set(gone)
-        self.constant -= set(gone)
         for group_id in gone:
+            self.constant.pop(group_id, None)
             self.on_disk.pop(group_id, None)
         assert set(gone) <= set(self.status().pending) | self.set_aside().keys()
         assert self.ledger.mark_lost(asked, "its node died") == []
 
     # the learner
 
-    @rule()
-    def take(self) -> None:
+    def take(self, chance: random.Random) -> None:
         pushing = self.served < self.version
-        step = self.ledger.take(self.trained, pushing=pushing)
+        self.taken = step = self.ledger.take(self.trained, pushing=pushing)
         assert step == self.ledger.take(self.trained, pushing=pushing)
-        missing = self.ledger.missing()
-        if self.taken and not self.set_aside().keys() & set(self.taken.group_ids):
-            lost = [i for i in self.taken.group_ids if i not in self.held]
-            assert step == (None if lost else self.taken)
-            assert missing == lost
-        elif step is None:
-            self.taken = None  # one of its groups is set aside
-            ids, _ = made = self.first_step(self.by_age(self.held))
-            assert missing or len(self.trained) == self.total
-            assert len(ids) < self.per_step or not self.leaves_time(*made)
-        else:
-            assert step.group_ids == sorted(step.group_ids) and set(step.group_ids) <= self.held
-            assert len(step.group_ids) == self.per_step
-            assert len(step.replaced) <= self.most_replaced
-            ages = [self.version - self.leased_at[group_id] for group_id in step.group_ids]
-            assert step.start_max == max(ages)
-            assert step.overdue == sum(age > self.max_staleness for age in ages)
-            assert step.restarts == sum(self.restarts[i] for i in step.group_ids)
-            assert step.overdue == 0 or self.on_stale == "train_late"
-            assert step.replaced.keys() <= self.constant
-            assert self.leaves_time(step.group_ids, list(step.replaced))
-            self.taken = step
+        if step is None or step == self.promised:
+            return
+        self.promised = step
+        assert step.replaced == {i: self.constant[i] for i in step.replaced}
+        ages = [self.version - self.leased_at[group_id] for group_id in step.group_ids]
+        assert step.start_max == max(ages)
+        assert step.overdue == sum(age > self.max_staleness for age in ages)
+        assert step.overdue == 0 or self.on_stale == "train_late"
+        assert step.restarts == sum(self.restarts[i] for i in step.group_ids)
+        assert step.queued == len(self.held) - self.per_step
 
-    def first_step(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Taken and replaced groups of a step that goes through `ids` in order."""
-        taken: list[int] = []
-        replaced: list[int] = []
-        while ids and len(taken) < self.per_step:
-            passed = ids[0] in self.constant and len(replaced) < self.most_replaced
-            (replaced if passed else taken).append(ids[0])
-            ids = ids[1:]
-        return sorted(taken), sorted(replaced)
-
-    def by_age(self, ids: Iterable[int]) -> list[int]:
-        return sorted(ids, key=lambda group_id: (self.leased_at[group_id], group_id))
-
-    def leaves_time(self, ids: list[int], replaced: list[int]) -> bool:
-        """True if all groups left behind by this step can be trained in time, step by step."""
-        gone = self.set_aside()
-        live = self.by_age(i for i in self.leased_at if i not in self.trained and i not in gone)
-        if self.on_stale == "train_late" or (ids, replaced) == self.first_step(live):
-            return True
-        version = self.version
-        rest = [group_id for group_id in live if group_id not in (*ids, *replaced)]
-        while rest:  # the oldest first, a step after the other
-            version += 1
-            taken, passed = self.first_step(rest)
-            if any(version - self.leased_at[i] > self.max_staleness for i in taken):
-                return False
-            rest = rest[len(taken) + len(passed) :]
-        return True
-
-    @precondition(lambda self: self.taken)
-    @rule(again=st.booleans(), beside=st.booleans())
-    def train(self, again: bool, beside: bool) -> None:
-        """Train a step and push it: at once, or `beside` the next events."""
-        assert self.taken is not None
-        if self.served < self.version:
-            self.arrive(again)
+    def train(self, chance: random.Random) -> None:
+        """Train the taken step and push it: at once, or during the next events."""
+        if self.taken is None:
+            return
+        self.arrive(chance)
         group_ids, skipped = self.taken.group_ids, self.taken.set_aside
         peeked = self.ledger.peek(self.trained.after(group_ids, skipped))
         assert peeked is not None and not set(peeked.group_ids) & set(group_ids)
-        passed, self.taken = self.taken.replaced, None
+        passed, self.taken, self.promised = self.taken.replaced, None, None
         for group_id in group_ids if self.on_stale != "train_late" else ():
             # it may have been leased again since, by a queue that lost it: the first one counts
             assert self.version - self.leased_at[group_id] <= self.max_staleness
         self.trained = self.trained.after(group_ids, skipped)
         assert skipped.items() <= self.trained.set_aside.items()
         self.version += 1
-        for _ in range(1 + again) if beside else ():
-            self.ledger.push(self.version, self.trained, self.ledger.epoch)
-        if not beside:
-            self.arrive(again)
+        if chance.random() < 0.5:
+            for _ in range(2):  # Ray repeats a call whose answer was lost
+                self.ledger.push(self.version, self.trained, self.ledger.epoch)
+        else:
+            self.arrive(chance)
         self.held -= {*group_ids, *passed}
         for group_id in group_ids:
             self.restarts.pop(group_id, None)
-        self.constant &= self.held
+        self.keep_constant(self.held)
         ready = self.ledger.ready()  # nothing has arrived meanwhile
         assert peeked.whole == (ready is not None)
         assert ready is None or peeked.group_ids == ready.group_ids
         assert peeked == self.ledger.peek(self.trained)
         assert passed.keys() <= self.set_aside().keys()
 
-    @precondition(lambda self: self.served < self.version)
-    @rule(again=st.booleans())
-    def arrive(self, again: bool) -> None:
-        taken = self.taken
-        for _ in range(1 + again):
+    def keep_constant(self, ids: Collection[int]) -> None:
+        self.constant = {i: reward for i, reward in self.constant.items() if i in ids}
+
+    def take_and_train(self, chance: random.Random) -> None:
+        self.take(chance)
+        self.train(chance)
+
+    def arrive(self, chance: random.Random) -> None:
+        if self.served == self.version:
+            return
+        for _ in range(2):
             self.ledger.publish(self.version, self.trained, self.ledger.epoch)
         self.published, self.served = self.trained, self.version
-        if taken and self.held.issuperset(taken.group_ids):  # it stays the next step
-            assert self.ledger.take(self.trained) == taken
 
-    @rule()
-    def a_lost_learners_publication_changes_nothing(self) -> None:
+    def publish_late(self, chance: random.Random) -> None:
+        """A lost learner's publication changes nothing."""
         before = self.status()
         self.ledger.push(self.version, self.trained, self.ledger.epoch)
         more = TrainedGroups(max([self.published.watermark, *self.published.above]) + 5)
@@ -347,16 +326,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.publish(self.served, self.published, self.ledger.epoch)
         assert self.status() == before
 
-    @rule()
-    def commit(self) -> None:
+    def commit(self, chance: random.Random) -> None:
         self.committed.append((self.version, self.trained))
         self.ledger.commit(self.version, self.trained.watermark)
         watermark = self.trained.watermark
-        self.on_disk = {i: attempt for i, attempt in self.on_disk.items() if i >= watermark}
+        self.on_disk = {i: by for i, by in self.on_disk.items() if i >= watermark}
         assert self.ledger.kept.keys() == self.on_disk.keys()
 
-    @rule()
-    def lose_the_learner(self) -> None:
+    def lose_the_learner(self, chance: random.Random) -> None:
         version, trained = self.committed[-1]
         aside = self.set_aside()
         self.version, self.trained = version, trained
@@ -370,14 +347,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # the queue
 
-    @rule(cut=st.booleans(), data=st.data())
-    def lose_the_queue(self, cut: bool, data: st.DataObject) -> None:
+    def lose_the_queue(self, chance: random.Random) -> None:
         """Kill the queue: groups readable on disk are kept, the others are sampled again."""
         self.journal.close()
-        if cut:
+        if chance.random() < 0.5:
             with self.path.open("ab") as file:
                 file.write(b'{"t": 1, "event": "pu')
-        before = self.status()
+        before, constant, most = self.status(), self.replaceable(), self.most_replaced
         played = replay(self.path, lambda: self.now)
         assert played.ledger is not None and played.run == "r" and not played.ended
         self.ledger = played.ledger
@@ -388,32 +364,29 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [v[:2] for v in after.leased.values()] == [v[:2] for v in before.leased.values()]
         self.journal = Journal(self.path)
         self.ledger.record = self.journal.record
-        readable = data.draw(st.sets(st.sampled_from(sorted(self.on_disk) or [0])))
+        readable = some(chance, self.on_disk)
         self.ledger.recover(readable)
         gone = {i for i in self.on_disk if i in self.leased_at and i not in readable}
         live = {i for i in gone if i not in self.trained and i not in self.set_aside()}
         current = {i for i in self.on_disk if self.on_disk[i] == self.arrived_by.get(i)}
         stay = self.held & readable & current
-        constant = self.constant & stay
-        most = self.most_replaced
-        missed = min(len(self.constant), most) - min(len(constant), most)
-        passed = set(sorted(self.constant - constant)[:missed])
+        missed = min(len(constant), most) - min(len(constant & stay), most)
+        passed = set(sorted(constant - stay)[:missed])
         assert self.status().depth == len(stay)
         assert set(self.status().pending) == set(before.pending) | self.held - stay - passed
-        self.held, self.constant = stay, constant
+        self.held = stay
+        self.keep_constant(stay)
         for group_id in live | passed:
             self.on_disk.pop(group_id, None)
 
-    @rule(cut=st.integers(0, 3))
-    def resume(self, cut: int) -> None:
+    def resume(self, chance: random.Random) -> None:
         """Begin a new job from a checkpoint with the groups on disk that it can train in time."""
         version, trained = self.committed[-1]
-        is_newest = version == self.version
         kept = dict(self.ledger.kept)
         self.version, self.trained = version, trained
         self.published, self.served = self.trained, self.version
         settings = LedgerSettings(**self.settings)
-        usable = {i: each for n, (i, each) in enumerate(sorted(kept.items())) if n % 4 >= cut}
+        usable = {i: kept[i] for i in kept if chance.random() < 0.8}
         taken = adopted(usable, trained, settings)
         epoch = self.ledger.epoch + 1
         self.forget()
@@ -425,13 +398,18 @@ class LedgerMachine(RuleBasedStateMachine):
             settings, trained, epoch=epoch, clock=lambda: self.now, record=self.journal.record,
             adopted=taken,
         )  # fmt: skip
-        self.on_disk = {i: each.attempt for i, each in taken.items()}
+        self.on_disk = {i: (each.epoch, each.attempt) for i, each in taken.items()}
         self.leased_at = {i: each.started for i, each in taken.items()}
         self.leases = {i: [] for i in taken}
         assert self.status().pending == sorted(taken)
-        if is_newest and not cut and not self.most_replaced:
-            live = {i for i in kept if i not in trained and i >= trained.watermark}
-            assert taken.keys() == live, "a group on disk would be sampled again"
+        if len(taken) == min(self.window, self.total - len(trained)):
+            return
+        for group_id in usable.keys() - taken.keys():
+            started = usable[group_id].started
+            ahead = sum(each.started <= started for each in taken.values())
+            late = version + ahead // self.per_step > started + self.max_staleness
+            over = group_id in trained or group_id < trained.watermark or started > version
+            assert over or (late and self.on_stale != "train_late"), "it is sampled again"
 
     # what always holds
 
@@ -439,46 +417,94 @@ class LedgerMachine(RuleBasedStateMachine):
         return self.ledger.status()
 
     def set_aside(self) -> dict[int, str]:
-        return dict(self.ledger._set_aside)
+        return dict(self.ledger.set_aside)
 
-    @invariant()
+    def intact(self) -> StepGroups | None:
+        """The step that was taken last, if no group of it was set aside since."""
+        gone = self.promised is None or self.set_aside().keys() & set(self.promised.group_ids)
+        return None if gone else self.promised
+
+    def live(self) -> set[int]:
+        """Started groups that are not trained."""
+        return {i for i in self.leased_at if i not in self.trained} - self.set_aside().keys()
+
+    def replaceable(self) -> set[int]:
+        """Groups of one reward that no taken step trains."""
+        promised = self.intact()
+        return self.constant.keys() - set(promised.group_ids if promised else ())
+
+    def num_started(self) -> int:
+        """Number of live groups without those that the next step replaces at most."""
+        return len(self.live()) - min(len(self.replaceable()), self.most_replaced)
+
+    def credit(self) -> int:
+        pushed = len(self.trained) - len(self.published)
+        room, left = self.window - pushed, self.total - len(self.trained)
+        return max(0, min(room, left) - self.num_started())
+
+    def new_ids(self, count: int) -> list[int]:
+        """The lowest ids of groups that have not started."""
+        known = {*self.live(), *self.set_aside()}
+        new = (i for i in itertools.count() if i not in known and i not in self.trained)
+        return list(itertools.islice(new, max(0, count)))
+
+    def view(self) -> View:
+        return View(
+            step=self.version,
+            groups_per_step=self.per_step,
+            started={i: self.leased_at[i] for i in self.live()},
+            finished=self.held,
+            constant=self.replaceable(),
+            most_replaced=self.most_replaced,
+        )
+
     def window_and_accounts(self) -> None:
         status = self.status()
-        started = [*status.pending, *status.leased, *sorted(self.held)]
-        assert len(started) == len(set(started))
+        assert sorted([*status.pending, *status.leased, *self.held]) == sorted(self.live())
         assert status.depth == len(self.held)
-        replaceable = min(len(self.constant), self.most_replaced)
+        assert status.credit == self.credit()
         pushed = len(self.trained) - len(self.published)
         assert pushed == self.per_step * (self.version - self.served)
-        assert len(started) - replaceable + pushed + status.credit <= self.window
-        assert not set(started) & self.set_aside().keys()
-        assert len(self.trained) + len(started) - replaceable <= self.total
+        assert self.num_started() + pushed <= self.window
+        assert len(self.trained) + self.num_started() <= self.total
         assert status.published == self.published.watermark
-        assert not [group_id for group_id in started if group_id in self.trained]
 
-    def teardown(self) -> None:
-        """Continue the run to its end: no group is lost, and nothing gets stuck."""
-        if not hasattr(self, "ledger"):
+    def steps_train_the_oldest_groups_if_the_others_stay_in_time(self) -> None:
+        step, missing = self.ledger.ready(), self.ledger.missing()
+        if (promised := self.intact()) is not None:
+            assert missing == [i for i in promised.group_ids if i not in self.held]
+            assert step == (None if missing else promised)
             return
-        beside = False
+        rule = StepRule(self.max_staleness, self.window, late=self.on_stale == "train_late")
+        ids, replaced, waits_for = next_step(rule, self.view())
+        lacking = min(self.per_step, self.total - len(self.trained)) - self.num_started()
+        assert missing == waits_for + self.new_ids(lacking)
+        assert (step.group_ids if step else []) == ids
+        assert list(step.replaced if step else ()) == replaced
+
+    def check(self) -> None:
+        self.window_and_accounts()
+        self.steps_train_the_oldest_groups_if_the_others_stay_in_time()
+
+    def finish_the_run(self, chance: random.Random) -> None:
+        """Continue the run to its end: no group is lost, and nothing gets stuck."""
         while len(self.trained) < self.total:
-            before, beside = len(self.trained), not beside
+            before = len(self.trained)
             while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
                 for group_id, held in reversed([*self.status().leased.items()]):
                     lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
                     if lease.attempt > len(self.leases.get(group_id, [])):
                         self.note_lease(lease)
                     assert self.ledger.deliver(lease, held[0])
-                    self.held.add(group_id)
-            self.take()
+                    self.note_delivery(lease, None)
+            self.take(chance)
             if self.taken is None:  # what it lacks waits for slots
                 assert self.served < self.version
-                self.arrive(False)
+                self.arrive(chance)
                 continue
-            self.train(False, beside)
+            self.train(chance)
             assert len(self.trained) > before
-        if self.served < self.version:
-            self.arrive(False)
+        self.arrive(chance)
         assert len(self.trained) == self.total
         status = self.status()
         assert (status.depth, status.credit, status.leased, status.pending) == (0, 0, {}, [])
@@ -491,11 +517,24 @@ class LedgerMachine(RuleBasedStateMachine):
         assert found.trained == self.total - sum(i in self.trained for i in range(found.first))
         assert found.watermark == self.trained.watermark
         assert found.set_aside == dict(self.trained.set_aside) and not self.trained.above
-        self.directory.cleanup()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
-TestLedger = LedgerMachine.TestCase
+def some(chance: random.Random, ids: Iterable[int]) -> set[int]:
+    share = chance.random()
+    return {group_id for group_id in sorted(ids) if chance.random() < share}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_ledger_answers_as_its_model_after_any_events(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    run = ModelledRun(tmp_path, chance)
+    trouble = chance.choice([0, 0.05, 0.15, 0.3])
+    for _ in range(60):
+        event = chance.choice(TROUBLE if chance.random() < trouble else QUIET)
+        print(event)
+        getattr(run, event)(chance)
+        run.check()
+    run.finish_the_run(chance)
 
 
 def new(clock: Callable[[], float] = time.monotonic, **changes: Any) -> Ledger:
@@ -559,6 +598,17 @@ def test_a_taken_group_that_comes_back_constant_makes_no_room_for_another() -> N
     assert ledger.deliver(again, "a", 1.0)
     assert ledger.take() == taken
     assert ledger.status().credit == 0 and ledger.lease("a", 9) == []
+
+
+def test_a_lost_group_that_the_taken_step_replaces_is_not_sampled_again() -> None:
+    ledger = new(groups_per_step=1, max_staleness=1, most_replaced=1)
+    for one in ledger.lease("a", 2):
+        assert ledger.deliver(one, "a", 1.0)
+    taken = ledger.take()
+    assert taken is not None and (taken.group_ids, taken.replaced) == ([1], {0: 1.0})
+    ledger.keep({1: 1})
+    ledger.recover([1])
+    assert ledger.status().pending == [] and ledger.take() == taken
 
 
 def test_a_group_that_fails_too_often_is_set_aside_and_the_run_has_one_more() -> None:

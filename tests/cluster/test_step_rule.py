@@ -1,12 +1,11 @@
-"""The rule by which a step takes groups: examples, journals, and simulated runs with long tails.
+"""The rule by which a step takes groups: its slow twin, journals, and simulated runs.
 
-The state machine in test_ledger.py compares the rule with a slow twin.
+test_ledger.py compares the ledger's steps with the twin after any events.
 """
 
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rule import Choice, StepRule, View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
+from tests.step_rule_twin import next_step, oldest
 
 
 def view(step: int, started: dict[int, int], *finished: int) -> View:
@@ -34,6 +34,30 @@ def choose(rule: StepRule, view: View) -> list[int] | None:
         return None
     assert not choice.replaced
     return choice.ids
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_rule_chooses_what_its_slow_twin_chooses(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(500):
+        horizon, per_step = chance.randint(0, 3), chance.randint(1, 3)
+        started = {i: chance.randint(0, horizon) for i in range(chance.randint(0, 12))}
+        states = {i: chance.choice(["leased", "mixed", "mixed", "constant"]) for i in started}
+        made = View(
+            step=horizon,
+            groups_per_step=per_step,
+            started=started,
+            finished={i for i in states if states[i] != "leased"},
+            constant={i for i in states if states[i] == "constant"},
+            most_replaced=chance.randint(0, 3),
+        )
+        rule = StepRule(horizon=horizon, window=12, late=chance.random() < 0.2)
+        ids, replaced, waits_for = next_step(rule, made)
+        assert rule.choose(made) == (Choice(ids, replaced) if ids else None)
+        assert rule.waited_for(made) == waits_for
+        assert rule.peek(made) == oldest(made)[0]
+        skippable = min(len(made.constant), made.most_replaced)
+        assert rule.room(made) == 12 - len(started) + skippable
 
 
 def test_finished_groups_overtake_older_ones_until_these_are_due() -> None:
@@ -49,31 +73,6 @@ def test_finished_groups_overtake_older_ones_until_these_are_due() -> None:
     assert choose(rule, view(2, started, 1, 4, 7, 8)) is None
     assert rule.waited_for(view(2, started, 1, 4, 7, 8)) == [0]
     assert choose(rule, view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
-
-
-def test_a_step_leaves_no_more_groups_than_later_steps_can_train() -> None:
-    """Four groups of one start are two steps, which cannot be delayed."""
-    rule = StepRule(horizon=2, window=6)
-    started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-    assert choose(rule, view(1, started, 4, 5)) is None
-    assert rule.waited_for(view(1, started, 4, 5)) == [0, 1, 2, 3]
-    assert choose(rule, view(1, started, 2, 4, 5)) is None
-    assert choose(rule, view(1, started, 2, 3, 4, 5)) == [2, 3]
-
-
-def test_the_age_of_a_restarted_group_is_its_start_and_not_its_id() -> None:
-    rule, started = StepRule(horizon=2, window=9), {0: 2, 1: 1, 4: 1, 5: 2}
-    assert choose(rule, view(2, started, 0, 1, 4, 5)) == [1, 4]
-    assert choose(rule, view(2, started, 0, 4, 5)) == [0, 4]
-
-
-def test_overdue_groups_are_waited_for_or_trained_late() -> None:
-    started = {0: 0, 4: 3, 5: 3}
-    assert choose(StepRule(horizon=2, window=6), view(3, started, 4, 5)) is None
-    late = StepRule(horizon=2, window=6, late=True)
-    assert choose(late, view(3, started, 4, 5)) == [4, 5]
-    assert late.waited_for(view(3, started, 4, 5)) == []
-    assert choose(late, view(3, started, 0, 4, 5)) == [0, 4]
 
 
 def test_groups_restart_only_if_the_step_can_then_start() -> None:
@@ -111,21 +110,6 @@ def test_the_smallest_sufficient_set_of_groups_is_restarted(
         assert not any(goes(fewer) for fewer in combinations(restarts, len(restarts) - 1))
     elif not goes(()):
         assert not goes(able), "the step waits although restarts would let it start"
-
-
-def test_groups_of_one_reward_are_replaced_up_to_a_bound() -> None:
-    rule = StepRule(horizon=1, window=4)
-    started, made = {0: 0, 1: 0, 2: 0, 3: 0}, partial(View, step=0, groups_per_step=2)
-    constant = made(started=started, finished={0, 1}, constant={1}, most_replaced=2)
-    assert rule.room(constant) == 1  # a group that replaces 1
-    assert rule.choose(constant) is None and 2 in rule.waited_for(constant)
-    started[4] = 0
-    three = made(started=started, finished={0, 1, 2}, constant={1}, most_replaced=2)
-    assert rule.choose(three) == Choice([0, 2], [1])
-    many = made(started=started, finished={0, 1, 2}, constant={0, 1, 2}, most_replaced=1)
-    assert rule.room(many) == 0 and rule.choose(many) == Choice([1, 2], [0])
-    del started[4]
-    assert rule.choose(replace(many, most_replaced=0)) == Choice([0, 1], [])
 
 
 def test_a_step_does_not_wait_for_groups_that_will_be_replaced() -> None:
@@ -179,13 +163,6 @@ def test_the_audit_finds_a_group_that_was_replaced_without_cause(tmp_path: Path)
     [problem] = found.problems
     assert "contradicts the lines before it" in problem
     assert any("2 skipped" in line for line in found.lines())
-
-
-def test_a_synchronous_run_trains_groups_in_order() -> None:
-    rule = StepRule(horizon=0, window=2)
-    assert choose(rule, view(3, {6: 3, 7: 3}, 7)) is None
-    assert choose(rule, view(3, {6: 3, 7: 3}, 7, 6)) == [6, 7]
-    assert rule.room(view(3, {6: 3, 7: 3})) == 0
 
 
 def test_groups_trained_late_are_counted() -> None:
