@@ -101,8 +101,8 @@ class Sink:
 
 
 @dataclass
-class Witness(Sink):
-    """Record a report after a delay."""
+class DelayedSink(Sink):
+    """Sink that records a report after a delay."""
 
     known: Mapping[int, str] = field(default_factory=dict)
     reports: int = 0
@@ -402,7 +402,7 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
 
 
 async def test_groups_in_flight_are_listed_and_cancelled() -> None:
-    sink = Witness(groups=3, closes=False)
+    sink = DelayedSink(groups=3, closes=False)
     async with asyncio.timeout(DEADLINE_S):
         worker = worker_of(sink, HangingPolicy(0))
         running = asyncio.create_task(worker.run())
@@ -521,7 +521,7 @@ class Watched(OneTurn):
     """Record whether the group's problem has been reported, at each step."""
 
     group_id: int
-    witness: Witness
+    sink: DelayedSink
     seen: list[bool]
 
     async def initial_observation(self) -> TokenArray:
@@ -536,17 +536,17 @@ class Watched(OneTurn):
         return await super().step(sample)
 
     def look(self) -> None:
-        self.seen.append(self.witness.known.get(self.group_id) == f"problem {self.group_id + 1}")
+        self.seen.append(self.sink.known.get(self.group_id) == f"problem {self.group_id + 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedPairs(Pairs):
     group_id: int
-    witness: Witness
+    sink: DelayedSink
     seen: list[bool]
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        return [Watched(self.prompt_T, self.group_id, self.witness, self.seen) for _ in range(2)]
+        return [Watched(self.prompt_T, self.group_id, self.sink, self.seen) for _ in range(2)]
 
 
 class SlowPolicy(PrefixEngine):
@@ -559,13 +559,13 @@ class SlowPolicy(PrefixEngine):
 
 
 def test_a_group_is_reported_before_it_enters_its_environment() -> None:
-    sink, seen = Witness(groups=12), []
+    sink, seen = DelayedSink(groups=12), []
 
     class Groups(Dataset):
         def builder(self, group_id: int) -> EnvGroupBuilder:
             seen.append(sink.known.get(group_id) == self.describe(group_id))
             prompt_T = ids(3, 4, 5 + group_id)
-            return WatchedPairs(prompt_T=prompt_T, group_id=group_id, witness=sink, seen=seen)
+            return WatchedPairs(prompt_T=prompt_T, group_id=group_id, sink=sink, seen=seen)
 
     run(sink, teachers={}, policy=SlowPolicy(0), dataset=Groups(), max_groups=5)
     assert sorted(group.group_id for group in sink.done) == list(range(12))
@@ -576,7 +576,7 @@ def test_a_group_is_reported_before_it_enters_its_environment() -> None:
 
 def test_a_worker_without_user_code_reports_once() -> None:
     """A worker that never reports has all its groups suspected at its death."""
-    sink = Witness(groups=12, known={0: "problem 1"})
+    sink = DelayedSink(groups=12, known={0: "problem 1"})
     run(sink, teachers={}, max_groups=5, runs_user_code=False)
     assert len(sink.done) == 12
     assert sink.reports == 1 and not sink.known
