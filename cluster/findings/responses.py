@@ -70,7 +70,7 @@ def responses_grow(history: History, config: RolloutConfig) -> Diagnosis | None:
     )
 
 
-def responses_repeat(history: History, _config: RolloutConfig) -> Diagnosis | None:
+def responses_repeat(history: History, config: RolloutConfig) -> Diagnosis | None:
     """Responses have begun to repeat themselves, which a teacher's scores do not correct."""
     repeated = history.of("rollout/repeated_share", PATIENCE)
     if repeated is None or repeated.now <= max(_REPEATED, repeated.start + _REPEATED_MORE):
@@ -78,9 +78,14 @@ def responses_repeat(history: History, _config: RolloutConfig) -> Diagnosis | No
     return Diagnosis(
         text=f"{repeated.now:.0%} of the sampled tokens repeat earlier text of the response "
         f"({repeated.start:.0%} at the start)",
-        remedy="within a loop, a teacher also predicts the repetition, so its scores do not "
-        "correct it. Start another out= with a third of the lr or a lower max_new_tokens, or "
-        "constrain the policy with reference_kl_coef=0.05 and reference=",
+        remedy=(
+            "within a loop, a teacher also predicts the repetition, so its scores do not correct "
+            "it. "
+            if config.objective.kl_coef
+            else ""
+        )
+        + "Start another out= with a third of the lr or a lower max_new_tokens, or constrain the "
+        "policy with reference_kl_coef=0.05 and reference=",
         settings=("lr", "max_new_tokens", "reference_kl_coef", "reference"),
     )
 
@@ -90,12 +95,18 @@ def eos_vanishes(history: History, config: RolloutConfig) -> Diagnosis | None:
     ended = history.of("rollout/eos_share", PATIENCE)
     if ended is None or ended.start < _ENDED or ended.now >= _STILL_END * ended.start:
         return None
+    if config.objective.kl_coef:
+        cause, setting = "student and teacher may have different end tokens", "stop_tokens"
+        answers = "the teacher's answers"
+    else:
+        cause, setting = "the reward may not punish answers without an end", "reward"
+        answers = "good answers"
     return Diagnosis(
         text=f"{ended.now:.0%} of the episodes end with a stop token, {ended.start:.0%} at the "
         "start",
-        remedy="student and teacher may have different end tokens (set stop_tokens=), or the "
-        f"teacher's answers exceed max_new_tokens={config.sampling.max_new_tokens} (raise it)",
-        settings=("stop_tokens", "max_new_tokens"),
+        remedy=f"{cause} (set {setting}=), or {answers} exceed "
+        f"max_new_tokens={config.sampling.max_new_tokens} (raise it)",
+        settings=(setting, "max_new_tokens"),
     )
 
 

@@ -152,6 +152,13 @@ def test_games_that_all_end_by_a_limit_are_found(reason: str, setting: str) -> N
     assert (finding.name, finding.settings) == ("responses_are_cut", (setting,))
 
 
+def test_without_a_teacher_the_reward_is_named() -> None:
+    config = make("rl", student="s", prompts="p", out="o", temperature=1.0)
+    rows = [{"step": step, "rollout/eos_share": 0.9 * 0.9**step} for step in range(1, 40)]
+    [finding] = found(rows, config)
+    assert (finding.name, finding.settings) == ("eos_vanishes", ("reward", "max_new_tokens"))
+
+
 def test_masked_rewards_do_not_count_as_constant() -> None:
     cut = {"rollout/stop/length": 1.0, "reward/mean": 0.4, "reward/constant_groups": 1.0}
     rows = [{"step": step, "advantage/min": 0.0, "advantage/max": 0.0} | cut for step in (1, 2)]
