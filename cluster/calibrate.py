@@ -68,7 +68,8 @@ class CalibrateConfig(LocalEngineConfig):
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:
     """Print the agreement table; raise CalibrationError (exit code 3) on disagreement."""
-    from distill.models.loading import ends_of  # imports torch, which settings must not
+    # These import torch, which settings must not.
+    from distill.models.loading import ends_of, load_config, vocab_size
 
     student = load_tokenizer(config.model.path)
     prints = {"student": asdict(fingerprint(student))}
@@ -80,7 +81,7 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
         ends.append(ends_of(config.teacher.model, teacher))
     else:
         ends.append(None)
-    stops = config.model.stops(student, ends)
+    stops = config.model.stops(student, ends, vocab_size(load_config(config.model.path)))
     report = asyncio.run(_handshake(config, probe_tokenizer(student), stops))
     console.print(f"stops at {stops.described(student)}", highlight=False)
     console.print(f"engine: {config.engine.kind_on(config.cluster.device)}", highlight=False)

@@ -151,7 +151,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         of_teacher = load_tokenizer(config.teacher.model)
         check_same_tokenizer(tokenizer, of_teacher)
         ends.append(ends_of(config.teacher.model, of_teacher))
-    stops = config.model.stops(tokenizer, ends)
+    stops = config.model.stops(tokenizer, ends, vocab_size(model_config))
     tokenizer = config.model.choose_template(tokenizer)
     read = reader_of(config.data, config.env.row_fields)
     setting = EnvContext(

@@ -382,10 +382,12 @@ async def _answer(
 
 @asynccontextmanager
 async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
-    from distill.models.loading import ends_of  # transformers, which --help does not need
+    # These import transformers, which --help does not need.
+    from distill.models.loading import ends_of, load_config, vocab_size
 
-    tokenizer = load_tokenizer(config.model.path)
-    stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])
+    path = config.model.path
+    tokenizer = load_tokenizer(path)
+    stops = config.model.stops(tokenizer, [ends_of(path, tokenizer)], vocab_size(load_config(path)))
     tokenizer = config.model.choose_template(tokenizer)
     marks = thinking_marks(tokenizer)
     async with running_engines(config.engine_config(config.model.path, stops)) as (engine,):

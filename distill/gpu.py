@@ -82,6 +82,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
+def parameter_count(count: int) -> str:
+    """Number of parameters of a model, in millions from 0.1 million on."""
+    return f"{count / 1e6:,.1f} M parameters" if count >= 1e5 else f"{count:,} parameters"
+
+
 def readable(size: int) -> str:
     """Bytes, formatted with three digits: in MiB below one GiB, else in GiB."""
     amount, unit = (size / (1 << 20), "MiB") if size < GIB else (size / GIB, "GiB")

@@ -15,6 +15,8 @@ from distill.errors import ConfigError
 
 # Number of names that a message lists.
 _NAMED = 4
+# Least similarity (`difflib`) of a path that is suggested: a slip, not another word.
+_ALIKE = 0.8
 
 
 def known_names(name: str, known: Collection[str]) -> str:
@@ -34,7 +36,8 @@ def path_meant(path: str, pattern: str = "*") -> str:
     if missing.exists():
         return ""
     beside = missing.parent
-    near = get_close_matches(missing.name, [each.name for each in beside.glob(pattern)], n=1)
+    names = [each.name for each in beside.glob(pattern)]
+    near = get_close_matches(missing.name, names, n=1, cutoff=_ALIKE)
     return f"; did you mean {str(beside / near[0])!r}?" if near else ""
 
 

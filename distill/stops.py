@@ -33,13 +33,24 @@ class StopTokens:
     one_event: bool = False
 
     @classmethod
-    def of(cls, ends: Iterable[Collection[int] | None], chosen: Collection[int] = ()) -> StopTokens:
+    def of(
+        cls,
+        ends: Iterable[Collection[int] | None],
+        chosen: Collection[int] = (),
+        *,
+        vocab_size: int | None = None,
+    ) -> StopTokens:
         """Stop tokens of models that end at `ends`, one entry per model; None: unknown.
 
         The ids are `chosen`, or else all ids at which any of the models ends. They are one event
         unless every model ends at exactly these ids.
+
+        Args:
+            vocab_size: size of the vocabulary of the model that samples. Ids beyond it, at which a
+                model with a larger vocabulary ends, are left out. None: all ids are within it.
         """
-        known = list(ends)
+        limit = float("inf") if vocab_size is None else vocab_size
+        known = [each and [id_ for id_ in each if id_ < limit] for each in ends]
         ids = set(chosen) or {id_ for of_one in known for id_ in of_one or ()}
         differ = any(set(of_one) != ids for of_one in known if of_one is not None)
         unknown = bool(chosen) and None in known
@@ -72,13 +83,19 @@ class StopSettings:
         "tokens of all the run's models. Written to generation_config.json in final/",
     )
 
-    def stops(self, tokenizer: Tokenizer, ends: Iterable[Collection[int] | None]) -> StopTokens:
-        """The run's stop tokens; `ends` as in `StopTokens.of`.
+    def stops(
+        self,
+        tokenizer: Tokenizer,
+        ends: Iterable[Collection[int] | None],
+        vocab_size: int,
+    ) -> StopTokens:
+        """The run's stop tokens; the other arguments as in `StopTokens.of`.
 
         Raises:
             ConfigError: an entry of `stop_tokens` is no token.
         """
-        return StopTokens.of(ends, parse_stop_tokens(self.stop_tokens, tokenizer))
+        chosen = parse_stop_tokens(self.stop_tokens, tokenizer)
+        return StopTokens.of(ends, chosen, vocab_size=vocab_size)
 
 
 def hits(tokens_N: TokenArray, event: Collection[int]) -> np.ndarray:

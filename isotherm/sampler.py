@@ -19,7 +19,7 @@ from distill.chat.responses import response_text
 from distill.chat.template import render_messages, render_text
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import ConfigError, DataError, EngineError
-from distill.models.loading import ends_of
+from distill.models.loading import ends_of, load_config, vocab_size
 from distill.objective.batching import TrainingRow
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.stops import StopSettings
@@ -200,7 +200,8 @@ class Sampler(Samples):
         """
         self.tokenizer: Tokenizer = load_tokenizer(model)
         ends = [ends_of(model, self.tokenizer)]
-        chosen = StopSettings(stop_tokens=stop_tokens).stops(self.tokenizer, ends)
+        size = vocab_size(load_config(model))
+        chosen = StopSettings(stop_tokens=stop_tokens).stops(self.tokenizer, ends, size)
         # For the sampler and for `Policy`, each stop token is a separate outcome.
         self.stops = replace(chosen, one_event=False)
         self.engine: Any = LocalActor(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from distill.errors import CheckpointError, ConfigError
-from distill.gpu import CONTEXT_BYTES, gpu_bytes, headroom, part_bytes, readable
+from distill.gpu import CONTEXT_BYTES, gpu_bytes, headroom, parameter_count, part_bytes, readable
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import (
     load_config,
@@ -73,10 +73,7 @@ class MemoryEstimate:
         return self.parameters * self.holding.bytes_per_parameter
 
     def __str__(self) -> str:
-        return (
-            f"{self.parameters / 1e6:.1f} M parameters, {readable(self.bytes)} for "
-            f"{self.holding.what}"
-        )
+        return f"{parameter_count(self.parameters)}, {readable(self.bytes)} for {self.holding.what}"
 
 
 def estimate_memory(model: str, holding: BytesPerParameter = TRAINED) -> MemoryEstimate | None:

@@ -20,6 +20,7 @@ from chz.tiepin import CastError, is_subtype_instance, type_repr
 from chz.util import MISSING
 
 from cluster.config.early_checks import check_path
+from cluster.config.env import BUILT_IN
 from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings, text_of
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
@@ -251,7 +252,9 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     fields = fields_of(kind)
     parts = key.split(".")
     if len(parts) > 1 and (within := _within(kind, parts[0], given)):
-        return known_names(key, [f"{parts[0]}.{name}" for name in within])
+        known = known_names(key, [f"{parts[0]}.{name}" for name in within])
+        owners = [env for env in BUILT_IN if parts[0] == "env" and parts[1] in chz.chz_fields(env)]
+        return f"env={owners[0].__name__} has it; {known}" if owners else known
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     elsewhere = next((_ELSEWHERE[end] for end in ends if end in _ELSEWHERE), ())
     near = [name for name in (*elsewhere, *ends[1:]) if meant_by(kind, name)][:1]

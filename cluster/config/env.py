@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -44,6 +45,12 @@ class _EnvFactory(chz.factories.subclass):
     def from_string(self, factory: str) -> Callable[..., Any]:
         """Class of the given name or path. Raise ConfigError if it is not an environment."""
         names = [env.__name__ for env in BUILT_IN]
+        if not re.fullmatch(r"[\w.]+(:[\w.]+)?", factory):
+            raise ConfigError(
+                f"env={factory} is not the name of a class; write env=ToolUse env.tools=python, "
+                "with each field of the environment as a setting of its own",
+                field="env",
+            )
         if ":" in factory or "." in factory:
             path = factory if ":" in factory else ":".join(factory.rpartition(".")[::2])
             found = resolve("env", path, names)

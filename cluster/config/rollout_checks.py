@@ -117,7 +117,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     vocabulary = vocab_size(student)
     scorers = _check_scorers(config, tokenizer)
     own = ends_of(config.model.path, tokenizer)
-    stops = config.model.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
+    ends = [own, *(scorer.ends for scorer in scorers.values())]
+    stops = config.model.stops(tokenizer, ends, vocabulary)
     _check_stops(config, stops, own, tokenizer)
     for role, scorer in scorers.items():
         check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)

@@ -292,8 +292,9 @@ def _encoder(
     # Supervised tokens are trained unchanged, so each stop token is a separate outcome.
     tokenizer = config.model.choose_template(load_tokenizer(config.model.path))
     check_model_files(config.model.path, tokenizer)
-    stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)])
+    vocabulary = vocab_size(model)
+    stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)], vocabulary)
     encoder = ExampleEncoder(
-        tokenizer=tokenizer, vocab_size=vocab_size(model), max_length=limit, stop_ids=stops.ids
+        tokenizer=tokenizer, vocab_size=vocabulary, max_length=limit, stop_ids=stops.ids
     )
     return encoder, replace(stops, one_event=False)

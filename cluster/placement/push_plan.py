@@ -10,7 +10,7 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.placement.engines import lends_weights, lent_bytes
 from distill.errors import ConfigError
-from distill.gpu import DTYPE_BYTES, gib, readable
+from distill.gpu import DTYPE_BYTES, gib, parameter_count, readable
 from learner.lora import served_adapter
 from learner.memory import estimate_memory
 
@@ -39,7 +39,7 @@ def push_line(parameters: int | None, dtype: str, engines: int) -> str:
         return f"every parameter in {dtype} {to}; size unknown"
     size = parameters * DTYPE_BYTES[dtype]
     return (
-        f"{readable(size)} ({parameters / 1e6:.1f} M parameters in {dtype}) {to}: "
+        f"{readable(size)} ({parameter_count(parameters)} in {dtype}) {to}: "
         f"{readable(size * engines)}"
     )
 

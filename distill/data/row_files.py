@@ -104,11 +104,11 @@ def _json_rows(path: str) -> Rows:
             row = json.loads(line.rstrip(), object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:  # also: very long numbers, deep nesting
             what = _what_else(text) if not rows else ""
-            why = (
-                f"{error.msg} in column {error.colno}"
-                if isinstance(error, json.JSONDecodeError)
-                else error
-            )
+            why = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg.removesuffix(' at')} in column {error.colno}"
+                if error.msg.startswith("Unterminated") or error.pos == len(line.rstrip()):
+                    why += "; the line is cut off"
             raise DataError(f"{path}:{number}: not valid JSON: {why}{what}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")

@@ -266,6 +266,8 @@ def test_what_is_missing_is_named_by_its_short_name(
         (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n", "'group_size'"),
         (["rollout_temperature=1"], "rollout_temperature", "'temperature'"),
         (["env=ToolUze"], "env", "'ToolUse'"),
+        (['env={"class": "ToolUse"}'], "env", "env=ToolUse env.tools="),
+        (["env.tools=python"], "env.tools", "env=ToolUse"),
         (["env=json:loads"], "env", "docs/environments.md"),
         (["env=no.where.Env"], "env", "ModuleNotFoundError"),
         ([f"env={__name__}:Undecorated"], "env", "@chz.chz"),

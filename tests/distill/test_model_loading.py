@@ -190,4 +190,4 @@ def test_the_nearest_path_is_suggested(tmp_path: Path, monkeypatch: pytest.Monke
         "models/row.jsonl"
     )
     assert path_meant("models/row.jsonl", "*/") == path_meant("models/student") == ""
-    assert path_meant("models/teacher") == ""
+    assert path_meant("models/teacher") == path_meant("models/stand.jsonl") == ""

@@ -41,6 +41,12 @@ def test_stops_of_several_models(
     assert stops.event == (ids if one_event else ())
 
 
+def test_an_end_beyond_the_vocabulary_of_the_sampler_is_left_out() -> None:
+    """A teacher whose vocabulary is padded further may end at ids that the student lacks."""
+    assert StopTokens.of([{1}, {1, 99}], vocab_size=99) == StopTokens.of([{1}, {1}])
+    assert StopTokens.of([{1}, {98}, None], vocab_size=99).ids == (1, 98)
+
+
 def test_tokens_by_text_or_id() -> None:
     tokenizer = deepcopy(chat_tokenizer("qwen3"))
     end = token_id(tokenizer, "<|im_end|>")

@@ -73,7 +73,7 @@ def test_the_estimate_counts_every_tensor_once(tiny_pair: TinyPair, model: PreTr
     assert estimate is not None
     assert estimate.parameters == sum(p.numel() for p in model.parameters())  # tied: once
     assert estimate.bytes == TRAINED.bytes_per_parameter * estimate.parameters
-    assert "M parameters" in str(estimate) and "MiB" in str(estimate)
+    assert "parameters" in str(estimate) and "MiB" in str(estimate)
     assert estimate_memory("org/name-on-a-hub") is None
 
 
