@@ -9,6 +9,12 @@ has created, and ends as the program did, or with exit code 1; so does the front
 descendants that left the program's process group are also ended: orphans become children of the
 guard. If the guard is killed, they become children of the front, which does the same.
 
+If guard and front are killed at the same time, the program dies with them, but descendants that
+left its process group live on as children of init. No process that is left can end them: a death
+signal is not inherited by children, a cgroup is ended only by a process that writes to it, and a
+starter that adopted orphans could not distinguish them from those of its libraries. Only a PID
+namespace ends them, as it does for `isolation="namespaces"` (sandbox_child.py).
+
 The front is the starter's only child. A Ray worker kills its children as it ends; if the guard were
 one of them, nothing would end the program's processes.
 
