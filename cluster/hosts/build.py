@@ -185,8 +185,6 @@ class RolloutCast:
             options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
             return self._make(RolloutActor, options, build, dataset, config.cluster.no_progress_s)
 
-        if not config.rollout.cpus:
-            return self._role(ROLLOUT, worker_title, create)
         return self._role(ROLLOUT, worker_title, create, lacking=self._lacking(ROLLOUT))
 
     def reward_specs(self) -> list[ActorSpec]:

@@ -97,24 +97,21 @@ def placed_roles(config: CommonConfig) -> list[ResourceDemand]:
         )
     if config.reward_model is not None:
         roles.append(ResourceDemand(name=REWARD, count=1, resources=compute))
-    if config.rollout.cpus:
-        resources = {"CPU": config.rollout.cpus}
-        roles.append(ResourceDemand(name=ROLLOUT, count=bounds[ROLLOUT][0], resources=resources))
+    resources = {"CPU": config.rollout.cpus}
+    roles.append(ResourceDemand(name=ROLLOUT, count=bounds[ROLLOUT][0], resources=resources))
     return roles
 
 
 def unplaced_roles(config: CommonConfig) -> list[ResourceDemand]:
-    """Roles that request no resources, and so get no place of their own."""
+    """Roles of one actor each, which requests no resources, on the driver's node."""
     if not isinstance(config, RolloutConfig) or config.train_from is not None:
         return []
-    counts = {QUEUE: 1}
-    if not config.rollout.cpus:
-        counts[ROLLOUT] = config.rollout.size[0]
+    names = [QUEUE]
     if config.only_keeps:
-        counts[RECORDER] = 1
+        names.append(RECORDER)
     elif config.eval.size:
-        counts[EVALUATOR] = 1
-    return [ResourceDemand(name=role, count=count, resources={}) for role, count in counts.items()]
+        names.append(EVALUATOR)
+    return [ResourceDemand(name=name, count=1, resources={}) for name in names]
 
 
 def engines_of(config: RolloutConfig) -> dict[str, EngineConfig]:

@@ -114,7 +114,7 @@ class Evaluations(NoEvaluations):
             self._evaluate_teachers()
             self._context.recalls("eval", "before", 0)
             return
-        self._fleet.wait_until_pushed()
+        self._fleet.check_push(wait=True)
         policy = self._create_task(self._measured("before", lambda: self._pool(POLICY)))
         try:
             self._evaluate_teachers()
@@ -290,7 +290,7 @@ class Evaluations(NoEvaluations):
 
     def _evaluate(self, when: str, step: int) -> dict[str, float]:
         """Evaluate the policy's current weights while training waits."""
-        self._fleet.wait_until_pushed()
+        self._fleet.check_push(wait=True)
         measured = self._answered(self._measured(when, lambda: self._pool(POLICY)))
         self._note(when, step, measured)
         return measured.metrics

@@ -318,14 +318,7 @@ class Fleet(LearnerAlone):
 
     def _remove(self, member: Member) -> None:
         self.supervisor.remove(member)
-        self._give_back_place(member.spec.name, member.index)
-
-    def _give_back_place(self, role: str, index: int) -> None:
-        if self._has_place(role):
-            self._placement.remove(role, index)
-
-    def _has_place(self, role: str) -> bool:
-        return role != ROLLOUT or self._config.rollout.cpus > 0
+        self._placement.remove(member.spec.name, member.index)
 
     def _on_death(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:
@@ -333,7 +326,7 @@ class Fleet(LearnerAlone):
         if member.spec.name == EVALUATOR:
             self.evaluator_calls.record_death(member)
         if member.state is State.DRAINING:
-            self._give_back_place(member.spec.name, member.index)
+            self._placement.remove(member.spec.name, member.index)
 
     # while the learner is idle
 
@@ -347,7 +340,7 @@ class Fleet(LearnerAlone):
                 self.remove_drained()
                 if self.driver.call("groups", self.queue.actor.poll.remote()):
                     return time.monotonic() - started
-                self._pushed(wait=False)  # if it failed, no slot will ever be freed
+                self.check_push(wait=False)  # if it failed, no slot will ever be freed
                 if self._status is not None:
                     self._watchdog.check(
                         self._status, self.statuses, self.supervisor.since_progress_s()
@@ -355,11 +348,12 @@ class Fleet(LearnerAlone):
         finally:
             self.scaling.waited()
 
-    def wait_until_pushed(self) -> None:
-        """Wait until all engines hold the learner's weights; call it while the learner is idle."""
-        self._pushed(wait=True)
+    def check_push(self, *, wait: bool) -> None:
+        """Raise the error of the last push, if it failed; call it while the learner is idle.
 
-    def _pushed(self, *, wait: bool) -> None:
+        Args:
+            wait: wait first until all engines hold the learner's weights.
+        """
         self.driver.ask_learner("the push", self.learner.pushed.remote(wait))
 
     def _terminate(self, name: str, why: str) -> None:
@@ -493,18 +487,13 @@ class Fleet(LearnerAlone):
     # pools that change their size
 
     def grow(self, role: str) -> None:
-        """Add a member to the pool, in a new placement group."""
-        if self._has_place(role):
-            index = self._placement.add(role)
-        else:
-            taken = self.supervisor.indices(role)
-            index = next(i for i in range(len(taken) + 1) if i not in taken)
-        self.supervisor.add(self._specs[role], index)
+        """Add a member to the pool."""
+        self.supervisor.add(self._specs[role], self._placement.add(role))
 
     def shrink(self, role: str) -> None:
         """Cancel a pending restart, or else drain the newest member."""
         if (index := self.supervisor.cancel_restart(role)) is not None:
-            self._give_back_place(role, index)
+            self._placement.remove(role, index)
             return
         member = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)[-1]
         if member.state is not State.SERVING:  # it never served

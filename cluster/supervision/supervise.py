@@ -238,10 +238,6 @@ class Supervisor:
         up = self.members(role, State.STARTING, State.READY, State.SERVING)
         return len(up) + len(self._restarting(role))
 
-    def indices(self, role: str) -> set[int]:
-        """Indices of the members that are up or being restarted."""
-        return {m.index for m in (*self.members(role), *self._restarting(role))}
-
     def _restarting(self, role: str) -> list[Member]:
         """Dead members of a role whose successors are not created yet."""
         return [member for member in self._restarts if member.spec.name == role]

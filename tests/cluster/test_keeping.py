@@ -23,7 +23,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.hosts import group_recorder
 from cluster.inspect.audit import audit
-from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
+from cluster.placement.roles import LEARNER, POLICY, ROLLOUT, model_paths, placed_roles
 from cluster.recipes.observer import Observer
 from cluster.replay import main as replay
 from cluster.runtime.driver import Signals
@@ -189,5 +189,5 @@ def test_no_learner_is_placed(settings: Settings, tmp_path: Path) -> None:
         tmp_path, engine="sglang", local=False, learner_workers=2, colocate="sleep",
         gpus_per_actor=0.5,
     )  # fmt: skip
-    assert [role.name for role in placed_roles(config)] == [POLICY, "teacher"]
+    assert [role.name for role in placed_roles(config)] == [POLICY, "teacher", ROLLOUT]
     assert LEARNER not in model_paths(config) and not config.engines_sleep

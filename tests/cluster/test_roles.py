@@ -45,7 +45,7 @@ def test_each_role_has_its_resources(opd: Opd) -> None:
     config = opd(gpus_per_actor=0.5, engine="embedded")
     assert taken(config, "cuda") == {
         name: (1, {"CPU": 1, "GPU": 0.5}) for name in ("learner", "policy", "teacher")
-    }
+    } | {"rollout": (1, {})}
 
 
 def by_turns(pair: TinyPair) -> dict[str, object]:
@@ -84,12 +84,13 @@ def test_policy_and_teacher_that_take_turns_share_gpus(opd: Opd) -> None:
         "learner": (2, {"CPU": 1, "GPU": 1}),
         "policy": (2, {"CPU": 1, "GPU": 0.5}),
         "teacher": (2, {"CPU": 1, "GPU": 0.5}),
+        "rollout": (1, {}),
     }
     with_learner = changed(config, colocate="sleep", gpus_per_actor=0.5)
     assert colocated(with_learner) == [("learner", "policy", "teacher")]
     third = (2, {"CPU": 1, "GPU": pytest.approx(1 / 3)})
     together = taken(with_learner, "cuda")
-    assert together == dict.fromkeys(("learner", "policy", "teacher"), third)
+    assert together == dict.fromkeys(("learner", "policy", "teacher"), third) | {"rollout": (1, {})}
     kept = changed(with_learner, train_from="runs/kept")
     assert colocated(kept) == []
     assert taken(kept, "cuda") == {"learner": (2, {"CPU": 1, "GPU": 0.5})}
