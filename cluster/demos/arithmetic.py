@@ -1,4 +1,4 @@
-"""The demo's task: two-digit sums, and a careless book with wrong carries.
+"""The demo's task: two-digit sums, and answers with forgotten carries.
 
     prompt "47+85="   answer "231"      47 + 85 = 132, written units first
 
@@ -7,8 +7,8 @@ hand: units, tens, hundreds. A model writes each digit when it knows the carry i
 model learns the task in seconds. There are 100 x 100 problems. The seeded held-out problems appear
 in no training file, so accuracy on them measures carrying, not memorised sums.
 
-The careless book drops the 1 with a given probability at each column that carries. A model trained
-on it adds digits perfectly and carries too rarely.
+Answers with errors drop the 1 with a given probability at each column that carries. A model trained
+on them adds digits perfectly and carries too rarely.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Problem:
         """The sum, units first."""
         return f"{self.left + self.right:0{OPERAND_DIGITS + 1}d}"[::-1]
 
-    def careless_answer(self, forget_carry: float, rng: np.random.Generator) -> str:
+    def answer_with_errors(self, forget_carry: float, rng: np.random.Generator) -> str:
         """The sum, units first; each carry is dropped with probability `forget_carry`."""
         digits, carry = "", 0
         for column in range(OPERAND_DIGITS):
@@ -84,26 +84,30 @@ def write_sft(path: str | Path, problems: Iterable[Problem]) -> None:
     write_jsonl(path, ({"prompt": p.prompt, "completion": p.answer} for p in problems))
 
 
-def write_careless_sft(
+def write_sft_with_errors(
     path: str | Path,
     problems: Iterable[Problem],
     *,
     forget_carry: float,
     seed: int,
-    editions: int = 1,
+    answers_each: int,
 ) -> None:
-    """Write the careless book: `write_sft` with `editions` independent answers to each problem.
+    """Write a file as `write_sft` does, with several answers to each problem, some with errors.
 
-    With one edition, a student would memorise the errors instead of learning to add digits.
+    With one answer to each problem, a student would memorise the errors instead of learning to add.
+
+    Args:
+        forget_carry: probability that a carry is forgotten.
+        answers_each: number of answers to each problem, which are independent of one another.
     """
-    assert 0 <= forget_carry <= 1 and editions >= 1
+    assert 0 <= forget_carry <= 1 and answers_each >= 1
     rng = np.random.default_rng(seed)
     write_jsonl(
         path,
         (
-            {"prompt": p.prompt, "completion": p.careless_answer(forget_carry, rng)}
+            {"prompt": p.prompt, "completion": p.answer_with_errors(forget_carry, rng)}
             for p in problems
-            for _ in range(editions)
+            for _ in range(answers_each)
         ),
     )
 

@@ -1,7 +1,7 @@
 """`python -m cluster.demo out=DIR`: a complete distillation, on models that it trains itself.
 
-two-digit sums -> a teacher that adds (SFT), a student that forgets to carry (SFT on a careless
-book) -> OPD at T = 0.7 -> a table: accuracy and reverse KL, on held-out sums
+two-digit sums -> a teacher that adds (SFT), a student that forgets to carry (SFT on answers
+with errors) -> OPD at T = 0.7 -> a table: accuracy and reverse KL, on held-out sums
 
 The two fine-tunings run in parallel, each in a process with one thread. All three runs are those
 of `python -m cluster.train` with `local=True`. Their directories are in DIR, and their console
@@ -34,9 +34,9 @@ from cluster.demos.arithmetic import (
     ANSWER_TOKENS,
     Problems,
     train_tokenizer,
-    write_careless_sft,
     write_prompts,
     write_sft,
+    write_sft_with_errors,
 )
 from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
@@ -46,7 +46,7 @@ from distill.models.loading import new_qwen3
 
 HELD_OUT = 500
 TEACHER, STUDENT = "teacher", "student"
-# Probability with which each model's book drops a carry.
+# Probability with which a carry is dropped in the answers that each model is fine-tuned on.
 FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 SFT_STEPS = 800
 # Accuracies that the demo must reach; otherwise it fails with exit code 1.
@@ -71,7 +71,7 @@ def demo(config: DemoConfig, out: Path, console: Console) -> None:
     opd = distillation(config, out, data)
     console.print(
         f"two-digit sums, in {out}: a teacher learns to add and, concurrently, a student learns\n"
-        "from a book that forgets to carry; then the student learns from the teacher, on-policy at "
+        "from answers that forget to carry; then the student learns from the teacher, on-policy at "
         f"T = {config.temperature:g}",
         highlight=False,
     )
@@ -136,7 +136,7 @@ def _fine_tune(tunings: Sequence[_FineTuning], stages: StageDisplay) -> None:
     """Train all models in parallel; all processes are stopped on return."""
     for tuning in tunings:
         tuning.start()
-        stages.add(tuning.name, "learns from its book", tuning.config.steps, "train/loss", "loss")
+        stages.add(tuning.name, "supervised fine-tuning", tuning.config.steps, "train/loss", "loss")
     try:
         going = list(tunings)
         while going:
@@ -163,18 +163,18 @@ def _distil(opd: OpdConfig, log: Path, stages: StageDisplay) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The task and its files: prompts for training, held-out prompts, and one book per model."""
+    """The task and its files: prompts for training, held-out prompts, and SFT data by model."""
 
     problems: Problems
     prompts: Path
     held_out: Path
-    books: dict[str, Path]
+    sft_data: dict[str, Path]
 
 
 def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
-    """Write the prompts, and one book per name.
+    """Write the prompts, and SFT data by name.
 
-    `forget_carry` has the probability with which each book drops a carry; with 0, all answers are
+    `forget_carry` has the probability with which the answers drop a carry; with 0, all answers are
     correct.
     """
     problems = Problems.split(held_out=HELD_OUT, seed=seed)
@@ -182,17 +182,17 @@ def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
         problems=problems,
         prompts=out / "prompts.jsonl",
         held_out=out / "held_out.jsonl",
-        books={name: out / f"{name}-book.jsonl" for name in forget_carry},
+        sft_data={name: out / f"{name}-sft.jsonl" for name in forget_carry},
     )
     write_prompts(data.prompts, problems.train)
     write_prompts(data.held_out, problems.held_out)
     for name, often in forget_carry.items():
         if often:
-            write_careless_sft(
-                data.books[name], problems.train, forget_carry=often, editions=4, seed=seed
+            write_sft_with_errors(
+                data.sft_data[name], problems.train, forget_carry=often, answers_each=4, seed=seed
             )
         else:
-            write_sft(data.books[name], problems.train)
+            write_sft(data.sft_data[name], problems.train)
     return data
 
 
@@ -217,7 +217,7 @@ def sft_settings(out: Path, data: Data, name: str, seed: int) -> SftConfig:
     return make(
         "sft",
         model=str(out / "models" / f"{name}-untrained"),
-        data=str(data.books[name]),
+        data=str(data.sft_data[name]),
         out=str(out / name),
         local=True,
         threads=1,

@@ -79,7 +79,7 @@ def chain_of(
         if rng.random() < random_links:
             link = _written(int(rng.integers(2 * 10**OPERAND_DIGITS - 1)))
         else:
-            link = Problem(before, last).careless_answer(forget_carry, rng) + "="
+            link = Problem(before, last).answer_with_errors(forget_carry, rng) + "="
             trained.append([len(text), len(text) + LINK_TOKENS])
         text += link
         before, last = last, _value(link)

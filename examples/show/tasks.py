@@ -111,7 +111,7 @@ def _products_world(seed: int) -> World:
     return World(
         fine_tuning={
             TEACHER: FineTuning(rows=product_rows(train, guesses=0.0), steps=350),
-            STUDENT: _careless_student(product_rows(train, guesses=0.93, seed=seed)),
+            STUDENT: _student_with_errors(product_rows(train, guesses=0.93, seed=seed)),
         },
         prompts=product_prompts(train),
         held_out=product_prompts(held_out),
@@ -124,7 +124,7 @@ def _games_world(seed: int) -> World:
     return World(
         fine_tuning={
             TEACHER: FineTuning(rows=game_rows(3000, blunders=0.0, seed=seed), steps=800),
-            STUDENT: _careless_student(game_rows(1000, blunders=0.6, seed=seed)),
+            STUDENT: _student_with_errors(game_rows(1000, blunders=0.6, seed=seed)),
         },
         apart=SQUARES_APART,
         context_length=160,
@@ -142,7 +142,7 @@ def _documents_world(seed: int) -> World:
             TEACHER: FineTuning(
                 rows=reading_rows(train, lines_per_part=_LINES_PER_PART, forgets=0.0), steps=400
             ),
-            STUDENT: _careless_student(
+            STUDENT: _student_with_errors(
                 reading_rows(train, lines_per_part=_LINES_PER_PART, forgets=0.9, seed=seed)
             ),
         },
@@ -153,8 +153,8 @@ def _documents_world(seed: int) -> World:
     )
 
 
-def _careless_student(rows: Sequence[Row]) -> FineTuning:
-    """A student: the teacher, fine-tuned on careless conversations."""
+def _student_with_errors(rows: Sequence[Row]) -> FineTuning:
+    """A student: the teacher, fine-tuned on conversations with errors."""
     return FineTuning(rows=rows, steps=60, lr=1e-3, after=TEACHER)
 
 

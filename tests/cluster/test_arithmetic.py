@@ -12,9 +12,9 @@ from cluster.demos.arithmetic import (
     Problem,
     Problems,
     train_tokenizer,
-    write_careless_sft,
     write_prompts,
     write_sft,
+    write_sft_with_errors,
 )
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import PromptContext, load_prompts
@@ -58,12 +58,12 @@ def test_prompts_and_answers_have_their_format(
     assert (Problem(left, right).prompt, Problem(left, right).answer) == (prompt, answer)
 
 
-def test_careless_answers_err_by_forgotten_carries_only() -> None:
+def test_answers_with_errors_only_forget_carries() -> None:
     rng = np.random.default_rng(0)
-    assert Problem(47, 85).careless_answer(1.0, rng) == "220"  # 7+5 -> 2, 4+8 -> 2, no hundreds
-    assert Problem(42, 35).careless_answer(1.0, rng) == "770"  # nothing to forget
+    assert Problem(47, 85).answer_with_errors(1.0, rng) == "220"  # 7+5 -> 2, 4+8 -> 2, no hundreds
+    assert Problem(42, 35).answer_with_errors(1.0, rng) == "770"  # nothing to forget
     for problem in PROBLEMS.held_out:
-        assert problem.careless_answer(0.0, rng) == problem.answer
+        assert problem.answer_with_errors(0.0, rng) == problem.answer
 
 
 def test_written_files_are_read_by_recipes(
@@ -90,10 +90,10 @@ def test_written_files_are_read_by_recipes(
     assert trained.isdisjoint(row["prompt"] for row in objects(prompts))
 
 
-def test_editions_of_the_careless_file_follow_the_seed(tmp_path: Path) -> None:
+def test_answers_with_errors_follow_the_seed(tmp_path: Path) -> None:
     def book(seed: int) -> list[dict[str, str]]:
         path = tmp_path / "careless.jsonl"
-        write_careless_sft(path, SOME, forget_carry=0.6, editions=2, seed=seed)
+        write_sft_with_errors(path, SOME, forget_carry=0.6, answers_each=2, seed=seed)
         return objects(path)
 
     first, second = book(0)[0::2], book(0)[1::2]
