@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +150,8 @@ class SimulatedRun:
 
     Args:
         engine: creates the policy engine for an index and an attempt, as a plain object.
-        start_s: duration of its creation.
+        examine: handshake; by default a real one, recorded in `examined`.
+        start_s: duration of an engine's creation.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class SimulatedRun:
         student: str,
         *,
         engine: Callable[[SimulatedRun, int, int], Any] | None = None,
+        examine: Callable[..., Awaitable[CalibrationReport]] | None = None,
         start_s: Callable[[int, int], float] = lambda _index, _attempt: 1.0,
         push_s: float = 10.0,
         tokens_per_s: float = 10.0,
@@ -189,7 +191,7 @@ class SimulatedRun:
         cast.learners = self._learners  # type: ignore[method-assign]
         self._indices = itertools.count()
         self.tokenizer = probe_tokenizer(self.inputs.tokenizer)
-        handshake: Any = SimpleNamespace(examine=self._examine)
+        handshake: Any = SimpleNamespace(examine=examine or self._examine)
         self.fleet = Fleet(
             cast=cast, signals=Signals(), handshake=handshake, print_line=self.lines.append,
             trained=TrainedGroups(), start_model=student, found=print,

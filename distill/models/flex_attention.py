@@ -83,14 +83,14 @@ class FlexPass:
             key,
             value,
             score_mod=None if rule.softcap is None else _softcap(rule.softcap),
-            block_mask=self._mask(rule.window),
+            block_mask=self.mask(rule.window),
             scale=rule.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)
         return out
 
-    def _mask(self, window: int | None) -> BlockMask:
+    def mask(self, window: int | None) -> BlockMask:
         """Block mask of layers with this window, cached for all of these layers."""
         if window not in self._masks:
             some, full = self._tokens.blocks(window)

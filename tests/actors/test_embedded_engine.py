@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from actors.embedded import scoring
+from actors.embedded.decoding import DecodeBatch
 from actors.embedded.engine import EmbeddedEngine
 from actors.embedded.scoring import ScoreItem, plan
 from actors.embedded.token_sampling import draw
@@ -178,12 +179,12 @@ def test_a_failing_thread_reaches_every_caller(
 ) -> None:
     inside, all_in = threading.Event(), threading.Event()
 
-    def explode(version: int) -> None:
+    def explode(batch: DecodeBatch, version: int) -> None:
         inside.set()
         assert all_in.wait(DEADLINE_S)
         raise RuntimeError("out of memory, say")
 
-    monkeypatch.setattr(engine._batch, "step", explode)
+    monkeypatch.setattr(DecodeBatch, "step", explode)
 
     async def everything() -> tuple[object, ...]:
         return await asyncio.gather(

@@ -146,13 +146,11 @@ def run_of(
     async def agree(*_parties: Any) -> CalibrationReport:  # this server scores nothing
         return CalibrationReport(comparisons=(AGREES,))
 
-    run = SimulatedRun(
-        loop, out / "run", student, engine=engine, policy_engines=2, prompts_per_step=2,
-        group_size=2, max_new_tokens=TOKENS, steps=10, max_staleness=0,
+    return SimulatedRun(
+        loop, out / "run", student, engine=engine, examine=agree, policy_engines=2,
+        prompts_per_step=2, group_size=2, max_new_tokens=TOKENS, steps=10, max_staleness=0,
         **settings,
     )  # fmt: skip
-    run.fleet.admission._examine = agree
-    return run
 
 
 def events(run: SimulatedRun, *kinds: str) -> list[Mapping[str, Any]]:

@@ -51,7 +51,7 @@ def test_blocks_hold_exactly_the_visible_tokens(seed: int, window: int | None) -
     continues = [0, 1, 2, *draw.integers(0, 3, size=5).tolist()]
     lengths = [*prefixes, *draw.integers(1, 300, size=5).tolist()]
     expected = seen(lengths, continues, window)
-    mask = FlexPass(lengths, continues, CPU)._mask(window)
+    mask = FlexPass(lengths, continues, CPU).mask(window)
     assert np.array_equal(visible(mask).numpy(), expected)
     blocks = -(-len(expected) // BLOCK)
     for i in range(blocks):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distill.handshake.canary import Drift
+from distill.models.vocabulary_head import VocabularyHead
 from learner.canaries import CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig
 from learner.frozen import FrozenModel, LocalTeachers
@@ -82,9 +83,10 @@ def test_a_pass_at_another_temperature_leaves_the_weights_and_is_found(
     teachers: LocalTeachers, copy: WatchedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = copy.answer(FIRST)
-    head = copy_in(teachers)._forward.head
-    at_T = head.log_distribution
-    monkeypatch.setattr(head, "log_distribution", lambda hidden, t, w: at_T(hidden, t * 0 + 1, w))
+    at_T = VocabularyHead.log_distribution
+    monkeypatch.setattr(
+        VocabularyHead, "log_distribution", lambda head, h, t, w: at_T(head, h, t * 0 + 1, w)
+    )
     moved = copy.answer(AGAIN)
     assert moved.changed == () and "divided by T" in drift_of(moved, first).why
 
