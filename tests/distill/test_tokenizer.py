@@ -76,8 +76,9 @@ def test_truncation_in_the_file_is_off_before_threads_encode(tmp_path: Path) -> 
     backend.enable_truncation(4)
     backend.enable_padding(length=4)
     backend.save(str(path))
-    backend = load_tokenizer(str(tmp_path)).backend_tokenizer
-    assert (backend.truncation, backend.padding) == (None, None)
+    loaded = load_tokenizer(str(tmp_path)).backend_tokenizer
+    assert isinstance(loaded, Tokenizer)
+    assert (loaded.truncation, loaded.padding) == (None, None)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"version": "1.0"})])
