@@ -30,7 +30,7 @@ from cluster.queue.payload import (
     select_payloads,
     whole_columns,
 )
-from cluster.store.group_format import GroupRow
+from cluster.store.group_format import UNWRITABLE, GroupRow
 from cluster.store.group_store import GROUPS, GroupStore
 from distill.durable_files import disk_remedy
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryGroupMeta, TrajectoryId
@@ -260,7 +260,7 @@ class GroupQueueActor:
             return set()
         try:
             self._store.append(epoch, rows)
-        except OSError as error:
+        except UNWRITABLE as error:
             self._report_unkept(f"{error}. {disk_remedy(error)}")
             return set()
         return {row.facts.group_id for row in rows}

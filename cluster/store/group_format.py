@@ -58,6 +58,9 @@ UNREADABLE = (
     *(DataError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError),
     *(NotImplementedError, MemoryError),
 )
+# Errors of writing a file: the disk is full, or the machine has no pyarrow, which only `local=True`
+# can do without.
+UNWRITABLE = (OSError, ImportError)
 
 
 class GroupRow(NamedTuple):

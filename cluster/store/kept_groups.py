@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from cluster.store.group_format import StoredGroups, read_groups, read_note, write_groups
+from cluster.store.group_format import (
+    UNWRITABLE,
+    StoredGroups,
+    read_groups,
+    read_note,
+    write_groups,
+)
 from distill.errors import DataError
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
@@ -99,7 +105,7 @@ class KeptGroupWriter:
         ]
         try:
             write_groups(_path(self._root, step), list(map(_reduced, groups_P)), note, advantages_P)
-        except OSError as error:
+        except UNWRITABLE as error:
             logger.warning("no groups of step %d are kept for cluster.report: %s", step, error)
 
     def rewind(self, step: int) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config.run_record import KEPT
 from cluster.jsonl_log import read_object
-from cluster.store.group_format import StoredGroups, read_groups, write_groups
+from cluster.store.group_format import UNWRITABLE, StoredGroups, read_groups, write_groups
 from cluster.store.group_store import GROUPS
 from distill.durable_files import write_whole
 from distill.errors import ConfigError
@@ -80,7 +80,7 @@ class ReplayLog:
         """Report the first OSError, such as a full disk; training continues without the replay."""
         try:
             yield
-        except OSError as error:
+        except UNWRITABLE as error:
             if not self._failed:
                 self._failed = True
                 logger.warning("step %d and others cannot be replayed: %s", step, error)

@@ -162,11 +162,18 @@ class _CollectiveGroup:
         self.process_group: ProcessGroup | None = None
         self._leaving = threading.Lock()
 
-    def leave(self) -> None:
+    @property
+    def joined(self) -> ProcessGroup:
+        """The process group. Raises EngineError if it was left."""
+        if self.process_group is None:
+            raise EngineError("the push was given up")
+        return self.process_group
+
+    def leave(self, error: Exception | None = None) -> None:
         with self._leaving:
             group, self.process_group = self.process_group, None
             if group is not None:
-                leave_group(group)
+                leave_group(group, error)
 
     def close_store(self) -> None:
         """End the store: every member that waits in it, this process included, gets an error."""
@@ -204,26 +211,26 @@ class _Broadcasting(Sending):
 
     def _run(self) -> None:
         try:
-            group = self._group.process_group or self._join()
+            if self._group.process_group is None:
+                self._join()
             first = self._flat(self._buckets[0])  # while the engines pause
             self._agree(self._number)
             self._announce(ABORTS, JOINING)  # all have joined: one that leaves cannot join again
-            self._broadcast(group, first)
+            self._broadcast(first)
         except Exception as error:  # torch raises several types
             if not self._stopped.is_set():  # otherwise an engine's failure is the cause
                 self.problem = f"the learner's broadcast failed: {first_line(error)}"
             with suppress(DistNetworkError):  # the store is closed
                 for about in (JOINING, self._number):  # engines may wait for either
                     self._announce(ABORTS, about)
-            self._group.leave()
+            self._group.leave(error)
 
-    def _join(self) -> ProcessGroup:
+    def _join(self) -> None:
         self._agree(JOINING)
         self._joining = True
         self._require_wanted()  # a `stop` before this line has not closed the store
-        self._group.process_group = group = join_group(self._group.store, self._group.own)
+        self._group.process_group = join_group(self._group.store, self._group.own)
         self._joining = False
-        return group
 
     def _announce(self, word: str, about: int) -> None:
         self._group.store.set(self._group.own.word_key(about), word)
@@ -244,10 +251,10 @@ class _Broadcasting(Sending):
         self._require_wanted()
         self._announce(SENDS, about)
 
-    def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
+    def _broadcast(self, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):
             self._require_wanted()
-            torch.distributed.broadcast(flat, src=0, group=group)
+            torch.distributed.broadcast(flat, src=0, group=self._group.joined)
             if flat.is_cuda:  # NCCL only queues it; the learner's next step changes the weights
                 with self._own_work():
                     torch.cuda.synchronize(flat.device)
