@@ -10,7 +10,6 @@ because an engine that joins it waits for all other members.
 from __future__ import annotations
 
 from datetime import timedelta
-from traceback import clear_frames
 
 import torch.distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
@@ -51,17 +50,12 @@ def join_group(store: TCPStore, member: GroupMember) -> ProcessGroup:
     return group
 
 
-def leave_group(group: ProcessGroup, error: BaseException | None = None) -> None:
+def leave_group(group: ProcessGroup) -> None:
     """Close the group's connections: peers that wait for a broadcast by gloo get an error instead.
-
-    Gloo closes them with the last reference to the group. If the group is left because of `error`,
-    the variables in the error's frames are cleared, since these may hold references, too.
 
     An NCCL group is aborted, because destroying it waits for its broadcasts, and for peers on the
     same node.
     """
-    if error is not None:
-        clear_frames(error.__traceback__)
     if torch.distributed.get_backend(group) == "nccl":
         _abort_process_group(group)
     else:

@@ -47,7 +47,7 @@ class WeightReceiver:
                 announce(weights.member, weights.number)
                 return self._received(group, weights)
             except (EngineError, RuntimeError) as error:  # RuntimeError: from torch
-                self._leave(error)
+                self._leave()
                 why = first_line(error).removeprefix(f"{NOT_RECEIVED}: ")
                 raise EngineError(
                     f"{NOT_RECEIVED}: {why}; the engine keeps its current weights"
@@ -76,7 +76,7 @@ class WeightReceiver:
             tensors |= split_bucket(flat.cpu(), bucket)
         return tensors
 
-    def _leave(self, error: Exception | None = None) -> None:
+    def _leave(self) -> None:
         group, self._group, self._name = self._group, None, None
         if group is not None:
-            leave_group(group, error)
+            leave_group(group)

@@ -200,9 +200,7 @@ def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:
     return RowReader(columns)
 
 
-def digests_of(
-    config: object, readers: Mapping[str, RowReader], long: LongRows | None = None
-) -> dict[str, str]:
+def digests_of(config: object, readers: Mapping[str, RowReader], long: LongRows) -> dict[str, str]:
     """SHA-256 of the rows of each setting with the metadata `ROWS`, from the readers by setting.
 
     Args:
@@ -215,6 +213,5 @@ def digests_of(
             sources = parse_sources(name, value)
             digest = reader.digest(sources)
             if digest is not None:
-                dropped = long and long.digest([source.place for source in sources])
-                found[name] = digest + (dropped or "")
+                found[name] = digest + long.digest([source.place for source in sources])
     return found

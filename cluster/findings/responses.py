@@ -20,17 +20,17 @@ _ENDED, _STILL_END = 0.3, 0.5
 
 def responses_are_cut(history: History, config: RolloutConfig) -> Diagnosis | None:
     """At least half of the episodes end because one limit cuts them off."""
-    limits = {
-        "length": ("max_new_tokens", config.sampling.max_new_tokens, " or the context"),
-        "turns": ("env.max_turns", getattr(config.env, "max_turns", ""), ""),
-        "time": ("env.time_s", getattr(config.env, "time_s", ""), ""),
-    }
-    for reason, (setting, value, other) in limits.items():
+    tokens = f"max_new_tokens={config.sampling.max_new_tokens} or the context"
+    limits = [("length", "max_new_tokens", tokens)]
+    for reason, name in (("turns", "max_turns"), ("time", "time_s")):
+        if hasattr(config.env, name):  # a custom environment may have limits of its own
+            limits.append((reason, f"env.{name}", f"env.{name}={getattr(config.env, name)}"))
+    for reason, setting, limit in limits:
         cut = history.of(f"rollout/stop/{reason}")
         if cut is not None and cut.values[-1] >= _CUT:
             return Diagnosis(
-                text=f"{cut.values[-1]:.0%} of the episodes were cut off by {setting}={value}"
-                f"{other} (rollout/stop/{reason})",
+                text=f"{cut.values[-1]:.0%} of the episodes were cut off by {limit} "
+                f"(rollout/stop/{reason})",
                 remedy=f"raise {setting}, unless this is intended",
                 settings=(setting,),
             )

@@ -164,16 +164,20 @@ class _CollectiveGroup:
 
     @property
     def joined(self) -> ProcessGroup:
-        """The process group. Raises EngineError if it was left."""
+        """The process group. Raises EngineError if it was left.
+
+        Keep it in no variable: gloo closes its connections with the last reference, and the frames
+        of an error, which outlives the push, would hold one.
+        """
         if self.process_group is None:
             raise EngineError("the push was given up")
         return self.process_group
 
-    def leave(self, error: Exception | None = None) -> None:
+    def leave(self) -> None:
         with self._leaving:
             group, self.process_group = self.process_group, None
             if group is not None:
-                leave_group(group, error)
+                leave_group(group)
 
     def close_store(self) -> None:
         """End the store: every member that waits in it, this process included, gets an error."""
@@ -223,7 +227,7 @@ class _Broadcasting(Sending):
             with suppress(DistNetworkError):  # the store is closed
                 for about in (JOINING, self._number):  # engines may wait for either
                     self._announce(ABORTS, about)
-            self._group.leave(error)
+            self._group.leave()
 
     def _join(self) -> None:
         self._agree(JOINING)

@@ -208,7 +208,7 @@ def sent(publish: Publisher, weights: Weights, version: int) -> dict[str, float]
 
 def versions(engines: Mapping[str, Any]) -> list[int]:
     asked = [engine.info.remote() for engine in engines.values()]
-    return [calls.get(info).weight_version for info in asked]
+    return [calls.get(info, timeout=TIMEOUT_S).weight_version for info in asked]
 
 
 def test_a_push_reaches_every_engine_and_then_frees_slots(ray_engines, learner: Learner) -> None:
@@ -576,8 +576,9 @@ def test_an_error_of_the_learner_s_own_is_raised_as_it_is_and_ends_no_engine(
 ) -> None:
     pair, queue = ray_engines(EmbeddedEngine, EmbeddedEngine), Queue()
     publish = publisher(
-        pair, learner, queue, choice=choice, directory=str(tmp_path), bucket_bytes=BUCKET_BYTES
-    )
+        pair, learner, queue, choice=choice, directory=str(tmp_path), bucket_bytes=BUCKET_BYTES,
+        timeout_s=10 * TIMEOUT_S,
+    )  # fmt: skip
     sent(publish, learner.weights(), 0)
     learn(learner)
     with pytest.raises(FloatingPointError):
