@@ -26,6 +26,7 @@ from cluster.recipes.opening import opened
 from cluster.run_files import out_directory
 from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.run_directory import RunDirectory
+from distill.data.row_conversion import LongRows
 from distill.data.row_reader import RowReader
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -198,12 +199,12 @@ def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") 
 
 
 def check(config: OpdConfig) -> Checkpoint | None:
-    return RunDirectory(config, digests_of(config, {"data.source": RowReader()})).check()
+    return RunDirectory(config, digests_of(config, {"data.source": RowReader()}, LongRows())).check()
 
 
 def test_files_of_rows_may_move_and_not_change(opd: NewOpd, tmp_path: Path) -> None:
     config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
-    directory = trained(config, digests=digests_of(config, {"data.source": RowReader()}))
+    directory = trained(config, digests=digests_of(config, {"data.source": RowReader()}, LongRows()))
     assert check(config) is None
     was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
     assert json.loads((directory.path / "config.json").read_text())["data"]["data.source"] == was
