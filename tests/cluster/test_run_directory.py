@@ -199,12 +199,16 @@ def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") 
 
 
 def check(config: OpdConfig) -> Checkpoint | None:
-    return RunDirectory(config, digests_of(config, {"data.source": RowReader()}, LongRows())).check()
+    return RunDirectory(
+        config, digests_of(config, {"data.source": RowReader()}, LongRows())
+    ).check()
 
 
 def test_files_of_rows_may_move_and_not_change(opd: NewOpd, tmp_path: Path) -> None:
     config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
-    directory = trained(config, digests=digests_of(config, {"data.source": RowReader()}, LongRows()))
+    directory = trained(
+        config, digests=digests_of(config, {"data.source": RowReader()}, LongRows())
+    )
     assert check(config) is None
     was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
     assert json.loads((directory.path / "config.json").read_text())["data"]["data.source"] == was
