@@ -95,7 +95,7 @@ def measure_copy(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
         groups = [[row for r in call for row in training_rows(r, "")[:1]] for call in calls]
         began = time.perf_counter()
         for rows_B in groups:
-            teachers.models[""].read(rows_B, np.empty(0, np.int32))
+            teachers.models[""].read(rows_B, np.empty(0, np.int32), 4096)
         passed = time.perf_counter()
         copy.answer(CopyQuestion(temperature=T))
         if seed:

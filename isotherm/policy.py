@@ -181,7 +181,10 @@ class Policy(Samples):
     def _teacher(self, path: str) -> LocalTeachers:
         if path not in self._teachers:
             self._teachers[path] = LocalTeachers(
-                {"": path}, dtype=torch.float32, device=self.learner.device
+                {"": path},
+                dtype=torch.float32,
+                device=self.learner.device,
+                packing=self._config.learner.packing,
             )
         return self._teachers[path]
 

@@ -25,7 +25,8 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.handshake.canary import CanaryAnswers, CanaryRows, CanaryScores
 from distill.models.loading import context_length, vocab_size
-from distill.objective.batching import TrainingRow, split_by_token_budget
+from distill.objective.batching import TrainingRow
+from distill.objective.rows import row_to_score
 from distill.states import HiddenStates
 from distill.types import FloatArray, TokenArray, TopLogprobs
 from distill.weights.digests import digest_of, tensor_checksum
@@ -84,10 +85,9 @@ class WatchedModel:
         dtype: str,
         read: Read,
         listed: int,
-        token_budget: int,
     ) -> None:
         self._teacher, self._model, self._read = teacher, model, read
-        self._listed, self._token_budget = listed, token_budget
+        self._listed = listed
         self._info = EngineInfo(
             kind="in the learner",
             model=path,
@@ -128,10 +128,8 @@ class WatchedModel:
         ids_K = np.empty(0, np.int32)
         if (given_NK := rows.requests[0].given_NK) is not None:
             ids_K = given_NK[0]
-        found: dict[int, tuple[FloatArray, FloatArray]] = {}
         rows_D = [row for made in by_request for row in made]
-        for rows_B in split_by_token_budget(rows_D, self._token_budget):
-            found |= zip(map(id, rows_B), self._read(rows_B, ids_K), strict=True)
+        found = dict(zip(map(id, rows_D), self._read(rows_D, ids_K), strict=True))
         scores = []
         for request, made in zip(asked[: len(rows.requests)], by_request, strict=False):
             parts = [found[id(row)] for row in made]
@@ -147,19 +145,19 @@ class WatchedModel:
 class Base(NamedTuple):
     """A model without its adapter; `dtype` is the compute precision.
 
-    `logprobs` returns log p_T of the trained tokens of batches, one array for each row.
+    `logprobs` returns log p_T of the rows' trained tokens, one array for each row.
     """
 
     model: PreTrainedModel
     path: str
     dtype: str
-    logprobs: Callable[[Sequence[list[TrainingRow]]], list[list[FloatArray]]]
+    logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]]
 
     def read(
-        self, rows_B: Sequence[TrainingRow], _ids_K: TokenArray
+        self, rows_D: Sequence[TrainingRow], _ids_K: TokenArray
     ) -> list[tuple[FloatArray, FloatArray]]:
         """Log-probs of the rows' trained tokens, and none of other tokens. See `Read`."""
-        return [(own_N, np.empty(0, np.float32)) for own_N in self.logprobs([list(rows_B)])[0]]
+        return [(own_N, np.empty(0, np.float32)) for own_N in self.logprobs(rows_D)]
 
 
 def watched(
@@ -172,19 +170,20 @@ def watched(
             model, config, read = teacher.projection, teacher.config, partial(_read_head, teacher)
         else:
             assert isinstance(teacher, FrozenModel)
-            model, config, read = teacher.model, teacher.model.config, teacher.read
+            model, config = teacher.model, teacher.model.config
+            read = partial(teacher.read, token_budget=token_budget)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         found.append(
             WatchedModel(
                 name, teacher.path, model, config,
-                dtype=dtype, read=read, listed=_LISTED, token_budget=token_budget,
+                dtype=dtype, read=read, listed=_LISTED,
             )
         )  # fmt: skip
     if base is not None:
         found.append(
             WatchedModel(
                 None, base.path, base.model, base.model.config,
-                dtype=base.dtype, read=base.read, listed=0, token_budget=token_budget,
+                dtype=base.dtype, read=base.read, listed=0,
             )
         )  # fmt: skip
     return found
@@ -192,19 +191,9 @@ def watched(
 
 def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
     """A row for each of the request's temperatures, with every token from `start` on trained."""
-    nothing_T = np.zeros(len(request.tokens_T), np.float32)
-    return [
-        TrainingRow(
-            tokens_T=request.tokens_T,
-            loss_mask_T=np.arange(len(request.tokens_T)) >= request.start,
-            advantages_T=nothing_T,
-            behaviour_logprobs_T=nothing_T,
-            temperature=temperature,
-            source="a canary",
-            teacher=teacher,
-        )
-        for temperature in request.temperatures
-    ]
+    mask_T = np.arange(len(request.tokens_T)) >= request.start
+    made = (row_to_score(request.tokens_T, mask_T, T, "a canary") for T in request.temperatures)
+    return [replace(row, teacher=teacher) for row in made]
 
 
 def _read_head(
@@ -218,4 +207,4 @@ def _read_head(
         states_NH = torch.randn(row.num_trained, weight.shape[1], generator=generator)
         states = HiddenStates.of(states_NH.to(weight.dtype))
         given_B.append(replace(row, teacher_states=states))
-    return head.read(given_B, ids_K)
+    return head.read(given_B, ids_K, token_budget=0)

@@ -24,9 +24,17 @@ from distill.models.logprobs import DivergenceOf, Event, TokenStats
 from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.models.vocabulary_head import VocabularyHead
-from distill.objective.batching import Batch, BatchShape, TrainingRow
+from distill.objective.batching import (
+    Batch,
+    BatchShape,
+    TrainingRow,
+    collate,
+    split_by_token_budget,
+)
 from distill.objective.losses import Metrics, StepCounts
+from distill.objective.rows import row_to_score
 from distill.types import FloatArray
+from learner.process_group import WorkerGroup
 from learner.routers import Piece, RoutingReplay
 from learner.sharding import Root
 
@@ -118,12 +126,38 @@ class Forward:
         """Largest attention mask in elements, for `BatchShape`."""
         return self._model.most_mask
 
+    def batches(
+        self, rows_D: Sequence[TrainingRow], token_budget: int, group: WorkerGroup
+    ) -> list[list[TrainingRow]]:
+        """Micro-batches of the rows under the token budget, in the shape in which this model runs.
+
+        Another model may pad rows that this one packs, or run a context once that this one repeats.
+        Collective: passes of a sharded model are collective, so a worker with fewer micro-batches
+        than others gets some of one short row, last. `rows_D` is empty on all workers or on none.
+        """
+        found = list(split_by_token_budget(rows_D, token_budget, 1, self.most_mask, self.packs))
+        missing = int(group.max_over_workers(len(found))) - len(found)
+        return found + [[shortest(rows_D[0])] for _ in range(missing)]
+
+    def _collated(self, rows_B: Sequence[TrainingRow]) -> Batch:
+        return collate(rows_B, str(self._causal_lm.device))
+
     @torch.no_grad()
-    def logprobs_by_row(self, batch: Batch) -> list[FloatArray]:
-        """log p_T of each row's trained tokens, in main memory."""
-        logprobs_N = self(batch).logprobs_N.cpu().numpy()
-        ends = np.cumsum([row.num_trained for row in batch.rows])[:-1]
-        return np.split(logprobs_N, ends)
+    def logprobs(
+        self,
+        rows_D: Sequence[TrainingRow],
+        token_budget: int,
+        group: WorkerGroup,
+        after_pass: Callable[[], None] = lambda: None,
+    ) -> list[FloatArray]:
+        """log p_T of each row's trained tokens, in main memory, in the passes of `batches`."""
+        by_row: dict[int, FloatArray] = {}
+        for rows_B in self.batches(rows_D, token_budget, group):
+            logprobs_N = self(self._collated(rows_B)).logprobs_N.cpu().numpy()
+            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
+            by_row |= zip(map(id, rows_B), np.split(logprobs_N, ends), strict=True)
+            after_pass()
+        return [by_row[id(row)] for row in rows_D]
 
     def __call__(
         self,
@@ -148,31 +182,49 @@ class Forward:
 
     @torch.no_grad()
     def distribution_of(
-        self, batch: Batch, *, copies: Literal["none", "trained", "all"]
+        self,
+        rows_D: Sequence[TrainingRow],
+        token_budget: int,
+        group: WorkerGroup,
+        *,
+        copies: Literal["none", "trained", "all"],
     ) -> Callable[[slice], Tensor]:
-        """Return a function: slice of the batch's trained tokens -> log p_T, shape (n, V).
+        """Return a function: slice of the rows' trained tokens -> log p_T, shape (n, V).
 
-        There is no dropout and no gradient. The model runs once over the batch, up to its hidden
-        states. The distributions are computed from them a few positions at a time, during a later
-        pass.
+        There is no dropout and no gradient. The model runs once over the rows, in the passes of
+        `batches`, up to its hidden states. The distributions are computed from them a few positions
+        at a time, during a later pass.
 
         Args:
             copies: weights of the projection that are copied for that pass: none, those that are
                 trained, because they change before it, or all, because they are no longer gathered.
         """
         head = self.head
+        batches = self.batches(rows_D, token_budget, group)
 
-        def read() -> tuple[Tensor, dict[str, Tensor]]:
+        def read(batch: Batch, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
             hidden_NH = self.hidden(batch)
-            if copies == "none":
+            if copies == "none" or not last:
                 return hidden_NH, {}
             return hidden_NH, head.copied_weights(frozen=copies == "all")
 
         self._causal_lm.eval()
+        by_row: dict[int, tuple[Tensor, Tensor]] = {}
+        weights: dict[str, Tensor] = {}
         with self._autocast():
-            hidden_NH, weights = self._run(read)
+            for rows_B in batches:
+                batch, last = self._collated(rows_B), rows_B is batches[-1]
+                hidden_NH, weights = self._run(partial(read, batch, last))
+                lengths = [row.num_trained for row in rows_B]
+                parts = zip(
+                    hidden_NH.split(lengths), batch.temperature_N.split(lengths), strict=True
+                )
+                by_row |= zip(map(id, rows_B), parts, strict=True)
         self.training_mode()
-        return head.distribution_of(hidden_NH, batch.temperature_N, self._autocast, weights)
+        hidden, temperatures = zip(*(by_row[id(row)] for row in rows_D), strict=True)
+        return head.distribution_of(
+            torch.cat(hidden), torch.cat(temperatures), self._autocast, weights
+        )
 
     def scores(self, batch: Batch) -> Tensor:
         """Scores of a reward model, fp32 (rows,), read before each row's last trained token.
@@ -260,6 +312,11 @@ class Forward:
             [start + position_S for start, position_S in zip(starts, positions, strict=True)]
         )
         return hidden.index_select(0, place_N.to(hidden.device))
+
+
+def shortest(row: TrainingRow) -> TrainingRow:
+    """A row of two tokens, at the T of `row`, for a pass that only other workers need."""
+    return row_to_score(np.zeros(2, np.int32), np.array([False, True]), row.temperature, row.source)
 
 
 def _real(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -6,6 +6,9 @@ collective: all workers run the same models in the same order, each on its own r
 `LearnerWorker` gets the same number of micro-batches. If the micro-batches of one round have
 different teachers, `LocalTeachers` runs each of these teachers on every worker.
 
+A frozen model cuts rows into passes of its own (`Forward.batches`): the student's micro-batch may
+be larger in its shape, because it pads what the student packs, or sees a privileged context.
+
 A head needs no pass of the model: the teacher's engine returned the hidden states
 (`distill.states`). The computation from hidden states to distributions is the same for copies and
 heads (`VocabularyHead.distribution_of`).
@@ -24,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distill.models.attention_probe import shares_prefixes
 from distill.models.head import in_dtype, load_head
 from distill.models.loading import load_causal_lm
 from distill.models.logprobs import Event, as_outcomes
@@ -32,7 +36,7 @@ from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
 from distill.states import joined
 from distill.types import FloatArray, TokenArray
-from learner.forward import Forward
+from learner.forward import Forward, shortest
 from learner.initial_weights import InitialWeights
 from learner.memory import check_fits, frozen_in
 from learner.process_group import WorkerGroup
@@ -52,11 +56,15 @@ class Teacher(ABC):
     _device: str
 
     @abstractmethod
-    def distribution_of(self, batch: Batch) -> TeacherDistribution:
-        """log q_T of slices of the batch's trained tokens, with each row's teacher context."""
+    def distribution_of(self, batch: Batch, token_budget: int) -> TeacherDistribution:
+        """log q_T of slices of the batch's trained tokens, with each row's teacher context.
+
+        Args:
+            token_budget: largest number of tokens in a pass of more than one row.
+        """
 
     def read(
-        self, rows_B: Sequence[TrainingRow], ids_K: TokenArray
+        self, rows_B: Sequence[TrainingRow], ids_K: TokenArray, token_budget: int
     ) -> list[tuple[FloatArray, FloatArray]]:
         """Read log q_T from the distributions that the loss uses.
 
@@ -64,7 +72,7 @@ class Teacher(ABC):
         same positions, (N, K).
         """
         batch = collate(rows_B, self._device)
-        log_q = self.distribution_of(batch)
+        log_q = self.distribution_of(batch, token_budget)
         columns_N = as_outcomes(batch.tokens_N, self.event)
         columns_K = torch.from_numpy(ids_K.astype(np.int64)).to(batch.tokens_N.device)
         found, start = [], 0
@@ -76,10 +84,9 @@ class Teacher(ABC):
             found.append((own_N.cpu().numpy(), listed_NK.cpu().numpy()))
         return found
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
-        """log q_T of each row's trained tokens, by batch and row."""
-        nothing = np.empty(0, np.int32)
-        return [[own_N for own_N, _ in self.read(rows_B, nothing)] for rows_B in batches]
+    def logprobs(self, rows_D: Sequence[TrainingRow], token_budget: int) -> list[FloatArray]:
+        """log q_T of each row's trained tokens."""
+        return [own_N for own_N, _ in self.read(rows_D, np.empty(0, np.int32), token_budget)]
 
 
 class TeacherHead(Teacher):
@@ -105,7 +112,7 @@ class TeacherHead(Teacher):
         """The projection in the dtype of its checkpoint."""
         return cast(nn.Linear, self.head.projection)
 
-    def distribution_of(self, batch: Batch) -> TeacherDistribution:
+    def distribution_of(self, batch: Batch, token_budget: int) -> TeacherDistribution:
         states = [row.teacher_states for row in batch.rows]
         assert None not in states, "a row without the states that its teacher's head needs"
         hidden_NH = joined([each for each in states if each is not None], self._device)
@@ -128,6 +135,7 @@ class FrozenModel(Teacher):
         dtype: torch.dtype,
         device: str,
         compute_dtype: torch.dtype | None = None,
+        packing: bool = False,
         event: Event = (),
         room: int | None = None,
     ) -> None:
@@ -136,6 +144,7 @@ class FrozenModel(Teacher):
         Args:
             dtype: dtype of the weights.
             compute_dtype: dtype of matrix products; None: that of the weights.
+            packing: pack rows if the model's architecture allows it, else pad them.
             event: tokens that are one outcome (`distill.stops`).
             room: bytes that the workers on this device may fill; None: the free memory.
 
@@ -146,17 +155,23 @@ class FrozenModel(Teacher):
         share = group.sharers(device) / group.shards
         check_fits(path, device, frozen_in(dtype), share, room)
         self.path, self.event, self._device = path, event, device
+        self._group = group
         self._root: Root | None = None
-        shares = None
         if group.size == 1:
             self.model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
+            shares = shares_prefixes(self.model.eval())
         else:
             initial = InitialWeights(path, group, dtype=dtype)
             self.model = initial.model.requires_grad_(False)
             shares = group.broadcast(initial.probe() if group.rank == 0 else None)
             self._root = shard(self.model, group, compute_dtype or dtype, initial)
         self._forward = Forward(
-            self.model, dtype=compute_dtype, root=self._root, shares=shares, event=event
+            self.model,
+            dtype=compute_dtype,
+            root=self._root,
+            shares=shares,
+            packs=packing and shares,
+            event=event,
         )
         self._release()
 
@@ -165,26 +180,23 @@ class FrozenModel(Teacher):
         if self._root is not None:
             reshard(self._root)
 
-    def distribution_of(self, batch: Batch) -> TeacherDistribution:
+    def distribution_of(self, batch: Batch, token_budget: int) -> TeacherDistribution:
         """log q_T of slices of the batch's trained tokens, with each row's teacher context.
 
         The model runs once over the batch, to its hidden states; its distributions are computed a
         chunk of positions at a time together with the learner's own. If the model is sharded, the
         result holds a copy of its vocabulary projection, so that it gathers nothing.
         """
-        seen = collate([teacher_row(row) for row in batch.rows], self._device)
+        seen = [teacher_row(row) for row in batch.rows]
         copies = "none" if self._root is None else "all"
         try:
-            return self._forward.distribution_of(seen, copies=copies)
+            return self._forward.distribution_of(seen, token_budget, self._group, copies=copies)
         finally:
             self._release()
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[list[FloatArray]]:
-        """log q_T of each row's trained tokens, by batch and row.
-
-        All workers pass the same number of batches.
-        """
-        made = [self._forward.logprobs_by_row(collate(rows, self._device)) for rows in batches]
+    def logprobs(self, rows_D: Sequence[TrainingRow], token_budget: int) -> list[FloatArray]:
+        """log q_T of each row's trained tokens, without teacher contexts. Collective."""
+        made = self._forward.logprobs(rows_D, token_budget, self._group)
         self._release()
         return made
 
@@ -204,6 +216,7 @@ class LocalTeachers:
         *,
         dtype: torch.dtype,
         device: str,
+        packing: bool = False,
         event: Event = (),
         group: WorkerGroup | None = None,
         heads: Mapping[str, str] = MappingProxyType({}),
@@ -220,7 +233,9 @@ class LocalTeachers:
             ConfigError: a copy does not fit into memory.
         """
         group = group or WorkerGroup(None, device)
-        load = partial(FrozenModel, group=group, dtype=dtype, device=device, event=event)
+        load = partial(
+            FrozenModel, group=group, dtype=dtype, device=device, packing=packing, event=event
+        )
         self.models: dict[str, Teacher] = {name: load(path) for name, path in models.items()}
         for name, path in heads.items():
             self.models[name] = TeacherHead(path, device=device, event=event)
@@ -231,11 +246,12 @@ class LocalTeachers:
         return [name for name, each in self.models.items() if isinstance(each, TeacherHead)]
 
     def distribution_of(
-        self, batch: Batch, in_round: Sequence[str] | None = None
+        self, batch: Batch, token_budget: int, in_round: Sequence[str] | None = None
     ) -> TeacherDistribution:
         """log q_T of slices of the batch's trained tokens, by the batch's teacher.
 
         Args:
+            token_budget: see `Teacher.distribution_of`.
             in_round: names of the teachers of all workers' batches in this round, the same on every
                 worker; None: there is one worker.
         """
@@ -246,24 +262,11 @@ class LocalTeachers:
         found = None
         for name in in_round:
             if name == own:
-                found = self.models[name].distribution_of(batch)
+                found = self.models[name].distribution_of(batch, token_budget)
             elif isinstance(self.models[name], FrozenModel):
-                self.models[name].logprobs([[_shortest(batch.rows[0])]])
+                self.models[name].logprobs([shortest(batch.rows[0])], token_budget)
         assert found is not None, f"{own} is not among the round's teachers {in_round}"
         return found
-
-
-def _shortest(row: TrainingRow) -> TrainingRow:
-    """A row of two tokens, at the T of `row`, for a teacher that runs because another worker's
-    rows need it."""
-    return TrainingRow(
-        tokens_T=np.zeros(2, np.int32),
-        loss_mask_T=np.array([False, True]),
-        advantages_T=np.zeros(2, np.float32),
-        behaviour_logprobs_T=np.zeros(2, np.float32),
-        temperature=row.temperature,
-        source=row.source,
-    )
 
 
 def teacher_row(row: TrainingRow) -> TrainingRow:

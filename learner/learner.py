@@ -25,7 +25,7 @@ from learner.flops import ModelFlops
 from learner.forward import LossFunction
 from learner.plan import (
     Dealing,
-    FrozenBatches,
+    FrozenRows,
     MicroBatch,
     Part,
     PassShare,
@@ -180,7 +180,7 @@ class Learner(ShardedModel):
         if self.own_teacher is not None:
             with self.as_teacher():
                 return self.logprobs(rows_D)
-        return self._logprobs("teacher_logprobs", rows_D, partial(FrozenBatches, name))
+        return self._logprobs("teacher_logprobs", rows_D, partial(FrozenRows, name))
 
     def reference_logprobs(self, path: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """`logprobs` by a frozen checkpoint. Its model stays in memory until `drop_reference`.
@@ -189,7 +189,7 @@ class Learner(ShardedModel):
             CheckpointError: the checkpoint cannot be loaded.
             ConfigError: the model does not fit into memory.
         """
-        return self._logprobs("reference_logprobs", rows_D, partial(FrozenBatches, path))
+        return self._logprobs("reference_logprobs", rows_D, partial(FrozenRows, path))
 
     def drop_reference(self) -> None:
         """Free the memory of the model of `reference_logprobs`, if there is one."""
@@ -207,14 +207,14 @@ class Learner(ShardedModel):
         self,
         method: str,
         rows_D: Sequence[TrainingRow],
-        argument: Callable[[list[list[TrainingRow]]], Any] = list,
+        argument: Callable[[list[TrainingRow]], Any] = list,
     ) -> list[FloatArray]:
         dealt = self.dealing.deal(self.dealing.split(rows_D, 1))
-        answers = self.on_each(method, [argument([rows for rows, _ in mine]) for mine in dealt])
+        by_rank = [[row for rows_B, _ in mine for row in rows_B] for mine in dealt]
+        answers = self.on_each(method, list(map(argument, by_rank)))
         by_row: dict[int, FloatArray] = {}
-        for mine, answer in zip(dealt, answers, strict=True):
-            for (rows_B, _), logprobs in zip(mine, answer, strict=True):
-                by_row |= {id(row): part_N for row, part_N in zip(rows_B, logprobs, strict=True)}
+        for mine, answer in zip(by_rank, answers, strict=True):
+            by_row |= zip(map(id, mine), answer, strict=True)
         return [by_row[id(row)] for row in rows_D]
 
     def _require_finite_losses(

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from distill.objective.batching import Batch, collate
+from distill.objective.batching import Batch
 from distill.objective.objectives import TeacherDistribution
 from learner.config import ShadowRule
 from learner.forward import Forward
 from learner.frozen import teacher_row
+from learner.process_group import WorkerGroup
 from learner.sharding import local
 
 # Suffix of the shadow's tensors, which are saved with AdamW's moments of the same weights.
@@ -86,7 +87,8 @@ class OwnTeacher:
 
     forward: Forward
     shadow: Shadow | None
-    device: str
+    group: WorkerGroup
+    token_budget: int
     reshard: Callable[[], None]
 
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
@@ -94,17 +96,17 @@ class OwnTeacher:
 
         The result is for the learner's next pass over the batch.
         """
-        batch_seen = collate([teacher_row(row) for row in batch.rows], self.device)
         if self.shadow is None:
-            return self._read(batch_seen, "none")
+            return self._read(batch, "none")
         self.shadow.swap()
         try:
-            return self._read(batch_seen, "trained")
+            return self._read(batch, "trained")
         finally:
             self.shadow.swap()
 
     def _read(self, batch: Batch, copies: Literal["none", "trained"]) -> TeacherDistribution:
+        seen = [teacher_row(row) for row in batch.rows]
         try:
-            return self.forward.distribution_of(batch, copies=copies)
+            return self.forward.distribution_of(seen, self.token_budget, self.group, copies=copies)
         finally:
             self.reshard()

@@ -151,11 +151,11 @@ class MicroBatch:
     teachers: Sequence[str]
 
 
-class FrozenBatches(NamedTuple):
+class FrozenRows(NamedTuple):
     """Rows to score with a frozen model. `model`: name of a teacher, or path of a reference."""
 
     model: str
-    batches: Sequence[list[TrainingRow]]
+    rows_D: Sequence[TrainingRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from distill.objective.rows import (
 from distill.objective.settings import ObjectiveConfig
 from distill.records import RowPlace, TrajectoryId, TrajectorySource
 from distill.types import FloatArray, Segment, Trajectory
+from learner.forward import shortest
 from learner.process_group import WorkerGroup
 
 
@@ -205,14 +206,16 @@ class RolloutShare:
         """The row at `place`, after `build`."""
         return self._rows[place]
 
-    @property
-    def any_row(self) -> TrainingRow:
-        """An arbitrary row to score, as a filler in collective passes.
+    def _scored(self, score: Score, rows_D: Sequence[TrainingRow]) -> Sequence[FloatArray]:
+        """Log-probs of the rows. Collective: a worker without rows scores a short one.
 
-        It is made from a trajectory, because rows do not exist yet when the reference scores. Every
-        worker holds at least one trajectory, if only to repeat another worker's micro-batch.
+        That has the T of a trajectory, because rows do not exist yet when the reference scores.
+        Every worker holds one, if only to repeat another worker's micro-batch.
         """
-        return segment_to_score(next(iter(self._trajectories.values())).segments[0])
+        if rows_D:
+            return score(rows_D)
+        score([shortest(segment_to_score(next(iter(self._trajectories.values())).segments[0]))])
+        return []
 
     def score_reference(self, _: None) -> dict[RowPlace, FloatArray]:
         """Score the segments that the policy sampled with the reference policy.
@@ -221,7 +224,9 @@ class RolloutShare:
         """
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
-        self._referred = dict(zip(trained, self.score_by_reference(rows), strict=True))
+        self._referred = dict(
+            zip(trained, self._scored(self.score_by_reference, rows), strict=True)
+        )
         shared = {share.place for share in self._shares if share.shared}
         return {place: each for place, each in self._referred.items() if place.trajectory in shared}
 
@@ -282,7 +287,9 @@ class RolloutShare:
         """Score the rows with the weights at the start of the step, for the ratios of updates."""
         trained = self._trained()
         rows = [self._rows[place] for place in trained]
-        for place, row, logprobs_N in zip(trained, rows, self.score(rows), strict=True):
+        for place, row, logprobs_N in zip(
+            trained, rows, self._scored(self.score, rows), strict=True
+        ):
             proximal_T = np.zeros(len(row), np.float32)
             proximal_T[row.loss_mask_T] = logprobs_N
             self._rows[place] = replace(row, proximal_logprobs_T=proximal_T)
@@ -292,7 +299,9 @@ class RolloutShare:
         rows = [self._rows[place] for place in places]
         return {
             place: row_sums(row, logprobs_N, self.objective)
-            for place, row, logprobs_N in zip(places, rows, self.score(rows), strict=True)
+            for place, row, logprobs_N in zip(
+                places, rows, self._scored(self.score, rows), strict=True
+            )
         }
 
     def join(self, sums: Mapping[RowPlace, RowSums]) -> None:

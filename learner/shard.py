@@ -123,7 +123,11 @@ class ModelShard:
             offload_moments(self.optimizer)
         self._shadow = None if config.shadow is None else Shadow(self.model, config.shadow)
         self._own_teacher = OwnTeacher(
-            self._forward, self._shadow, device=self.device, reshard=self._reshard_root
+            self._forward,
+            self._shadow,
+            group=group,
+            token_budget=self.passes.token_budget,
+            reshard=self._reshard_root,
         )
         self.rounded = RoundedUpdate()
         plain = plain_weights(self.model, self.rounded)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
+from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
 from distill.records import RowPlace, TrajectorySource
 from distill.types import FloatArray
@@ -29,7 +29,7 @@ from learner.forward import LossFunction
 from learner.frozen import FrozenModel, LocalTeachers
 from learner.lora import adapter_off
 from learner.memory import room_bytes
-from learner.plan import FrozenBatches, MicroBatch, PassShare, UpdateShare
+from learner.plan import FrozenRows, MicroBatch, PassShare, UpdateShare
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
 from learner.rollout_share import RolloutShare
@@ -143,7 +143,9 @@ class LearnerWorker(ModelShard):
             distribution = self._own_teacher.distribution_of(batch)
         else:
             assert loss.teachers is not None, "estimator=full without a teacher"
-            distribution = loss.teachers.distribution_of(batch, micro.teachers)
+            distribution = loss.teachers.distribution_of(
+                batch, self.passes.token_budget, micro.teachers
+            )
         return partial(loss, distribution=distribution)
 
     def _gap_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -157,7 +159,7 @@ class LearnerWorker(ModelShard):
         first = micro_batches[0]
         rows = self.resolve_rows(first.rows_B)
         with self._stages("forward"):
-            [logprobs] = self.logprobs([[replace(row, experts_TLK=None) for row in rows]])
+            logprobs = self.logprobs([replace(row, experts_TLK=None) for row in rows])
         if not first.counted or all(row.experts_TLK is None for row in rows):
             return {}
         sampled = [row.behaviour_logprobs_T[row.loss_mask_T] for row in rows]
@@ -213,29 +215,31 @@ class LearnerWorker(ModelShard):
         self._reshard_root()
         return dict(made)
 
-    def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
-        """log p_T of each row's trained tokens under the current weights, by batch and row."""
+    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """log p_T of each row's trained tokens under the current weights.
+
+        Collective: every worker calls it with its own rows, at least one.
+        """
         self.model.eval()
-        made = []
-        for rows_B in batches:
-            made.append(self._forward.logprobs_by_row(collate(rows_B, self.device)))
-            self.progress.mark()
+        made = self._forward.logprobs(
+            rows_D, self.passes.token_budget, self._group, self.progress.mark
+        )
         self._forward.training_mode()
         self._reshard_root()
         return made
 
-    def base_logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
-        """`logprobs` by the model without its adapter."""
+    def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """`logprobs` by the model without its adapter, as the reference."""
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
-            return self.logprobs(batches)
+            return self.logprobs(rows_D)
 
-    def teacher_logprobs(self, asked: FrozenBatches) -> list[list[FloatArray]]:
+    def teacher_logprobs(self, asked: FrozenRows) -> list[FloatArray]:
         """`logprobs` by the learner's copy of a teacher."""
         assert self._teachers is not None, "the learner has no copies of teachers"
-        return self._teachers.models[asked.model].logprobs(asked.batches)
+        return self._teachers.models[asked.model].logprobs(asked.rows_D, self.passes.token_budget)
 
-    def reference_logprobs(self, asked: FrozenBatches) -> list[list[FloatArray]]:
+    def reference_logprobs(self, asked: FrozenRows) -> list[FloatArray]:
         """`logprobs` by a frozen checkpoint, which is loaded by the first such call."""
         if self._reference is None or self._reference.path != asked.model:
             self._reference = FrozenModel(
@@ -244,10 +248,11 @@ class LearnerWorker(ModelShard):
                 dtype=torch.float32,
                 device=self.device,
                 compute_dtype=getattr(torch, self._config.dtype),
+                packing=self._config.learner.packing,
                 event=() if self._config.stops is None else self._config.stops.event,
                 room=room_bytes(self.device, self._config.gpu_part, self._config.gpu_taken),
             )
-        return self._reference.logprobs(asked.batches)
+        return self._reference.logprobs(asked.rows_D, self.passes.token_budget)
 
     def drop_reference(self, _: None) -> None:
         """Free the memory of the model of `reference_logprobs`."""
@@ -277,8 +282,8 @@ class LearnerWorker(ModelShard):
             loss.objective,
             loss.stop_event,
             self._group,
-            score=self._score,
-            score_by_reference=self._score_by_base,
+            score=self.logprobs,
+            score_by_reference=self.base_logprobs,
             heads=() if loss.teachers is None else loss.teachers.heads,
         )
 
@@ -287,27 +292,3 @@ class LearnerWorker(ModelShard):
         """This worker's share of a step's rollouts."""
         assert self._rollout_share is not None, "the source of rollouts is not set"
         return self._rollout_share
-
-    def _score_by_base(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:
-        """`_score` by the model without its adapter, as the reference."""
-        assert self.lora is not None, "a model without an adapter has no base beside it"
-        with adapter_off(self.lora):
-            return self._score(rows)
-
-    def _score(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens.
-
-        Collective: every worker calls it with its own rows. A worker with fewer micro-batches than
-        others repeats a row.
-        """
-        budget, packs = self.passes.token_budget, self.packs
-        batches = list(split_by_token_budget(rows, budget, 1, self.most_mask, packs))
-        missing = int(self._group.max_over_workers(len(batches))) - len(batches)
-        padding = [[rows[0] if rows else self.rollouts.any_row]] * missing
-        scored = self.logprobs([*batches, *padding])
-        by_row = {
-            id(row): logprobs_N
-            for rows_B, of_batch in zip(batches, scored[: len(batches)], strict=True)
-            for row, logprobs_N in zip(rows_B, of_batch, strict=True)
-        }
-        return [by_row[id(row)] for row in rows]

@@ -463,7 +463,7 @@ class World:
         if loss.needs_distribution:
             if self._by_states:
                 batch = replace(batch, rows=[with_states(self.teacher, row) for row in batch.rows])
-            distribution = self._teachers.distribution_of(batch)
+            distribution = self._teachers.distribution_of(batch, 4096)
         return loss(forward, batch, StepCounts(1, 1), distribution)[0]
 
 

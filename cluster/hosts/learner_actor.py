@@ -292,6 +292,7 @@ def policy_losses(
             heads=config.teacher_heads,
             dtype=getattr(torch, config.engine.dtype_on(config.cluster.device)),
             device=config.cluster.device,
+            packing=config.learner.packing,
             event=stops.event,
             group=group,
         )

@@ -178,14 +178,14 @@ def test_one_changed_number_in_the_learner_s_copy_of_the_teacher(
     passes: list[LocalTeachers] = []
     distribution_of = LocalTeachers.distribution_of
 
-    def watched(teachers: LocalTeachers, batch: Batch, in_round: Sequence[str]) -> Any:
+    def watched(teachers: LocalTeachers, batch: Batch, *asked: Any) -> Any:
         passes.append(teachers)
         if len(passes) == 6:
             teacher: Any = teachers.models[""]
             model = teacher.model
             with torch.no_grad():
                 next(model.parameters())[VOCAB_SIZE - 1, 0] += 0.01
-        return distribution_of(teachers, batch, in_round)
+        return distribution_of(teachers, batch, *asked)
 
     monkeypatch.setattr(LocalTeachers, "distribution_of", watched)
     assert train(tiny_pair, out, estimator="full", max_staleness=0, token_budget=4096) == 0

@@ -168,14 +168,14 @@ class Watched:
     def __init__(self, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.updates: list[tuple[Part, ...]] = []
-        self.scored: list[list[np.ndarray]] = []
+        self.scored: list[Sequence[np.ndarray]] = []
         self.rows: list[list[TrainingRow]] = []
         self._step, self._worker = learner.step, learner.worker
-        self._logprobs = self._worker.logprobs
+        self._score = self._worker.rollouts.score
         self._skip_update = learner.skip_update
         monkeypatch.setattr(learner, "skip_update", self._on_skip_update)
         monkeypatch.setattr(learner, "step", self._on_step)
-        monkeypatch.setattr(self._worker, "logprobs", self._on_logprobs)
+        monkeypatch.setattr(self._worker.rollouts, "score", self._on_score)
 
     def _on_step(self, *parts: Part) -> dict[str, float]:
         self.calls.append("step")
@@ -189,11 +189,10 @@ class Watched:
         self.calls.append("skip_update")
         self._skip_update()
 
-    def _on_logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[np.ndarray]]:
+    def _on_score(self, rows_D: Sequence[TrainingRow]) -> Sequence[np.ndarray]:
         self.calls.append("logprobs")
-        made = self._logprobs(batches)
-        self.scored.append([logprobs_N for of_batch in made for logprobs_N in of_batch])
-        return made
+        self.scored.append(self._score(rows_D))
+        return self.scored[-1]
 
 
 def gradients(learner: Learner) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def test_an_answer_is_read_off_the_distribution_that_the_loss_is_given(
         training_row(1, len(request.tokens_T) - 1, temperature=T, tokens_T=request.tokens_T)
         for request in at_T
     ]
-    expected_N = np.concatenate(teachers.models[""].logprobs([rows])[0])
+    expected_N = np.concatenate(teachers.models[""].logprobs(rows, 4096))
     np.testing.assert_allclose(answer.answers[0].at_T_N, expected_N, atol=1e-5)
     assert answer.answers[0].listed_N.shape == (16 * len(expected_N),)
     assert answer.info.dtype == "float32" and answer.info.vocab_size == 160

@@ -1,6 +1,6 @@
 """Packed rows are trained like single ones; families that cannot are refused."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -32,8 +33,10 @@ from distill.models import flex_attention
 from distill.models.attention_probe import check_packs
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
+from learner.frozen import LocalTeachers
 from learner.plan import Part
-from learner.policy_loss import PreferenceLoss, cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from learner.supervised import with_reference
 from tests.flex_twin import dense_flex
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
@@ -190,3 +193,63 @@ def test_attention_that_cannot_be_replaced_is_refused_by_the_learner(
     with refuses(ConfigError, "learner.packing"):
         new_learner(model=model, packing=True)
     new_learner(model=model)
+
+
+@pytest.fixture
+def passes() -> Iterator[list[int]]:
+    """Number of tokens of each pass of any model, padding included."""
+    sizes: list[int] = []
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            sizes.append(inputs[0].numel())
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    yield sizes
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        (FAMILIES["alternating"], True),
+        (FAMILIES["moe"], True),
+        (SINKS, False),
+        (STATEFUL["lfm2"], False),
+    ],
+    ids=lambda of: getattr(of, "model_type", ""),
+)
+@pytest.mark.parametrize("rows", [ROWS, imitated(GROUPS)], ids=["rows", "groups"])
+def test_a_frozen_model_that_cannot_pack_pads_within_the_budget(
+    config: PretrainedConfig,
+    packs: bool,
+    rows: list[TrainingRow],
+    new_learner: NewLearner,
+    passes: list[int],
+    tmp_path: Path,
+) -> None:
+    """A teacher's distribution and scores, and a reference's, beside a student that packs."""
+    budget = sum(map(len, rows))
+    frozen = checkpoint(config, tmp_path / "frozen")
+    plain = AutoModelForCausalLM.from_pretrained(
+        frozen, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = [naive_logprobs(plain, row).numpy() for row in rows]
+    rows = [replace(row, teacher_coef=1.0) for row in rows]
+    losses = []
+    for packing, tokens in ((False, 1), (True, budget)):
+        teachers = LocalTeachers({"": frozen}, dtype=torch.float32, device="cpu", packing=packing)
+        learner = new_learner(packing=packing, token_budget=tokens)
+        full = PolicyObjectiveLoss(objective=ObjectiveConfig(estimator="full"), teachers=teachers)
+        part = Part(rows_D=rows, loss=full)
+        passes.clear()
+        losses.append([learner.evaluate(part)["train/loss"], learner.step(part)["train/loss"]])
+        by_teacher, number = learner.teacher_logprobs("", rows), len(passes)
+        for logprobs in (by_teacher, learner.reference_logprobs(frozen, rows)):
+            for made_N, expected_N in zip(logprobs, expected, strict=True):
+                np.testing.assert_allclose(made_N, expected_N, atol=2e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert max(passes) <= budget, "a pass of more tokens than the budget"
+    # One pass of each model in `evaluate` and `step`, and one of the teacher for its scores.
+    assert (number == 5) == packs

@@ -126,7 +126,8 @@ def test_served_and_local_teachers_see_the_same(
     assert [row.tokens_T.tolist() for row in seen] == [
         [90, 91, 92, 93, 94, 10, 11, 4, 5, 20, 21], [90, 91, 92, 93, 94, 11, 6, 30], [7, 8, 31],
     ]  # fmt: skip
-    for segment, local_N in zip(by_engine, teachers.models[""].logprobs([seen])[0], strict=True):
+    by_copy = teachers.models[""].logprobs(seen, 4096)
+    for segment, local_N in zip(by_engine, by_copy, strict=True):
         assert segment.teacher_logprobs_T is not None
         of_engine_N = segment.teacher_logprobs_T[segment.action_mask_T]
         np.testing.assert_allclose(of_engine_N, local_N, atol=1e-5)
@@ -171,7 +172,7 @@ def test_a_teacher_in_bfloat16_computes_in_its_own_precision(tiny_pair: TinyPair
     row = training_row(6, 5, seed=3)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")  # torch only warns of an autocast that it cannot do
-        [[found_N]] = half.models[""].logprobs([[row]])
+        [found_N] = half.models[""].logprobs([row], 4096)
         logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0].float()
     log_q_TV = torch.log_softmax(logits_TV / row.temperature, dim=1)
     expected_N = log_q_TV[5:-1][torch.arange(5), torch.tensor(row.tokens_T[6:].tolist())]
