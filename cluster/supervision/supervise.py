@@ -277,13 +277,14 @@ class Supervisor:
         return coming[-1].index
 
     def remove_all(self, role: str) -> None:
-        """Terminate all members of a role, cancel its restarts, and reset its budget."""
+        """Terminate all members of a critical role. Deaths found meanwhile are not raised again."""
         for member in self.members(role):
-            self.remove(member)
+            del self._members[member]
+            member.kill()
+        self.changes += 1
         for (name, _), watch in self._watches.items():
             if name == role:
                 self.background.forget(watch)
-        self._restarts = [restart for restart in self._restarts if restart.spec.name != role]
 
     async def _watch(self, member: Member) -> None:
         """Send a member's heartbeats, one after the other, until it is gone.

@@ -243,6 +243,19 @@ def test_the_loss_of_a_critical_actor_is_a_lost_learner(new_house: Callable[...,
     assert house.supervisor.critical() == {} and house.made == [(0, 0)]
 
 
+def test_actors_that_are_replaced_together_keep_their_budget(
+    new_house: Callable[..., House],
+) -> None:
+    """As the learner's workers, of which all but one are alive when one has died."""
+    house = new_house(critical=True, max_restarts=2)
+    for attempt in range(2):
+        house.supervisor.adopt(house.spec, 0, house.create(0, attempt), attempt)
+        house.supervisor.allow("helper", 0, "another worker died")
+        house.supervisor.remove_all("helper")
+    with pytest.raises(RunFailed):
+        house.supervisor.allow("helper", 0, "another worker died")
+
+
 def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House]) -> None:
     house = new_house(gated=True)
     house.supervisor.add(house.spec, 0)
