@@ -1,6 +1,6 @@
 """Autoscaling policy: target numbers of engines and rollout workers. No Ray, no clock.
 
-    observe (a window of the run) -> Decision (target size of each pool, and reasons)
+    observe (a window of the run) -> the pools to resize, with reasons
 
 **Grow** when the learner waits for groups: the pool of the stage that holds most groups. A learner
 that waits for a share w of its time receives 1 - w of the groups that it could train, so the pool
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,12 +97,13 @@ class Observation:
         return {"policy": self.sampling, "teacher": self.scoring, "rollout": self.environment}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """`targets`: target size of every pool. `reasons`: of the pools that this decision changes."""
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """New size of a pool, with the reason for users."""
 
-    targets: Mapping[PoolName, int]
-    reasons: Mapping[PoolName, str]
+    pool: PoolName
+    size: int
+    reason: str
 
 
 class _RecentWindows:
@@ -143,15 +144,6 @@ class _RecentWindows:
 
     def _mean(self, value: Callable[[Observation], float]) -> float:
         return sum(value(window) * window.seconds for window in self._windows) / self._seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposal:
-    """Target size of a pool, and its reason; the current size if a rule forbids a change."""
-
-    pool: PoolName
-    size: int
-    reason: str
 
 
 @dataclass(slots=True)
@@ -216,25 +208,25 @@ class Autoscaler:
         self._growth: _Growth | None = None
         self._futile_until: dict[PoolName, float] = {}
 
-    def observe(self, observation: Observation) -> Decision:
-        """Target sizes of the pools after this window. `sizes` and `ready` name every pool.
+    def observe(self, observation: Observation) -> list[Resize]:
+        """Changes of the pools after this window. `sizes` and `ready` name every pool.
 
-        The first observation's sizes, brought within their limits, are the first targets.
+        The first observation's sizes, brought within their limits, are the first ones.
         """
         self._now += observation.seconds
         self._gather(observation)
         if not self._targets:
             self._targets = {name: observation.sizes[name] for name in self._pools}
-            proposals = self._within_limits()
+            changes = self._within_limits()
         elif observation.exhausted:
-            proposals = self._end(observation)
+            changes = self._end(observation)
         elif self._shortage.is_enough:
-            proposals = self._grow(observation)
+            changes = self._grow(observation)
         elif self._surplus.is_enough:
-            proposals = self._shrink(observation)
+            changes = self._shrink(observation)
         else:
-            proposals = []
-        return self._decide(proposals)
+            return []
+        return self._granted(changes)
 
     def _gather(self, observation: Observation) -> None:
         ready = dict(observation.ready)
@@ -256,29 +248,27 @@ class Autoscaler:
         else:
             self._surplus.clear()
 
-    def _decide(self, proposals: Sequence[_Proposal]) -> Decision:
-        """Grant all proposals, or none while the last change is recent."""
-        granted: dict[PoolName, str] = {}
-        if self._now - self._changed_at >= self._cooldown_s:
-            for proposal in proposals:
-                self._remember(proposal)
-                self._targets[proposal.pool] = proposal.size
-                granted[proposal.pool] = proposal.reason
-        if granted:
-            self._changed_at = self._now
-            self._shortage.clear()
-            self._surplus.clear()
-        return Decision(targets=dict(self._targets), reasons=granted)
+    def _granted(self, changes: list[Resize]) -> list[Resize]:
+        """All changes, or none while the last one is recent."""
+        if not changes or self._now - self._changed_at < self._cooldown_s:
+            return []
+        for change in changes:
+            self._remember(change)
+            self._targets[change.pool] = change.size
+        self._changed_at = self._now
+        self._shortage.clear()
+        self._surplus.clear()
+        return changes
 
-    def _within_limits(self) -> list[_Proposal]:
+    def _within_limits(self) -> list[Resize]:
         return [
-            _Proposal(name, pool.clamp(self._targets[name]), "its size is outside its limits")
+            Resize(name, pool.clamp(self._targets[name]), "its size is outside its limits")
             for name, pool in self._pools.items()
             if pool.clamp(self._targets[name]) != self._targets[name]
         ]
 
-    def _end(self, observation: Observation) -> list[_Proposal]:
-        """Target sizes at the end of the run, when no group is left to start.
+    def _end(self, observation: Observation) -> list[Resize]:
+        """Changes at the end of the run, when no group is left to start.
 
         A group may return to the policy from its environment; its worker holds it until its end;
         scoring comes last.
@@ -288,7 +278,7 @@ class Autoscaler:
         sampled = math.ceil(observation.sampling + observation.environment)
         needed = {"policy": sampled, "teacher": total, "rollout": total}
         return [
-            _Proposal(
+            Resize(
                 name,
                 size,
                 f"no group is left to start, and at most {needed[name]} groups may still reach "
@@ -298,7 +288,7 @@ class Autoscaler:
             if (size := pool.clamp(needed[name])) < self._targets[name]
         ]
 
-    def _grow(self, observation: Observation) -> list[_Proposal]:
+    def _grow(self, observation: Observation) -> list[Resize]:
         self._judge_last_growth(observation)
         name = max(_STAGES, key=self._urgency)
         groups, wait = self._shortage.groups(name), self._shortage.wait
@@ -313,7 +303,7 @@ class Autoscaler:
             f"are {_STAGES[name]}"
         )
         size = max(now + 1, min(math.ceil(now / self._shortage.supply), 2 * now))
-        return [_Proposal(name, pool.clamp(size), why)]
+        return [Resize(name, pool.clamp(size), why)]
 
     def _urgency(self, name: PoolName) -> tuple[bool, float]:
         groups = self._shortage.groups(name)
@@ -333,14 +323,14 @@ class Autoscaler:
             self._futile_until[grown.pool] = self._now + self._memory_s
         self._growth = None
 
-    def _shrink(self, observation: Observation) -> list[_Proposal]:
+    def _shrink(self, observation: Observation) -> list[Resize]:
         """Pool with the fewest groups per member among those that may shrink."""
         able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
         if not able:
             return []
         name = min(able, key=lambda pool: self._surplus.groups(pool) / self._targets[pool])
         return [
-            _Proposal(
+            Resize(
                 name,
                 self._targets[name] - 1,
                 f"the learner waits {self._surplus.wait:.0%} of the time, "
@@ -355,16 +345,14 @@ class Autoscaler:
         known_too_few = smaller <= memory.too_few and self._now < memory.until
         return smaller >= self._pools[name].minimum and not known_too_few
 
-    def _remember(self, proposal: _Proposal) -> None:
+    def _remember(self, change: Resize) -> None:
         """Update the pool's memory; call it before the change."""
-        memory, now = self._memory[proposal.pool], self._targets[proposal.pool]
-        if proposal.size < now:
+        memory, now = self._memory[change.pool], self._targets[change.pool]
+        if change.size < now:
             memory.shrunk_at = self._now
         elif self._shortage.is_enough:
             undone = self._now - memory.shrunk_at < self._memory_s
             memory.times = memory.times + 1 if undone else 0
             memory.too_few = now
             memory.until = self._now + self._memory_s * 2**memory.times
-            self._growth = _Growth(
-                proposal.pool, self._shortage.supply, proposal.size / max(now, 1)
-            )
+            self._growth = _Growth(change.pool, self._shortage.supply, change.size / max(now, 1))

@@ -162,18 +162,14 @@ class Scaling:
         )
 
     def _act(self, observation: Observation) -> None:
-        decision = self._autoscaler.observe(observation)
-        for name, target in decision.targets.items():
-            now = self._size(self._roles[name])
-            if target == now:
-                continue
-            reason = decision.reasons.get(name, "")
-            self._print_line(f"{name} pool: {now} -> {target} ({reason})")
+        for change in self._autoscaler.observe(observation):
+            pool, now, target = change.pool, observation.sizes[change.pool], change.size
+            self._print_line(f"{pool} pool: {now} -> {target} ({change.reason})")
             self._directory.append_event(
-                "scale", pool=name, **{"from": now, "to": target}, reason=reason
+                "scale", pool=pool, **{"from": now, "to": target}, reason=change.reason
             )
             for _ in range(abs(target - now)):
-                self._step(name, target > now)
+                self._step(pool, target > now)
 
     def _step(self, pool: PoolName, grows: bool) -> None:
         """Add or remove one member; of several teachers, at the busiest or the idlest."""

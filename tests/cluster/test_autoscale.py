@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.runtime.autoscale import Autoscaler, Decision, Observation, Pool, PoolName
+from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName, Resize
 
 NAMES: tuple[PoolName, ...] = ("policy", "teacher", "rollout")
 WINDOW_S = 5.0
@@ -43,13 +43,13 @@ class Rig:
         times = {"up_after_s": 10, "down_after_s": 30, "cooldown_s": 20, "memory_s": 300} | times
         self.scaler = Autoscaler(limits or pools(), **times)
 
-    def see(self, times: int = 1, **changes: Any) -> list[Decision]:
+    def see(self, times: int = 1, **changes: Any) -> list[list[Resize]]:
         return [self._see(changes) for _ in range(times)]
 
-    def _see(self, changes: dict[str, Any]) -> Decision:
-        decision = self.scaler.observe(seen(dict(self.sizes), **changes))
-        self.sizes = {**self.sizes, **decision.targets}
-        return decision
+    def _see(self, changes: dict[str, Any]) -> list[Resize]:
+        resized = self.scaler.observe(seen(dict(self.sizes), **changes))
+        self.sizes |= {change.pool: change.size for change in resized}
+        return resized
 
 
 SHORT = {"learner_wait": 0.5}
@@ -62,7 +62,7 @@ AMPLE = {"learner_wait": 0.0, "credit_starved": 0.9}
 def test_a_waiting_learner_grows_the_pool_where_the_groups_are(stage: str, pool: PoolName) -> None:
     rig = Rig()
     first, second = rig.see(2, **SHORT, **{stage: 30})
-    assert not first.reasons and list(second.reasons) == [pool]
+    assert not first and [change.pool for change in second] == [pool]
     assert rig.sizes == dict.fromkeys(NAMES, 2) | {pool: 4}
 
 
@@ -82,10 +82,10 @@ def test_no_pool_grows_while_members_start_and_the_count_restarts_after() -> Non
     rig = Rig()
     rig.see(2, **SHORT)
     starting = {"policy": 2, "teacher": 2, "rollout": 2}
-    assert not any(decision.reasons for decision in rig.see(20, **SHORT, ready=starting))
+    assert not any(rig.see(20, **SHORT, ready=starting))
     assert rig.sizes["policy"] == 4
     first, second = rig.see(2, **SHORT)
-    assert not first.reasons and second.reasons
+    assert not first and second
 
 
 def test_a_growth_that_did_not_help_is_not_repeated() -> None:
@@ -102,9 +102,9 @@ def test_a_growth_that_did_not_help_is_not_repeated() -> None:
 
 def test_starved_workers_shrink_the_least_used_pool_by_one() -> None:
     rig = Rig(sizes=3)
-    assert not any(d.reasons for d in rig.see(5, **AMPLE))
-    (decision,) = rig.see(1, **AMPLE)
-    assert list(decision.reasons) == ["rollout"]
+    assert not any(rig.see(5, **AMPLE))
+    [[change]] = rig.see(1, **AMPLE)
+    assert change.pool == "rollout"
     rig.see(5, **AMPLE, environment=9)
     assert rig.sizes == {"policy": 3, "teacher": 3, "rollout": 2}
     rig.see(1, **AMPLE, environment=9)
@@ -126,9 +126,9 @@ def test_trials_of_a_size_that_was_too_small_become_rarer() -> None:
     changes, now = [], 0.0
     while now < 20_000:
         enough = rig.sizes["policy"] >= 2
-        (decision,) = rig.see(1, **(AMPLE if enough else {"learner_wait": 1 / 3}))
+        [resized] = rig.see(1, **(AMPLE if enough else {"learner_wait": 1 / 3}))
         now += WINDOW_S
-        changes += [now] * len(decision.reasons)
+        changes += [now] * len(resized)
     shrinks = changes[1::2]
     between = [later - earlier for earlier, later in pairwise(shrinks)]
     assert len(between) >= 4
@@ -139,11 +139,10 @@ def test_at_the_end_of_a_run_pools_shrink_to_the_groups_under_way() -> None:
     rig = Rig(sizes=8)
     rig.see(1)
     tail = {"exhausted": True, "learner_wait": 0.9}
-    (decision,) = rig.see(1, **tail, sampling=2, environment=1, scoring=2)
+    [resized] = rig.see(1, **tail, sampling=2, environment=1, scoring=2)
     assert rig.sizes == {"policy": 3, "teacher": 5, "rollout": 5}
-    assert set(decision.reasons) == set(NAMES)
-    (held,) = rig.see(1, **tail, sampling=0, environment=0, scoring=2)
-    assert not held.reasons
+    assert {change.pool for change in resized} == set(NAMES)
+    assert rig.see(1, **tail, sampling=0, environment=0, scoring=2) == [[]]
     rig.see(20, **tail, sampling=0, environment=0, scoring=0)
     assert rig.sizes == dict.fromkeys(NAMES, 1)
 
@@ -193,12 +192,12 @@ def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
     for window, repeats in stream:
         for _ in range(repeats):
             before = dict(sizes)
-            decision = scaler.observe(seen(before, **window, ready=ready))
+            resized = scaler.observe(seen(before, **window, ready=ready))
             now += window["seconds"]
-            sizes = {name: decision.targets[name] for name in NAMES}
+            sizes |= {change.pool: change.size for change in resized}
             assert all(pool.minimum <= sizes[pool.name] <= pool.maximum for pool in made)
             moved = {name for name in NAMES if sizes[name] != before[name]}
-            assert moved == set(decision.reasons)
+            assert moved == {change.pool for change in resized}
             if moved:
                 assert now - changed >= times["cooldown_s"]
                 changed = now
@@ -249,7 +248,7 @@ class Plant:
         end, start = self.now + seconds, len(self.history)
         while self.now < end:
             self.now += LONG_WINDOW_S
-            self._resize(scaler.observe(self._window()).targets)
+            self._resize(scaler.observe(self._window()))
             self.history.append(dict(self.sizes))
         return self.history[start:]
 
@@ -257,11 +256,12 @@ class Plant:
         """The fewest members that give the learner this share of its capacity."""
         return {name: math.ceil(within * self.learner / self.rates[name] - 1e-9) for name in NAMES}
 
-    def _resize(self, targets: Any) -> None:
-        for name in NAMES:
-            since, size = self._working[name], targets[name]
-            self._working[name] = since[:size] + [self.now + self.start_s] * (size - len(since))
-            self.sizes[name] = size
+    def _resize(self, changes: Sequence[Resize]) -> None:
+        for change in changes:
+            since, size = self._working[change.pool], change.size
+            started = [self.now + self.start_s] * (size - len(since))
+            self._working[change.pool] = since[:size] + started
+            self.sizes[change.pool] = size
 
     def _window(self) -> Observation:
         ready = {name: sum(at <= self.now for at in self._working[name]) for name in NAMES}

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import cluster.runtime.scaling
-from cluster.runtime.autoscale import Decision, Observation
+from cluster.runtime.autoscale import Observation, Resize
 from cluster.train import main
 from tests.e2e.impatient import apply_numbers
 
@@ -23,11 +23,15 @@ class Scripted:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._script: list[dict[Any, int]] = json.loads(os.environ[SCRIPT])
 
-    def observe(self, observation: Observation) -> Decision:
+    def observe(self, observation: Observation) -> list[Resize]:
         now = {pool: observation.ready[pool] for pool in self._script[0]}
         if now == self._script[0] and len(self._script) > 1:
             self._script.pop(0)
-        return Decision(targets=self._script[0], reasons={})
+        return [
+            Resize(pool, size, "")
+            for pool, size in self._script[0].items()
+            if size != observation.sizes[pool]
+        ]
 
 
 if __name__ == "__main__":
