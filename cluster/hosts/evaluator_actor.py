@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 
 from actors.rollout.evaluator import Evaluation, Evaluator
 from cluster.handles.engine_pool import EnginePool
@@ -12,8 +11,6 @@ from cluster.supervision.supervise import WorkDone
 from distill.envs.base import EnvDataset
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import Tokenizer
-
-Models = Mapping[str, EnginePool]
 
 
 class EvaluatorActor:
@@ -33,8 +30,8 @@ class EvaluatorActor:
         self,
         engines: EnginePool,
         sampling: EvalSampling,
-        models: Models = MappingProxyType({}),
-        keep: int | None = 0,
+        models: Mapping[str, EnginePool],
+        keep: int | None,
     ) -> Evaluation:
         """See `Evaluator.evaluate`."""
         with self._asking([engines, *models.values()]):
@@ -45,7 +42,7 @@ class EvaluatorActor:
         policy: EnginePool,
         teachers: Mapping[str, EnginePool],
         sampling: TrainSampling,
-        models: Models = MappingProxyType({}),
+        models: Mapping[str, EnginePool],
     ) -> dict[str, float]:
         """See `Evaluator.reverse_kl`."""
         with self._asking([policy, *teachers.values(), *models.values()]):

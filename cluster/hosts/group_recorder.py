@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import chz
@@ -149,7 +148,7 @@ class GroupRecorder:
     def save(self) -> Checkpoint:
         """Mark the current step, from which a resumed run continues."""
         return self._store.save(
-            step=self._step_count, write=_nothing, delivery=self._kept.to_json()
+            step=self._step_count, write=lambda _path: None, delivery=self._kept.to_json()
         )
 
     def begin_save(self) -> Checkpoint:
@@ -174,7 +173,3 @@ class GroupRecorder:
     def remove_engines(self, names: Sequence[str]) -> None: ...
 
     def settle(self) -> None: ...
-
-
-def _nothing(_path: Path) -> None:
-    pass

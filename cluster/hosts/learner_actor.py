@@ -132,10 +132,10 @@ class LearnerActor:
         for publisher in self._publishers:
             publisher.remove_engines(names)
 
-    def settle(self) -> float | None:
-        """Finish the checks of the last pushes; returns the gap of the policy's log-probs, nats."""
-        gap, *_ = [publisher.settle() for publisher in self._publishers]
-        return gap
+    def settle(self) -> None:
+        """Finish the checks of the last pushes."""
+        for publisher in self._publishers:
+            publisher.settle()
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the held-out rows of supervised data."""
