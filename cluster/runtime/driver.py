@@ -91,16 +91,12 @@ class Signals:
             raise StoppedAtOnce(signum)
 
 
-def _starts(members: Sequence[Member]) -> list[str]:
-    """Names of starting members, each with the current activity of its start if known."""
-    return [f"{m.name} ({does})" if (does := _start_of(m)) else m.name for m in members]
-
-
-def _start_of(member: Member) -> str:
-    """Activity of a member's start; "" if it is not known."""
+def _starting(member: Member) -> str:
+    """Name of a starting member, with the current activity of its start if known."""
+    does = member.spec.start_is(member.index)
     if member.spec.lacking(member.index):
-        return "no node has room for it"
-    return member.spec.start_is(member.index)
+        does = "no node has room for it"
+    return f"{member.name} ({does})" if does else member.name
 
 
 class Driver:
@@ -130,11 +126,6 @@ class Driver:
                 yield
         finally:
             self.deadline_s = usual
-
-    def poll(self) -> None:
-        """Raise Interrupted after a signal, or the error of a background coroutine."""
-        self._signals.check()
-        self._check()
 
     def _check(self) -> None:
         """Raise the error of a background coroutine that failed.
@@ -198,11 +189,13 @@ class Driver:
             forget(task)
 
     def waited_for(self, task: asyncio.Task[Any]) -> bool:
-        """Poll, and wait a short while for a task; True if it has ended.
+        """Wait a short while for a task; True if it has ended.
 
-        If a death has failed the task, the death is raised in place of the task's error.
+        Raises Interrupted after a signal, and errors of background coroutines. If a death has
+        failed the task, the death is raised in place of the task's error.
         """
-        self.poll()
+        self._signals.check()
+        self._check()
         ended = self.background.advance(task, _POLL_S)
         if ended and not task.cancelled() and task.exception() is not None:
             self._check()
@@ -238,7 +231,7 @@ class Driver:
                 everyone = len(self._members(roles))
                 self.supervisor.print_line(
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
-                    f"{now - since:.0f} s; waiting for {listed(_starts(missing))}"
+                    f"{now - since:.0f} s; waiting for {listed(list(map(_starting, missing)))}"
                 )
             self.pause(_PAUSE_S)
 
@@ -246,7 +239,7 @@ class Driver:
         return [m for role in roles for m in self.supervisor.members(role, *states)]
 
     def pause(self, seconds: float) -> None:
-        """Sleep while polling; raises as `call` does."""
+        """Sleep; raises as `call` does."""
         self.wait_for(asyncio.sleep(seconds))
 
     def run(self, what: str, coroutine: Coroutine[Any, Any, Value]) -> Value:
