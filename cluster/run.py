@@ -44,8 +44,7 @@ from cluster.config.supervised import SupervisedConfig
 from cluster.placement.roles import LEARNER
 from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.checkpoints import Checkpoints
-from cluster.recipes.context import RunContext
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer, RunContext
 from cluster.recipes.opening import placed, run_context
 from cluster.recipes.plan import RunPlan, is_over
 from learner.checkpoint import Checkpoint
@@ -228,8 +227,7 @@ class Run:
         """Finish after the last step: last checks, evaluations, and the files of a finished run."""
         checkpoint = self._repeated(partial(self._evaluated, checkpoint))
         self.context.set_aside(self.actors.set_aside(checkpoint))
-        self.context.certify(self.actors.certificate())
-        self.context.complete(checkpoint)  # final/, summary.json
+        self.context.complete(checkpoint)  # certificate.json, final/, summary.json
 
     def _evaluated(self, checkpoint: Checkpoint) -> Checkpoint:
         if self.step < self.steps:  # the checkpoint was damaged when the learner needed it

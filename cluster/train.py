@@ -35,7 +35,7 @@ from distill.libraries import require_library
 from distill.settings import changed, meant_by
 
 if TYPE_CHECKING:
-    from cluster.recipes.observer import Observer  # imports torch
+    from cluster.recipes.context import Observer  # imports torch
 
 
 @dataclass(frozen=True, slots=True)

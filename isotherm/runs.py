@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster.base.outcomes import Interrupted, RunFailed, error_text
 from cluster.config.arguments import Arguments
 from cluster.console import make_console
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from cluster.runtime.driver import Signals
 from cluster.train import run_recipe
 from distill.errors import ConfigError

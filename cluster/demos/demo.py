@@ -41,7 +41,7 @@ from cluster.demos.arithmetic import (
 from cluster.demos.display import StageDisplay, curve, plot
 from cluster.inspect.report.command import ReportConfig, report
 from cluster.jsonl_log import read_lines, read_object
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from distill.models.loading import new_qwen3
 
 HELD_OUT = 500

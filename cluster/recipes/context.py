@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
@@ -15,8 +15,9 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.console import lost_output
 from cluster.findings.finding import Finding
 from cluster.findings.watch import Watch
-from cluster.recipes.observer import Observer
+from cluster.queue.scoring import read_scoring
 from cluster.run_files.best_checkpoint import BestCheckpoint
+from cluster.run_files.certificate import certificate
 from cluster.run_files.notify import Notifier
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers
@@ -28,6 +29,19 @@ from learner.checkpoint import Checkpoint
 
 # Number of kinds of failures in the console's last lines.
 _KINDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """Callbacks into the code that started a run, in the same process.
+
+    Attributes:
+        line: receives every line of metrics.jsonl, once it is on disk.
+        signals: signals of the run; setting one ends the run as the signal does.
+    """
+
+    line: Callable[[Mapping[str, float]], None] = lambda _metrics: None
+    signals: Signals = field(default_factory=Signals)
 
 
 @dataclass(kw_only=True)
@@ -153,15 +167,9 @@ class RunContext:
             counts = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS))
             self.progress.note(f"{kinds.total()} groups failed and were not trained on: {counts}")
 
-    def certify(self, found: Mapping[str, Any] | None) -> None:
-        """Write certificate.json, and print its verdict; None: the run has nothing to certify."""
-        if found is not None:
-            self.directory.write_json("certificate.json", found)
-            self.summary["certificate"] = found["verdict"]
-            self.progress.note(f"certificate: {found['verdict']}")
-
     def complete(self, checkpoint: Checkpoint) -> None:
-        """Export `final/`, if anything was trained; write a summary with status `finished`."""
+        """Certify the scores, export `final/`, and write a summary with status `finished`."""
+        self._certify()
         if self.config.only_keeps:
             self._kept(checkpoint.step)
             return
@@ -182,6 +190,17 @@ class RunContext:
         if best is not None:
             path = self.directory.store.root / f"step-{best.step:06d}" / "model"
             self.console.print(f"best: step {best.step}, {best.metric} {best.value:.4g}, in {path}")
+
+    def _certify(self) -> None:
+        """Write certificate.json, and print its verdict, if models have scored the run's groups."""
+        config = self.config
+        if not isinstance(config, RolloutConfig) or config.train_from is not None:
+            return
+        if (found := certificate(config, read_scoring(self.directory.ledger))) is None:
+            return
+        self.directory.write_json("certificate.json", found)
+        self.summary["certificate"] = found["verdict"]
+        self.progress.note(f"certificate: {found['verdict']}")
 
     def _kept(self, steps: int) -> None:
         """Write a summary with status `finished` for a run that only kept groups."""

@@ -15,8 +15,7 @@ from cluster.base.outcomes import Diverged, Interrupted, RunFailed
 from cluster.config.common import CommonConfig
 from cluster.placement.places import LocalPlaces, Places
 from cluster.placement.roles import cpus_here, model_paths
-from cluster.recipes.context import RunContext
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer, RunContext
 from cluster.recipes.plan import RunPlan
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.notify import Notifier, receiver_of

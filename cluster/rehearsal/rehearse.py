@@ -44,7 +44,7 @@ from cluster.placement.roles import (
     cpus_here,
     served_teachers,
 )
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from cluster.rehearsal.external_server import check_server
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run

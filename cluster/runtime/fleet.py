@@ -45,8 +45,6 @@ from cluster.placement.roles import (
 )
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger_answers import QueueStatus
-from cluster.queue.scoring import read_scoring
-from cluster.run_files.certificate import certificate
 from cluster.runtime.admission import Admission
 from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Signals
@@ -94,13 +92,7 @@ class Fleet(LearnerAlone):
     ) -> None:
         config = cast.config
         super().__init__(
-            config,
-            cast.placement,
-            self._make_learners,
-            cast.directory,
-            signals,
-            print_line,
-            on_death=self._on_death,
+            config, cast.placement, self._make_learners, cast.directory, signals, print_line
         )
         self._config, self._cast = config, cast
         self._handshake, self._found = handshake, found
@@ -267,9 +259,6 @@ class Fleet(LearnerAlone):
         failed = {i: why for i, why in set_aside.items() if why != CONSTANT_REWARD}
         self._report_failures(failed)  # the last status may be older
         return Counter(map(kind_of, failed.values()))
-
-    def certificate(self) -> dict[str, Any] | None:
-        return certificate(self._config, read_scoring(self._directory.ledger))
 
     def close(self) -> None:
         try:

@@ -36,7 +36,6 @@ class LearnerAlone:
         places: of the run's actors.
         make: creates the learner's workers.
         print_line: prints a line on the console.
-        on_death: see `Supervisor`.
     """
 
     def __init__(
@@ -47,8 +46,6 @@ class LearnerAlone:
         directory: RunDirectory,
         signals: Signals,
         print_line: Callable[[str], None],
-        *,
-        on_death: Callable[[Member, str], None] = lambda _member, _why: None,
     ) -> None:
         self._make, self._placement = make, places
         self._directory, self._print_line = directory, print_line
@@ -57,7 +54,7 @@ class LearnerAlone:
         self._attempt = 0
         self._learners: LearnerActors | None = None
         self.supervisor = Supervisor(
-            print_line=print_line, record=directory.append_event, on_death=on_death
+            print_line=print_line, record=directory.append_event, on_death=self._on_death
         )
         self.driver = Driver(
             supervisor=self.supervisor,
@@ -154,6 +151,9 @@ class LearnerAlone:
 
     # methods for engines, scorers and queue, which `Fleet` overrides
 
+    def _on_death(self, member: Member, why: str) -> None:
+        """Pass on the death of an actor; see `Supervisor`."""
+
     def _rejoin(self, checkpoint: Checkpoint | None, lost: LearnerLost) -> None:
         """Bring all other actors back to the weights of a restarted learner."""
 
@@ -205,7 +205,3 @@ class LearnerAlone:
     def set_aside(self, checkpoint: Checkpoint) -> Counter[str]:
         """Numbers of groups that failed for good, by kind, up to a checkpoint."""
         return Counter()
-
-    def certificate(self) -> dict[str, Any] | None:
-        """Proof of the scores by the run's journal; see `cluster.run_files.certificate`."""
-        return None

@@ -34,7 +34,7 @@ from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.console import log_console
 from cluster.demos.arithmetic import Problems, train_tokenizer
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from cluster.run_files.out_directory import claimed_directory
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals

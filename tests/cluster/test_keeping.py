@@ -24,7 +24,7 @@ from cluster.config.recipes import make
 from cluster.hosts import group_recorder
 from cluster.inspect.audit import audit
 from cluster.placement.roles import LEARNER, POLICY, ROLLOUT, model_paths, placed_roles
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from cluster.replay import main as replay
 from cluster.runtime.driver import Signals
 from cluster.store.kept_groups import KeptGroups

@@ -169,7 +169,7 @@ class Scene:
             best=SimpleNamespace(due=False, saving=nothing), record=self.record,
             unsaved=self.unsaved, trained=nothing, saved=nothing, rewound=nothing,
             resume_from=None, directory=SimpleNamespace(append_event=nothing),
-            progress=SimpleNamespace(note=nothing), set_aside=nothing, certify=nothing,
+            progress=SimpleNamespace(note=nothing), set_aside=nothing,
             trackers=SimpleNamespace(skip_kept=nothing), recalls=lambda *_: False,
             record_evaluation=lambda _metrics, step: self.events.append(f"recorded {step}"),
             complete=lambda checkpoint: self.events.append(f"complete {checkpoint.step}"),

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.base.outcomes import Interrupted
 from cluster.inspect.audit import audit
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from cluster.runtime.driver import Signals
 from tests.conftest import TinyPair
 from tests.e2e import harness

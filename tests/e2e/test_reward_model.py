@@ -16,7 +16,7 @@ from actors.envs.judge_env import Judged
 from cluster.config.supervised import RewardModelConfig
 from cluster.evaluate import main as evaluate
 from cluster.inspect.audit import audit
-from cluster.recipes.observer import Observer
+from cluster.recipes.context import Observer
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
