@@ -63,7 +63,7 @@ class StandIn:
     async def status(self) -> WorkerStatus:
         groups = tuple(GroupProgress(i, "sampling", 60.0) for i in range(GROUPS))
         requests = {f"{POLICY} {i}": 4 for i in range(GROUPS)}
-        return WorkerStatus(groups=groups, requests=requests, max_groups=GROUPS)
+        return WorkerStatus(groups=groups, requests=requests)
 
     async def queue_status(self, workers: int) -> QueueStatus:
         leased = {i: (f"{ROLLOUT} {i // GROUPS}", 0, 60.0) for i in range(workers * GROUPS)}
@@ -139,7 +139,7 @@ class Watched:
         workers = self.members(ROLLOUT)
         cpu, began = time.process_time(), time.monotonic()
         roster = {POLICY: self.supervisor.serving(POLICY) | restarted}
-        self._workers.announce(roster, GROUPS, 0)
+        self._workers.announce(roster, GROUPS, 0, {})
         sent = time.process_time() - cpu
         # Calls of one actor begin in their order.
         ray.get([member.handle.health.remote() for member in workers], timeout=300)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 from actors.rollout.worker import RolloutWorker, Stage
@@ -34,12 +33,10 @@ class RosterChange:
     joined: Roster
     left: Mapping[str, Sequence[str]]
     complete: bool
-    replicas: Mapping[str, int] = field(default_factory=dict)
+    replicas: Mapping[str, int]
 
     @classmethod
-    def between(
-        cls, old: Roster, new: Roster, replicas: Mapping[str, int] = MappingProxyType({})
-    ) -> RosterChange:
+    def between(cls, old: Roster, new: Roster, replicas: Mapping[str, int]) -> RosterChange:
         """Change from roster `old` to `new`; `complete` if `old` is empty."""
         joined = {
             role: {
@@ -89,7 +86,6 @@ class WorkerStatus:
 
     groups: tuple[GroupProgress, ...]
     requests: Mapping[str, int]
-    max_groups: int
 
 
 class RolloutActor:
@@ -148,7 +144,6 @@ class RolloutActor:
                 for group in self._worker.active
             ),
             requests=requests,
-            max_groups=self._worker.max_groups,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from cluster.base.outcomes import RunFailed
@@ -52,11 +51,7 @@ class Workers:
         )
 
     def announce(
-        self,
-        roster: Roster,
-        max_groups: int,
-        epoch: int,
-        replicas: Mapping[str, int] = MappingProxyType({}),
+        self, roster: Roster, max_groups: int, epoch: int, replicas: Mapping[str, int]
     ) -> None:
         """Send `RolloutActor.update` to every worker, without waiting; new workers begin to work.
 

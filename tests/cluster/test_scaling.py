@@ -82,7 +82,6 @@ def worker(*stages: Stage, **requests: int) -> WorkerStatus:
     return WorkerStatus(
         groups=tuple(GroupProgress(i, stage, 0.0) for i, stage in enumerate(stages)),
         requests={name.replace("_", " "): count for name, count in requests.items()},
-        max_groups=8,
     )
 
 

@@ -242,7 +242,7 @@ class Worker:
         await asyncio.Event().wait()
 
     async def status(self) -> WorkerStatus:
-        return WorkerStatus(groups=(), requests={}, max_groups=len(self.heard))
+        return WorkerStatus(groups=(), requests={"heard": len(self.heard)})
 
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
         self.heard.append(sum(map(len, change.joined.values())))
@@ -270,9 +270,9 @@ class Office:
     def announce(self, **roster: Mapping[str, Any]) -> None:
         self.supervisor.changes += 1
         assert not self.workers.all_current
-        self.workers.announce(roster, 4, 0)
+        self.workers.announce(roster, 4, 0, {})
         self._loop.let_pass(3)
-        self.driver.poll()
+        self.driver.pause(0)
         assert self.workers.all_current
 
 
@@ -326,10 +326,10 @@ def test_a_worker_that_hangs_delays_no_other(loop: SimulatedLoop) -> None:
     office.announce()
     members[0].handle.freeze()
     office.supervisor.changes += 1
-    office.workers.announce({}, 4, 0)
+    office.workers.announce({}, 4, 0, {})
     loop.let_pass(3)
     assert not office.workers.all_current
-    assert office.workers.statuses[members[1].name].max_groups == 2
+    assert office.workers.statuses[members[1].name].requests == {"heard": 2}
     members[0].handle.end()
     loop.let_pass(3)
     assert list(office.workers.statuses) == [members[1].name]

@@ -30,7 +30,7 @@ def status(**changes: Any) -> QueueStatus:
 def workers(stage: Any, seconds: float = 125) -> dict[str, WorkerStatus]:
     requests = {"policy engine 0": 1, "policy engine 1": 0, "teacher engine 0": 2}
     groups = (GroupProgress(3, stage, seconds), GroupProgress(4, "scoring", 1))
-    return {"rollout worker 0": WorkerStatus(groups=groups, requests=requests, max_groups=4)}
+    return {"rollout worker 0": WorkerStatus(groups=groups, requests=requests)}
 
 
 def test_the_report_names_groups_workers_and_engines() -> None:
@@ -154,7 +154,7 @@ class SlowRun:
             in_progress = self.ledger.status().leased
             groups = tuple(GroupProgress(i, "sampling", now) for i in in_progress)
             asked = dict.fromkeys(self._engines, len(groups))
-            worker = {WORKER: WorkerStatus(groups=groups, requests=asked, max_groups=8)}
+            worker = {WORKER: WorkerStatus(groups=groups, requests=asked)}
             quiet = quiet_s(self.ledger.status(), worker, since_progress_s)
             self.ledger.renew(i for i, seconds in quiet.items() if seconds < 450)
             self.ledger.expire(now)
@@ -175,7 +175,7 @@ def test_an_engine_without_progress_is_found_although_it_answers_heartbeats() ->
     both = SlowRun(2, {"policy engine 0": lambda now: min(now, 100), "policy engine 1": float})
     worker = WorkerStatus(
         groups=(GroupProgress(0, "sampling", 800),),
-        requests={"policy engine 0": 1, "policy engine 1": 1}, max_groups=8,
+        requests={"policy engine 0": 1, "policy engine 1": 1},
     )  # fmt: skip
     since_progress_s = {"policy engine 0": 700.0, "policy engine 1": 0.0}
     assert suspects(both.ledger.status(), {WORKER: worker}, since_progress_s, 300) == {
