@@ -102,24 +102,20 @@ def _planned(
 def _parts(
     config: RolloutConfig, inputs: RolloutInputs, context: RunContext, places: Places
 ) -> tuple[Fleet, Evaluations]:
-    directory, print_line, resume_from = (
-        context.directory,
-        context.progress.note,
-        context.resume_from,
-    )
+    directory, print_line = context.directory, context.progress.note
     if config.only_keeps:
         context.progress.hidden.add("staleness/max")  # groups are never stale
     if not inputs.judged:
         context.progress.hidden.add("reward/mean")
     context.start_detectors(config)
     holds_base = config.only_keeps or config.weights.transport == "adapter"
-    start = None if holds_base else resume_from
+    start = None if holds_base else context.resume_from
     fleet = Fleet(
         cast=RolloutCast(config, inputs, directory, places),
         signals=context.signals,
         handshake=RunHandshake(config, inputs, directory, context.console, print_line),
         print_line=print_line,
-        trained=trained_in(resume_from),
+        trained=trained_in(context.resume_from),
         start_model=config.model.path if start is None else start.model_dir,
         found=context.found,
     )

@@ -121,7 +121,10 @@ def _explained(raised: BaseException, context: RunContext) -> BaseException:
             raised.offer(context.directory.path, newest.step)
     elif isinstance(raised, RunFailed) and not context.run_started and context.first_step:
         assert checkpoint is not None, "its step is the first one"
-        error = failed_to_resume(raised, checkpoint)
+        error = RunFailed(
+            f"{raised}. The run made no step after resuming from {checkpoint.path}: if that "
+            "checkpoint cannot be loaded, move it away, and the run resumes from the one before it"
+        )
     if isinstance(error, Interrupted):
         error.trained = context.run_started or context.first_step > 0
         error.only_kept = context.config.only_keeps
@@ -141,14 +144,6 @@ def _write_failure(context: RunContext, error: BaseException, seconds: float) ->
         context.directory.write_json("summary.json", context.summary)
     except CheckpointError as unwritten:  # the run's own error is the one to raise
         context.progress.note(f"WARNING: {unwritten}")
-
-
-def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
-    """Error of a resumed run that completed no step, with a remedy for a bad checkpoint."""
-    return RunFailed(
-        f"{error}. The run made no step after resuming from {resume_from.path}: if that "
-        "checkpoint cannot be loaded, move it away, and the run resumes from the one before it"
-    )
 
 
 @contextmanager
