@@ -154,15 +154,13 @@ class Canaries:
                 self._driver.call("writing down a scorer", self._register(model))
 
     def join_reward_model(self) -> None:
-        """Wait for the first answers of reward models that have started.
+        """Get the first answers of the run's first reward model.
 
         Raises:
-            RunFailed: a reward model did not answer.
+            RunFailed: it did not answer.
         """
         for member in self._new_reward_models():
             self._driver.wait_for(self._introduce(member))
-        for task in list(self._starting.values()):
-            self._driver.wait_for(task)
 
     def ask_new_reward_models(self) -> None:
         """Get first answers of reward models that have started, without waiting for them."""
@@ -243,12 +241,9 @@ class Canaries:
         """
         self.step = step
         self._ask_learner()
-        try:
-            self.join_reward_model()
-        except LearnerLost:
-            raise
-        except (ActorLost, CallFailed) as error:
-            logger.warning("the reward model: no first canary (%s)", error)
+        self.ask_new_reward_models()
+        for task in list(self._starting.values()):
+            self._driver.wait_for(task)
         self._ask_alone(self._serving())
         self.check()
 
