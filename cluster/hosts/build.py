@@ -32,7 +32,7 @@ from cluster.hosts.learners import (
     policy_learners,
 )
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
-from cluster.placement.engines import RunEngines, by_turns
+from cluster.placement.engines import by_turns
 from cluster.placement.places import Places, lacking_in
 from cluster.placement.roles import (
     EVALUATION,
@@ -43,8 +43,8 @@ from cluster.placement.roles import (
     REFERENCE,
     REWARD,
     ROLLOUT,
+    engine_makers,
     queried_roles,
-    served_teachers,
     teacher_roles,
     turn_roles,
     worker_title,
@@ -87,7 +87,6 @@ class RolloutCast:
 
     def __post_init__(self) -> None:
         self._make = maker(self.config)
-        self._engines = RunEngines(self.config, self.inputs.stops)
 
     def _local_options(self) -> dict[str, Any]:
         return {} if self.config.cluster.local else local_node_options()
@@ -117,11 +116,29 @@ class RolloutCast:
         by_ray = not self.config.cluster.local
         return self._role(QUEUE, lambda _: QUEUE, None, location_call, restarted_by_ray=by_ray)
 
-    @property
-    def evaluates(self) -> bool:
-        return len(self.inputs.held_out) > 0 and not self.config.only_keeps
+    def specs(
+        self, queue: GroupQueue, max_groups: Callable[[], int], start_model: str
+    ) -> dict[str, ActorSpec]:
+        """Specs of all actors but the queue and the learner, by role.
 
-    def evaluator_spec(self) -> ActorSpec:
+        Args:
+            max_groups: returns the number of groups that a worker may have in progress.
+            start_model: model that policy engines load at their first start; restarted ones load
+                the student.
+        """
+        config, first = self.config, {POLICY: start_model, EVALUATION: start_model}
+        specs = {
+            role: self._engine_spec(role, model, settings, first.get(role, model))
+            for role, (model, settings) in engine_makers(config, self.inputs.stops).items()
+        }
+        if config.reward_model is not None:
+            specs[REWARD] = self._reward_spec(config.reward_model)
+        specs[ROLLOUT] = self._worker_spec(queue, max_groups)
+        if len(self.inputs.held_out) and not config.only_keeps:
+            specs[EVALUATOR] = self._evaluator_spec()
+        return specs
+
+    def _evaluator_spec(self) -> ActorSpec:
         config, inputs = self.config, self.inputs
         user_code_file = self.directory.log(EVALUATOR).removesuffix(".log") + ".inside"
         title = config.problems_title(config.eval.source or config.data.source)
@@ -147,7 +164,7 @@ class RolloutCast:
             death_details=death_details,
         )
 
-    def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
+    def _worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
         """Spec of rollout workers. They receive their engines by `update`, before `run`."""
         config, inputs = self.config, self.inputs
         dataset = EnvStream(
@@ -187,16 +204,13 @@ class RolloutCast:
 
         return self._role(ROLLOUT, worker_title, create, lacking=self._lacking(ROLLOUT))
 
-    def reward_specs(self) -> list[ActorSpec]:
-        """Spec of the reward model, if any: one for all rollout workers and evaluations."""
+    def _reward_spec(self, path: str) -> ActorSpec:
+        """Spec of the reward model: one for all rollout workers and evaluations."""
         config = self.config
-        path = config.reward_model
-        if path is None:
-            return []
 
         def create(index: int, attempt: int) -> Any:
             options = self.placement.options(REWARD, index)
-            options |= {"name": self._name(REWARD.replace(" ", "-"), index, attempt)}
+            options |= {"name": self._name(REWARD, index, attempt)}
             return self._make(
                 deferred(EmbeddedRewardModel),
                 options,
@@ -206,52 +220,27 @@ class RolloutCast:
                 threads=config.cluster.threads,
             )
 
-        return [
-            self._role(
-                REWARD, lambda _: REWARD, create, heartbeat=health_call, model=path,
-                lacking=self._lacking(REWARD),
-            )
-        ]  # fmt: skip
-
-    def policy_spec(self, model: str, role: str = POLICY) -> ActorSpec:
-        """Spec of policy engines. The first ones load `model`; restarted ones load the student."""
-        engines = self._engines
-        settings = engines.evaluation if role == EVALUATION else engines.policy
-        return self._engine_spec(role, settings, self.config.model.path, first=model)
-
-    def scorer_specs(self) -> list[ActorSpec]:
-        """Specs of teachers and of the reference."""
-        config, engines = self.config, self._engines
-        scorers = [
-            (role, engines.teacher, config.teacher_models()[name].model)
-            for name, role in served_teachers(config).items()
-        ]
-        if config.model.reference is not None:
-            scorers.append((REFERENCE, engines.reference, config.model.reference))
-        return [self._engine_spec(*each) for each in scorers]
+        return self._role(
+            REWARD, lambda _: REWARD, create, heartbeat=health_call, model=path,
+            lacking=self._lacking(REWARD),
+        )  # fmt: skip
 
     def _engine_spec(
         self,
         role: str,
-        settings: Callable[[str, str], EngineConfig],
         model: str,
-        first: str | None = None,
+        settings: Callable[[str, str], EngineConfig],
+        first: str,
     ) -> ActorSpec:
-        """Spec of a model's engines.
-
-        Args:
-            settings: makes the engine settings from a model's path and a log file.
-            first: model that engines load at their first start; restarted ones load `model`.
-        """
-
+        """Spec of a role's engines. They load `first` at their first start, and `model` later."""
         sharers = turn_roles(self.config)
         turns = len(sharers) if role in sharers else 1
 
         def engine(log_path: str, attempt: int) -> EngineConfig:
-            return settings(model if attempt else first or model, log_path)
+            return settings(model if attempt else first, log_path)
 
         def log_of(index: int) -> str:
-            return self.directory.log(f"{role.replace(' ', '-')}-{index}")
+            return self.directory.log(_member(role, index))
 
         def start_is(index: int) -> str:
             if engine(log_of(index), 0).hosted:
@@ -263,7 +252,7 @@ class RolloutCast:
             if turns > 1:
                 made = chz.replace(made, turn=str(self.directory.turn(index)))
             options = self.placement.options(role, index)
-            options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
+            options |= {"name": self._name(role, index, attempt)}
             made = self._served(made)
             arguments = made.arguments()
             if made.nodes > 1:
@@ -281,10 +270,10 @@ class RolloutCast:
             meeting_point = head.meeting_point.remote() if nodes > 1 else None
             followers = {}
             for node in range(1, nodes):
-                name = f"{role.replace(' ', '-')}-{index}-node-{node}"
-                made = self._served(engine(self.directory.log(name), attempt))
+                log_path = self.directory.log(_member(role, index, node))
+                made = self._served(engine(log_path, attempt))
                 options = self.placement.options(role, index, node)
-                options |= {"name": self._name_of(name, attempt)}
+                options |= {"name": self._name(role, index, attempt, node)}
                 follower = self._make(SglangFollower, options, made, meeting_point, node)
                 followers[follower.serve.remote()] = follower
             return followers
@@ -334,12 +323,9 @@ class RolloutCast:
     def _lacking(self, role: str) -> Callable[[int], str]:
         return lacking_in(self.placement, role, self.config.cluster.no_progress_s)
 
-    def _name(self, role: str, index: int, attempt: int) -> str:
-        return self._name_of(f"{role}-{index}", attempt)
-
-    def _name_of(self, member: str, attempt: int) -> str:
+    def _name(self, role: str, index: int, attempt: int, node: int = 0) -> str:
         again = f"-again-{attempt}" if attempt else ""
-        return self.directory.actor_name(f"{member}{again}")
+        return self.directory.actor_name(f"{_member(role, index, node)}{again}")
 
     def learners(
         self,
@@ -396,7 +382,10 @@ class RolloutCast:
         recorder = self._make(
             GroupRecorder,
             self._local_options()
-            | {"concurrency_groups": LEADER_GROUPS, "name": self._name(RECORDER, 0, start.attempt)},
+            | {
+                "concurrency_groups": LEADER_GROUPS,
+                "name": self._name(RECORDER, 0, start.attempt),
+            },
             config,
             queue=queue,
             directory=directory,
@@ -406,3 +395,9 @@ class RolloutCast:
             resume_from=start.resume_from,
         )
         return LearnerActors(leader=recorder, followers=[], meeting_point=None)
+
+
+def _member(role: str, index: int, node: int = 0) -> str:
+    """An actor in the names of files and on Ray; of a server over several nodes, its follower."""
+    name = f"{role.replace(' ', '-')}-{index}"
+    return f"{name}-node-{node}" if node else name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 from actors.config import EngineConfig
 from actors.sglang.address import is_url
@@ -19,6 +20,7 @@ from cluster.placement.resources import ResourceDemand
 from distill.envs.base import TEACHER
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.settings import changed
+from distill.stops import StopTokens
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
@@ -114,18 +116,25 @@ def unplaced_roles(config: CommonConfig) -> list[ResourceDemand]:
     return [ResourceDemand(name=name, count=1, resources={}) for name in names]
 
 
-def engines_of(config: RolloutConfig) -> dict[str, EngineConfig]:
-    """Engine settings by role."""
-    of, teachers = RunEngines(config), config.teacher_models()
-    engines = {POLICY: of.policy(config.model.path, "")}
-    engines |= {
-        role: of.teacher(teachers[name].model, "") for name, role in served_teachers(config).items()
+def engine_makers(
+    config: RolloutConfig, stops: StopTokens | None = None
+) -> dict[str, tuple[str, Callable[[str, str], EngineConfig]]]:
+    """Model of each role's engines, and what makes their settings from a model and a log file."""
+    of, teachers = RunEngines(config, stops), config.teacher_models()
+    makers = {POLICY: (config.model.path, of.policy)}
+    makers |= {
+        role: (teachers[name].model, of.teacher) for name, role in served_teachers(config).items()
     }
     if config.model.reference is not None:
-        engines[REFERENCE] = of.reference(config.model.reference, "")
+        makers[REFERENCE] = config.model.reference, of.reference
     if config.eval.engines:
-        engines[EVALUATION] = of.evaluation(config.model.path, "")
-    return engines
+        makers[EVALUATION] = config.model.path, of.evaluation
+    return makers
+
+
+def engines_of(config: RolloutConfig) -> dict[str, EngineConfig]:
+    """Engine settings by role."""
+    return {role: make(model, "") for role, (model, make) in engine_makers(config).items()}
 
 
 def turn_roles(config: CommonConfig) -> tuple[str, ...]:

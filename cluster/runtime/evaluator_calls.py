@@ -34,12 +34,6 @@ class EvaluatorCalls:
 
     def __init__(self, driver: Driver) -> None:
         self._supervisor, self._driver = driver.supervisor, driver
-        self._death_details: list[str] = []  # of evaluators that died in user code
-
-    def record_death(self, member: Member) -> None:
-        """Record the problems in whose code an evaluator died, before its successor begins."""
-        if words := member.spec.death_details():
-            self._death_details.append(words)
 
     async def ask(self, what: str, make: Callable[[Any], Any]) -> Any:
         """Value of the call that `make` makes with the evaluator's handle.
@@ -47,15 +41,16 @@ class EvaluatorCalls:
         Raises:
             RunFailed: the call did not end, or the evaluator died, too often.
         """
-        before = len(self._death_details)
+        tried: dict[Member, None] = {}
         for left in reversed(range(_TRIES)):
-            member = await self._serving(what)
+            tried[member := await self._serving(what)] = None
             try:
                 return await self._driver.answer(what, make(member.handle), worker=EVALUATOR)
             except ActorLost as lost:
                 self._replace(member, lost)
-                if len(ends := self._death_details[before:]) >= _TRIES_INSIDE:
-                    raise RunFailed(self._explain(what, ends)) from lost
+                inside = [each.death_details for each in tried if each.death_details]
+                if len(inside) >= _TRIES_INSIDE:
+                    raise RunFailed(self._explain(what, inside)) from lost
                 if not left:
                     raise RunFailed(str(lost)) from lost
                 self._supervisor.print_line(f"{lost}; trying again")

@@ -32,11 +32,11 @@ from cluster.hosts.learners import LearnerActors, LearnerStart
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.roles import (
     EVALUATION,
-    EVALUATOR,
     LEARNER,
     POLICY,
     QUEUE,
     REFERENCE,
+    REWARD,
     ROLLOUT,
     following_role,
     pool_bounds,
@@ -54,7 +54,7 @@ from cluster.runtime.run_handshake import RunHandshake
 from cluster.runtime.scaling import Scaling
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.runtime.workers import Workers
-from cluster.supervision.supervise import ActorSpec, Member, State
+from cluster.supervision.supervise import Member, State
 from distill.errors import CalibrationError, CheckpointError, EngineError, kind_of
 from distill.records import CONSTANT_REWARD, TrainedGroups
 from learner.checkpoint import Checkpoint, trained_in
@@ -105,13 +105,11 @@ class Fleet(LearnerAlone):
         self._status: QueueStatus | None = None  # the queue's last
         self.bounds = pool_bounds(config)
         self._following = following_role(config)
-        self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
-        self._specs |= {spec.name: spec for spec in cast.scorer_specs()}
-        self._engine_roles = list(self._specs)
-        reward_models = cast.reward_specs()
-        self._specs |= {spec.name: spec for spec in reward_models}
+        self._specs = cast.specs(self.queue, self._groups_a_worker, start_model)
+        engines = [role for role, spec in self._specs.items() if spec.gated]
+        self._engine_roles = [role for role in engines if role != EVALUATION]
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
-        self._asked_roles = list(self._specs)
+        self._asked_roles = [*self._engine_roles, *([REWARD] if REWARD in self._specs else [])]
         self.canaries = Canaries(
             self, self.queue, config, self._watched, found=found, trusted=self._mark_proven
         )
@@ -123,11 +121,6 @@ class Fleet(LearnerAlone):
             following=self._following,
             join=self.canaries.join,
         )
-        self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
-        if cast.evaluates:
-            self._specs[EVALUATOR] = cast.evaluator_spec()
-        if config.eval.engines:
-            self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
         self._working = False
         self._epoch = 0
         self.scaling = Scaling(
@@ -312,8 +305,6 @@ class Fleet(LearnerAlone):
     def _on_death(self, member: Member, why: str) -> None:
         if member.spec.name == ROLLOUT:
             self.queue.actor.forfeit.remote(worker_title(member.index), why)
-        if member.spec.name == EVALUATOR:
-            self.evaluator_calls.record_death(member)
         if member.state is State.DRAINING:
             self._placement.remove(member.spec.name, member.index)
 

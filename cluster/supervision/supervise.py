@@ -103,7 +103,8 @@ class Member:
 
     `last_answer` is that to the last heartbeat. `moved`, `ready` and `died` are times: of the last
     change of the answer, of the first answer, and of the last death of the actor or its
-    predecessor. `followers` are handles, by the call of each that lasts as long as the follower.
+    predecessor. `death_details` are those of its spec when it was terminated. `followers` are
+    handles, by the call of each that lasts as long as the follower.
     """
 
     spec: ActorSpec
@@ -116,6 +117,7 @@ class Member:
     moved: float = field(default_factory=time.monotonic)
     died: float | None = None
     ready: float = 0.0
+    death_details: str = ""
 
     @property
     def name(self) -> str:
@@ -391,7 +393,8 @@ class Supervisor:
             error: error of its heartbeat or of another call, if that revealed the death.
         """
         now = time.monotonic()
-        why += member.spec.death_details()
+        member.death_details = member.spec.death_details()
+        why += member.death_details
         self._record("death", who=member.name, why=why)
         if member.spec.restarted_by_ray:
             self._await_ray_restart(member, why, hangs=error is None)
