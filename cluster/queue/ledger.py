@@ -38,7 +38,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -263,8 +263,8 @@ class Ledger:
         self.faults.arrived(group_id)
         self._arrived += 1
         self._consecutive_set_aside = 0
-        if constant_reward is not None and self._settings.most_replaced:
-            self._constant[group_id] = constant_reward
+        constant = constant_reward is not None and self._settings.most_replaced
+        if constant:
             fields["constant_reward"] = constant_reward
         replicas = {*scored_by, *self.provenance.rewarded_by(group_id)}
         if replicas:
@@ -273,6 +273,8 @@ class Ledger:
         if not self.provenance.record_delivery(group_id, replicas):
             moved = replicas & self.provenance.moved
             self._rescore([group_id], resample=not moved.isdisjoint(self.provenance.rewarding))
+        elif constant:
+            self._constant[group_id] = constant_reward
         self._meter()
         return True
 
@@ -364,8 +366,10 @@ class Ledger:
         taken = scored & set(self._taken.group_ids if self._taken else ())
         bad = [v for i, v in self.provenance.versions.items() if i in scored]
         bad += [self._version + 1] if taken else []
-        to_rescore = sorted(scored & self._delivered - taken)
-        self._rescore(to_rescore, resample=replica in self.provenance.rewarding)
+        to_rescore = self._rescore(
+            sorted(scored & self._delivered - taken),
+            resample=replica in self.provenance.rewarding,
+        )
         self._meter()
         return CanaryAnswer(
             to_rescore=tuple(to_rescore), first_bad=min(bad, default=None), proven=self._proven
@@ -376,26 +380,54 @@ class Ledger:
         first = min(self.provenance.versions.values(), default=None)
         return self._version if first is None else first - 1
 
-    def _rescore(self, ids: Collection[int], *, resample: bool) -> None:
+    def _rescore(self, ids: Collection[int], *, resample: bool) -> list[int]:
         """Make delivered groups pending again, without counting a failure.
+
+        Groups of constant reward are set aside instead, as far as others have started in their
+        place: they may come back with other rewards, and then the steps would have too few places.
 
         Args:
             resample: sample them again, too, because their rewards are wrong.
+
+        Returns:
+            The ids that are pending again.
         """
+        self.provenance.drop(ids)
+        skipped = self._skip_constant(self._delivered - set(ids))
+        for group_id in skipped:
+            self.record("set_aside", id=group_id, reason=CONSTANT_REWARD)
+        ids = [i for i in ids if i not in skipped]
         if not ids:
-            return
+            return []
         if resample:
             self.resampled |= set(ids)
             self.provenance.discard_rewards(ids)
             self._forget_kept(ids)
         self._rescored |= self.kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
-        self.record("again", ids=list(ids), reason=self._last_reason)
-        self.provenance.drop(ids)
+        self.record("again", ids=ids, reason=self._last_reason)
         for group_id in ids:
             self._delivered.discard(group_id)
             self._constant.pop(group_id, None)
             self._pending.add(group_id)
+        return ids
+
+    def _skip_constant(self, stay: Set[int]) -> list[int]:
+        """Set aside groups of constant reward, as far as others have started in their place.
+
+        Args:
+            stay: delivered groups that are not concerned.
+        """
+        constant, most = self._view().constant, self._settings.most_replaced
+        missed = min(len(constant), most) - min(len(constant & stay), most)
+        skipped = sorted(constant - stay)[:missed]
+        for group_id in skipped:
+            del self._started[group_id]
+            self._delivered.discard(group_id)
+            self._constant.pop(group_id)
+            self.set_aside[group_id] = CONSTANT_REWARD
+        self._forget_kept(skipped)
+        return skipped
 
     # the driver's end
 
@@ -743,13 +775,7 @@ class Ledger:
         here = self._started.keys() & self.kept.keys() & set(readable)
         self._forget_kept([i for i in self.kept if i in self._started and i not in here])
         stay = (self._delivered & here) - self._rescored
-        constant, most = self._view().constant, self._settings.most_replaced
-        missed = min(len(constant), most) - min(len(constant & stay), most)
-        for group_id in sorted(constant - stay)[:missed]:
-            del self._started[group_id]
-            self._delivered.discard(group_id)
-            self._forget_kept([group_id])
-            self.set_aside[group_id] = CONSTANT_REWARD
+        self._skip_constant(stay)
         self._leased = {i: replace(h, since=now, began=now) for i, h in self._leased.items()}
         self._seconds.clear()  # durations from a replay, not from real time
         lost = self._delivered - stay

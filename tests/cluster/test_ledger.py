@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -23,28 +24,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.inspect.audit import audit
-from cluster.queue.adoption import adopted
+from cluster.queue.adoption import Kept, adopted
 from cluster.queue.journal import Journal, read_journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
 from cluster.queue.ledger_settings import LedgerSettings
-from cluster.queue.step_rule import StepRule, View
+from cluster.queue.step_rule import View
 from distill.errors import DataError
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 from tests.full_disk import files_of_at_most
+from tests.ledger_twins import ScoresTwin, next_step, usable
 from tests.refusals import refuses
 from tests.rows import read_rows
-from tests.step_rule_twin import next_step
 
 LEASE_S = 100.0
 # Events of a run, as often as they are listed.
 PIPELINE = ("lease", "finish", "take_and_train", "arrive", "restart_overdue")
-QUIET = ("pass_time", "keep", "keep", "commit", *4 * PIPELINE)
+QUIET = ("pass_time", "keep", "keep", "commit", "send_canaries", "answer_canary", *4 * PIPELINE)
 TROUBLE = (
     "take", "train", "deliver", "call_late", "publish_late", "fail", "fail", "report", "die", "die",
     "expire", "mark_lost", "lose_the_queue", "lose_the_queue", "lose_the_learner",
-    "resume", "resume",
+    "resume", "resume", "lease_again", "lease_again", "move", "move", "replace_the_reward_model",
 )  # fmt: skip
+
+
+@dataclass
+class Held:
+    """A lease that has not ended."""
+
+    worker: str
+    attempt: int
+    since: float  # time of the last progress
+    began: float
 
 
 class ModelledRun:
@@ -60,9 +71,9 @@ class ModelledRun:
         self.path = directory / "ledger.jsonl"
         self.journal = Journal(self.path)
         self.per_step, self.max_staleness = chance.randint(1, 3), chance.choice([0, 1, 1, 2, 2, 3])
-        most = self.per_step * (self.max_staleness + 1)
-        self.window = most if chance.random() < 0.5 else chance.randint(self.per_step, most)
+        self.window = self.choose_window(chance)
         self.on_stale = chance.choice(["wait", "train_late", "restart", "restart", "restart"])
+        self.restart_after = chance.choice([0.0, 0.0, 1.0])
         self.most_replaced = chance.choice([0, chance.randint(1, 4)])
         self.fast = chance.randint(2, 4)
         steps_before = chance.choice([0, 0, 1, 2])
@@ -73,33 +84,62 @@ class ModelledRun:
         self.trained = TrainedGroups(before + len(poison), poison)
         self.version = steps_before
         self.total = before + self.per_step * chance.randint(0, 20)
-        self.settings = {
-            "groups_per_step": self.per_step, "max_staleness": self.max_staleness,
-            "total_groups": self.total, "lease_s": LEASE_S, "max_failures": 2, "max_deaths": 4,
-            "groups_in_flight": self.window, "on_stale": self.on_stale, "restart_after": 0.0,
-            "max_restarts": 2, "most_replaced": self.most_replaced,
-        }  # fmt: skip
-        self.journal.record(
-            "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
-        )
-        self.ledger = Ledger(
-            LedgerSettings(**self.settings), self.trained, epoch=1, clock=lambda: self.now,
-            record=self.journal.record,
-        )  # fmt: skip
+        self.scores = ScoresTwin()
+        self.scorers = chance.choice([
+            [], ["engine"] * 2, ["engine", "rewards"], ["engine", "in_learner"],
+            ["engine", "rewards", "in_learner"],
+        ])  # fmt: skip
         self.committed = [(self.version, self.trained)]
+        self.begin(1, {})
+
+    def choose_window(self, chance: random.Random) -> int:
+        most = self.per_step * (self.max_staleness + 1)
+        return most if chance.random() < 0.5 else chance.randint(self.per_step, most)
+
+    def rules(self) -> LedgerSettings:
+        return LedgerSettings(
+            groups_per_step=self.per_step, max_staleness=self.max_staleness,
+            total_groups=self.total, lease_s=LEASE_S, max_failures=2, max_deaths=4,
+            groups_in_flight=self.window, on_stale=self.on_stale, max_restarts=2,
+            restart_after=self.restart_after, most_replaced=self.most_replaced,
+        )  # fmt: skip
+
+    def begin(self, epoch: int, taken: Mapping[int, Kept]) -> None:
+        """Begin a job that takes back these groups."""
         self.published, self.served = self.trained, self.version
         self.forget()
+        self.journal.record(
+            "start", run="r", epoch=epoch, settings=asdict(self.rules()), **self.trained.to_json(),
+            adopted={str(i): list(each) for i, each in taken.items()},
+        )  # fmt: skip
+        self.ledger = Ledger(
+            self.rules(), self.trained, epoch=epoch, clock=lambda: self.now,
+            record=self.journal.record, adopted=taken,
+        )  # fmt: skip
+        self.counts = Counter[str]()
+        self.seconds = list[float]()  # between lease and delivery
+        for kind in self.scorers:
+            self.admit(kind)
+
+    def admit(self, kind: str) -> None:
+        """Register a scorer: an `engine`, a reward model (`rewards`), or `in_learner`."""
+        number, name = self.scores.admit(kind)
+        which = {} if kind == "engine" else {kind: True}
+        self.ledger.scorer(number, **which, who=name)
 
     def forget(self) -> None:
         """Reset the state that a rewind undoes."""
         self.leases: dict[int, list[Lease]] = {}  # of this epoch
+        self.under_way: dict[int, Held] = {}
+        self.answered: dict[str, tuple[str, list[Lease]]] = {}  # last request of each worker
         self.leased_at: dict[int, int] = {}  # version at the first lease, or at the last restart
         self.over: dict[int, int] = {}  # last attempt before the last restart
         self.restarts: Counter[int] = Counter()
         self.held: set[int] = set()  # delivered, payload not lost
         self.constant: dict[int, float] = {}  # held groups of one reward
-        self.on_disk: dict[int, tuple[int, int]] = {}  # epochs and attempts of deliveries, by id
-        self.arrived_by: dict[int, tuple[int, int]] = {}  # the same of the newest delivery
+        self.arrived: dict[int, tuple[Kept, int]] = {}  # newest delivery of a group, with a number
+        self.on_disk: dict[int, tuple[Kept, int]] = {}  # the same of the kept one
+        self.resampled: set[int] = set()
         self.taken: StepGroups | None = None  # answer to the learner's last request
         self.promised: StepGroups | None = None  # step that was taken last and is not trained
 
@@ -108,7 +148,7 @@ class ModelledRun:
     def lease(self, chance: random.Random) -> None:
         worker, max_groups = chance.choice("abc"), chance.randint(1, 8)
         request = str(next(self.requests))
-        pending, credit = self.status().pending[:max_groups], self.credit()
+        pending, credit = self.pending()[:max_groups], self.credit()
         expected = pending + self.new_ids(min(max_groups - len(pending), credit))
         suspects = self.ledger.faults.suspects
         leases = self.ledger.lease(worker, max_groups, request)
@@ -116,32 +156,94 @@ class ModelledRun:
         assert ids == expected or suspects
         assert len(set(ids)) == len(ids) <= max_groups
         for lease in leases:
-            group_id = lease.group_id
-            assert group_id not in self.held and group_id not in self.trained
-            assert lease.attempt == 1 + len(self.leases.setdefault(group_id, []))
+            assert lease.group_id not in self.held and lease.group_id not in self.trained
             assert lease.epoch == self.ledger.epoch
-            self.leases[group_id].append(lease)
-            self.note_lease(lease)
-        if leases:  # Ray repeats a call whose answer was lost
+            self.note_lease(lease, worker)
+        if leases:
+            self.answered[worker] = request, leases
             assert self.ledger.lease(worker, max_groups, request) == leases
 
-    def note_lease(self, lease: Lease) -> None:
-        if self.over.get(lease.group_id) == lease.attempt - 1:
-            self.leased_at[lease.group_id] = self.served
-        self.leased_at.setdefault(lease.group_id, self.served)
+    def lease_again(self, chance: random.Random) -> None:
+        """Ray repeats a call whose answer was lost: the worker gets what it still holds."""
+        if self.answered:
+            worker = chance.choice(sorted(self.answered))
+            request, leases = self.answered[worker]
+            held = [each for each in leases if self.is_current(each)]
+            assert self.ledger.lease(worker, 9, request) == held
+
+    def is_current(self, lease: Lease) -> bool:
+        held = self.under_way.get(lease.group_id)
+        return held is not None and held.attempt == lease.attempt
+
+    def note_lease(self, lease: Lease, worker: str) -> None:
+        group_id, before = lease.group_id, self.leases.setdefault(lease.group_id, [])
+        assert lease.attempt == 1 + len(before)
+        before.append(lease)
+        if self.over.get(group_id) == lease.attempt - 1:
+            self.leased_at[group_id] = self.served
+        self.leased_at.setdefault(group_id, self.served)
+        self.under_way[group_id] = Held(worker, lease.attempt, self.now, self.now)
+        self.scores.lease(group_id)
+        self.counts["re_leases"] += lease.attempt > 1
+
+    def end_leases(self, ids: Iterable[int]) -> None:
+        for group_id in ids:
+            self.under_way.pop(group_id, None)
 
     def finish(self, chance: random.Random) -> None:
         """Deliver some leased groups; some are slow, so that others overtake them."""
-        leased = self.status().leased
-        at_once = {i for i, (_, attempt, _) in leased.items() if (i + attempt) % self.fast}
+        leased = {i: held.attempt for i, held in sorted(self.under_way.items())}
+        at_once = {i for i, attempt in leased.items() if (i + attempt) % self.fast}
         ids = [i for i in leased if i in at_once or chance.random() < 0.1]
         chance.shuffle(ids)
         for group_id in ids[: chance.randint(1, 4)]:
-            worker, attempt, _ = leased[group_id]
-            lease = Lease(group_id=group_id, attempt=attempt, epoch=self.ledger.epoch)
             reward = chance.choice([None, None, 0.0, 1.0])  # of all its members
-            assert self.ledger.deliver(lease, worker, reward)
-            self.note_delivery(lease, reward)
+            self.put(self.leases[group_id][-1], reward, chance)
+
+    def put(self, lease: Lease, reward: float | None, chance: random.Random) -> None:
+        """Deliver a group that was not delivered yet, scored by some engines."""
+        group_id = lease.group_id
+        scored_by = some(chance, self.scores.engines(moved=chance.random() < 0.1))
+        held = self.under_way.pop(group_id, None)
+        if held is not None:
+            self.seconds.append(self.now - held.began)
+        worker = held.worker if held is not None else "a"
+        assert self.ledger.deliver(lease, worker, reward, scored_by)
+        self.held.add(group_id)
+        self.counts["delivered"] += 1
+        kept = Kept(lease.epoch, lease.attempt, self.leased_at[group_id])
+        self.arrived[group_id] = kept, self.counts["delivered"]
+        moved = self.scores.deliver(group_id, scored_by) & self.scores.moved
+        if moved:
+            self.rescore([group_id], not moved.isdisjoint(self.scores.rewarding))
+        elif reward is not None and self.most_replaced:
+            self.constant[group_id] = reward
+
+    def rescore(self, ids: Collection[int], resample: bool) -> list[int]:
+        """Take back delivered groups, to be scored again; or to be sampled again, too."""
+        passed = self.skip_constant(self.held - set(ids))
+        self.scores.drop(ids)
+        self.held -= set(ids)
+        self.keep_constant(self.held)
+        again = [i for i in ids if i not in passed]
+        self.scores.rescored += len(again)
+        if resample:
+            self.resampled |= set(again)
+            self.scores.discard_rewards(again)
+            self.forget_kept(again)
+        return again
+
+    def skip_constant(self, stay: set[int]) -> set[int]:
+        """Groups of one reward that are set aside, unless they stay, as others have started."""
+        constant, most = self.replaceable(), self.most_replaced
+        missed = min(len(constant), most) - min(len(constant & stay), most)
+        passed = set(sorted(constant - stay)[:missed])
+        self.forget_kept(passed)
+        return passed
+
+    def forget_kept(self, ids: Iterable[int]) -> None:
+        for group_id in ids:
+            self.on_disk.pop(group_id, None)
 
     def old_lease(self, chance: random.Random) -> Lease | None:
         """A lease of this epoch, which may have ended."""
@@ -158,45 +260,36 @@ class ModelledRun:
             and group_id not in self.set_aside()
             and lease.attempt > self.over.get(group_id, 0)
         )
-        assert self.ledger.deliver(lease, "a", 1.0) == wanted
-        assert not self.ledger.deliver(lease, "a")
         if wanted:
-            self.note_delivery(lease, 1.0)
+            self.put(lease, 1.0, chance)
+        if not wanted or group_id in self.held:
+            self.drops(lease)
 
-    def note_delivery(self, lease: Lease, constant_reward: float | None) -> None:
-        self.held.add(lease.group_id)
-        self.arrived_by[lease.group_id] = lease.epoch, lease.attempt
-        if constant_reward is not None and self.most_replaced:
-            self.constant[lease.group_id] = constant_reward
+    def drops(self, lease: Lease) -> None:
+        assert not self.ledger.deliver(lease, "a", 1.0)
+        self.counts["duplicates"] += 1
 
     def keep(self, chance: random.Random) -> None:
         """Write delivered groups to disk; some may have been trained since."""
-        ids = some(chance, self.arrived_by)
-        self.ledger.keep({i: self.arrived_by[i][1] for i in ids})
-        for group_id in ids & self.held:
-            self.on_disk[group_id] = self.arrived_by[group_id]
-            kept = (*self.on_disk[group_id], self.leased_at[group_id])
-            assert self.ledger.kept[group_id] == kept
+        ids = some(chance, self.arrived)
+        self.ledger.keep({i: self.arrived[i][0].attempt for i in ids})
+        self.on_disk |= {i: self.arrived[i] for i in ids & self.held}
 
     def call_late(self, chance: random.Random) -> None:
         """Deliver and fail by a lease of an old epoch."""
         epoch = self.ledger.epoch - chance.randint(1, 2)
         lease = Lease(group_id=chance.randint(0, 30), attempt=chance.randint(1, 2), epoch=epoch)
-        assert not self.ledger.deliver(lease, "a")
+        self.drops(lease)
         self.ledger.fail(lease, "old")
 
     def fail(self, chance: random.Random) -> None:
         if (lease := self.old_lease(chance)) is None:
             return
-        group_id = lease.group_id
-        current = group_id in self.status().leased and lease == self.leases[group_id][-1]
-        before = self.status()
+        current = self.is_current(lease)
         self.ledger.fail(lease, "it raised")
-        after = self.status()
-        assert (group_id in after.leased) == (group_id in before.leased and not current)
         if current:
-            assert (group_id in after.pending) != (group_id in self.set_aside())
-            assert "it raised" in after.last_reason
+            self.end_leases([lease.group_id])
+            assert "it raised" in self.status().last_reason
 
     # deaths of workers
 
@@ -206,39 +299,85 @@ class ModelledRun:
 
     def die(self, chance: random.Random) -> None:
         worker = chance.choice("abc")
-        expected = [i for i, held in self.status().leased.items() if held[0] == worker]
+        expected = sorted(i for i, held in self.under_way.items() if held.worker == worker)
         assert self.ledger.forfeit(worker, "killed") == expected
-        assert not set(expected) & set(self.status().leased)
+        self.end_leases(expected)
+        self.answered.pop(worker, None)
         assert self.ledger.forfeit(worker, "killed") == []
 
     def pass_time(self, chance: random.Random) -> None:
         self.now += chance.choice([1, 10, 30])
-        self.ledger.renew(some(chance, self.status().leased))
+        ids = some(chance, self.under_way)
+        self.ledger.renew([*ids, 99])
+        for group_id in ids:
+            self.under_way[group_id].since = self.now
 
     def expire(self, chance: random.Random) -> None:
         self.now += chance.choice([60, 200])
-        old = [i for i, held in self.status().leased.items() if held[2] > LEASE_S]
+        old = sorted(i for i, held in self.under_way.items() if self.now - held.since > LEASE_S)
         assert self.ledger.expire(self.now) == old
-        assert all(held[2] <= LEASE_S for held in self.status().leased.values())
+        self.end_leases(old)
 
     def restart_overdue(self, chance: random.Random) -> None:
         """Restart groups only if the next step can then start; their old leases are void."""
-        overdue, before = self.ledger.overdue(), self.status()
+        overdue = self.ledger.overdue()
         if not overdue:
             return
         assert self.on_stale == "restart" and self.ledger.ready() is None
-        assert set(overdue) <= {*before.leased, *before.pending}
+        assert not set(overdue) & self.held
         self.ledger.restart_groups(overdue)
-        assert self.ledger.ready() is not None and self.ledger.overdue() == []
+        self.end_leases(overdue)
+        self.scores.discard_rewards(overdue)
+        self.forget_kept(overdue)
         for group_id in overdue:
             self.restarts[group_id] += 1
             assert self.restarts[group_id] <= 2
             self.over[group_id] = len(self.leases[group_id])
             self.leased_at[group_id] = self.served
-            self.on_disk.pop(group_id, None)
             if self.leases[group_id]:
-                assert not self.ledger.deliver(self.leases[group_id][-1], "a")
-        assert set(overdue) <= set(self.status().pending)
+                self.drops(self.leases[group_id][-1])
+        assert self.ledger.ready() is not None and self.ledger.overdue() == []
+
+    # scorers
+
+    def send_canaries(self, chance: random.Random) -> None:
+        numbers = some(chance, self.scores.kinds)
+        self.ledger.ask(numbers)
+        self.scores.send(numbers)
+
+    def answer_canary(self, chance: random.Random) -> None:
+        """A good canary of any scorer; the bad one of a scorer that has moved is repeated."""
+        if self.scores.kinds:
+            number = chance.choice(list(self.scores.kinds))
+            self.canary(number, number not in self.scores.moved, chance)
+
+    def move(self, chance: random.Random) -> None:
+        """A scorer's canary is bad, and another one takes its place."""
+        if not self.scores.kinds:
+            return
+        number, kind = chance.choice(list(self.scores.kinds.items()))
+        new = number not in self.scores.moved
+        self.canary(number, False, chance)
+        if new:
+            self.admit(kind)
+
+    def canary(self, number: int, good: bool, chance: random.Random) -> None:
+        taken = set(self.promised.group_ids if self.promised else ())
+        gap, rode = chance.random(), chance.random() < 0.5
+        scored = self.scores.answer(number, good, gap, rode)
+        ids = sorted(scored & self.held - taken)
+        bad = {self.scores.first_version_of(scored), self.version + 1 if scored & taken else None}
+        first_bad = min(bad - {None}, default=None)
+        ids = self.rescore(ids, number in self.scores.rewarding)
+        proven = self.scores.proven(self.version)
+        assert self.ledger.canary(number, good, gap=gap, rode=rode) == CanaryAnswer(
+            to_rescore=tuple(ids), first_bad=first_bad, proven=proven
+        )
+
+    def replace_the_reward_model(self, chance: random.Random) -> None:
+        """Start another reward model, after the death of the one before."""
+        if "rewards" in self.scorers:
+            self.admit("rewards")
 
     # nodes
 
@@ -249,10 +388,9 @@ class ModelledRun:
         gone = sorted(asked & taken & self.held)
         assert self.ledger.mark_lost(asked, "its node died") == gone
         self.held -= set(gone)
-        for group_id in gone:
-            self.constant.pop(group_id, None)
-            self.on_disk.pop(group_id, None)
-        assert set(gone) <= set(self.status().pending) | self.set_aside().keys()
+        self.keep_constant(self.held)
+        self.scores.drop(gone)
+        self.forget_kept(gone)
         assert self.ledger.mark_lost(asked, "its node died") == []
 
     # the learner
@@ -293,8 +431,12 @@ class ModelledRun:
         else:
             self.arrive(chance)
         self.held -= {*group_ids, *passed}
-        for group_id in group_ids:
+        self.end_leases({*group_ids, *passed})
+        self.scores.drop({*passed, *skipped})
+        self.scores.train(self.version, group_ids)
+        for group_id in (*group_ids, *passed, *skipped):
             self.restarts.pop(group_id, None)
+            self.over.pop(group_id, None)
         self.keep_constant(self.held)
         ready = self.ledger.ready()  # nothing has arrived meanwhile
         assert peeked.whole == (ready is not None)
@@ -329,21 +471,25 @@ class ModelledRun:
     def commit(self, chance: random.Random) -> None:
         self.committed.append((self.version, self.trained))
         self.ledger.commit(self.version, self.trained.watermark)
-        watermark = self.trained.watermark
-        self.on_disk = {i: by for i, by in self.on_disk.items() if i >= watermark}
-        assert self.ledger.kept.keys() == self.on_disk.keys()
+        self.forget_kept([i for i in self.on_disk if i < self.trained.watermark])
 
     def lose_the_learner(self, chance: random.Random) -> None:
-        version, trained = self.committed[-1]
+        self.version, self.trained = self.committed[-1]
         aside = self.set_aside()
-        self.version, self.trained = version, trained
         epoch = self.ledger.epoch
         self.ledger.rewind(self.trained, "the learner died")
         assert self.ledger.epoch == epoch + 1
         self.published, self.served = self.trained, self.version
+        resampled = self.resampled
         self.forget()
-        later = {i: r for i, r in aside.items() if i not in trained and r != CONSTANT_REWARD}
-        assert later.items() <= self.set_aside().items()  # poison stays poison
+        self.resampled = resampled
+        later = {
+            i: r for i, r in aside.items() if i >= self.trained.watermark and r != CONSTANT_REWARD
+        }  # poison stays poison
+        assert dict(self.trained.set_aside) | later == self.set_aside()
+        self.scores.start_learner(self.trained)
+        if "in_learner" in self.scorers:
+            self.admit("in_learner")
 
     # the queue
 
@@ -353,7 +499,7 @@ class ModelledRun:
         if chance.random() < 0.5:
             with self.path.open("ab") as file:
                 file.write(b'{"t": 1, "event": "pu')
-        before, constant, most = self.status(), self.replaceable(), self.most_replaced
+        before, started = self.status(), self.live()
         played = replay(self.path, lambda: self.now)
         assert played.ledger is not None and played.run == "r" and not played.ended
         self.ledger = played.ledger
@@ -361,55 +507,38 @@ class ModelledRun:
         for name in QueueStatus.__slots__:
             if name not in ("leased", "starved_s", "age_s"):  # times begin with the replay
                 assert getattr(after, name) == getattr(before, name), name
-        assert [v[:2] for v in after.leased.values()] == [v[:2] for v in before.leased.values()]
         self.journal = Journal(self.path)
         self.ledger.record = self.journal.record
         readable = some(chance, self.on_disk)
+        self.now += 7.0  # the groups are read
         self.ledger.recover(readable)
-        gone = {i for i in self.on_disk if i in self.leased_at and i not in readable}
-        live = {i for i in gone if i not in self.trained and i not in self.set_aside()}
-        current = {i for i in self.on_disk if self.on_disk[i] == self.arrived_by.get(i)}
-        stay = self.held & readable & current
-        missed = min(len(constant), most) - min(len(constant & stay), most)
-        passed = set(sorted(constant - stay)[:missed])
-        assert self.status().depth == len(stay)
-        assert set(self.status().pending) == set(before.pending) | self.held - stay - passed
+        stay = {i for i in self.held & readable if self.on_disk[i] == self.arrived.get(i)}
+        passed = self.skip_constant(stay)
+        self.forget_kept((self.on_disk.keys() & started) - readable)
+        taken = set(self.promised.group_ids if self.promised else ())
+        self.scores.drop(self.held - stay - passed - taken)
         self.held = stay
         self.keep_constant(stay)
-        for group_id in live | passed:
-            self.on_disk.pop(group_id, None)
+        for held in self.under_way.values():
+            held.since = held.began = self.now
+        self.seconds.clear()
+        self.resampled.clear()
 
     def resume(self, chance: random.Random) -> None:
         """Begin a new job from a checkpoint with the groups on disk that it can train in time."""
-        version, trained = self.committed[-1]
-        kept = dict(self.ledger.kept)
-        self.version, self.trained = version, trained
-        self.published, self.served = self.trained, self.version
-        settings = LedgerSettings(**self.settings)
-        usable = {i: kept[i] for i in kept if chance.random() < 0.8}
-        taken = adopted(usable, trained, settings)
-        epoch = self.ledger.epoch + 1
-        self.forget()
-        self.journal.record(
-            "start", run="r", epoch=epoch, settings=self.settings, **trained.to_json(),
-            adopted={str(i): list(each) for i, each in taken.items()},
-        )  # fmt: skip
-        self.ledger = Ledger(
-            settings, trained, epoch=epoch, clock=lambda: self.now, record=self.journal.record,
-            adopted=taken,
-        )  # fmt: skip
-        self.on_disk = {i: (each.epoch, each.attempt) for i, each in taken.items()}
+        self.version, self.trained = self.committed[-1]
+        kept = {i: each for i, each in self.ledger.kept.items() if chance.random() < 0.8}
+        if chance.random() < 0.3:  # with other settings
+            self.window = self.choose_window(chance)
+            self.on_stale = chance.choice(["wait", "train_late", "restart"])
+        taken = adopted(kept, self.trained, self.rules())
+        assert taken.keys() == usable(kept, self.trained, self.rules())
+        on_disk = {i: (kept[i], 0) for i in taken}
+        self.scores.start_job(self.trained)
+        self.begin(self.ledger.epoch + 1, taken)
+        self.on_disk = on_disk
         self.leased_at = {i: each.started for i, each in taken.items()}
         self.leases = {i: [] for i in taken}
-        assert self.status().pending == sorted(taken)
-        if len(taken) == min(self.window, self.total - len(trained)):
-            return
-        for group_id in usable.keys() - taken.keys():
-            started = usable[group_id].started
-            ahead = sum(each.started <= started for each in taken.values())
-            late = version + ahead // self.per_step > started + self.max_staleness
-            over = group_id in trained or group_id < trained.watermark or started > version
-            assert over or (late and self.on_stale != "train_late"), "it is sampled again"
 
     # what always holds
 
@@ -427,6 +556,9 @@ class ModelledRun:
     def live(self) -> set[int]:
         """Started groups that are not trained."""
         return {i for i in self.leased_at if i not in self.trained} - self.set_aside().keys()
+
+    def pending(self) -> list[int]:
+        return sorted(self.live() - self.under_way.keys() - self.held)
 
     def replaceable(self) -> set[int]:
         """Groups of one reward that no taken step trains."""
@@ -460,9 +592,18 @@ class ModelledRun:
 
     def window_and_accounts(self) -> None:
         status = self.status()
-        assert sorted([*status.pending, *status.leased, *self.held]) == sorted(self.live())
+        assert status.leased == {
+            i: (held.worker, held.attempt, self.now - held.since)
+            for i, held in sorted(self.under_way.items())
+        }
+        assert status.pending == self.pending()
         assert status.depth == len(self.held)
         assert status.credit == self.credit()
+        assert self.ledger.kept == {i: kept for i, (kept, _) in self.on_disk.items()}
+        assert self.ledger.resampled == self.resampled
+        counted = status.delivered, status.duplicates, status.re_leases
+        assert counted == tuple(self.counts[n] for n in ("delivered", "duplicates", "re_leases"))
+        assert status.restarted == self.over
         pushed = len(self.trained) - len(self.published)
         assert pushed == self.per_step * (self.version - self.served)
         assert self.num_started() + pushed <= self.window
@@ -474,13 +615,24 @@ class ModelledRun:
         if (promised := self.intact()) is not None:
             assert missing == [i for i in promised.group_ids if i not in self.held]
             assert step == (None if missing else promised)
+            assert self.ledger.overdue() == []
             return
-        rule = StepRule(self.max_staleness, self.window, late=self.on_stale == "train_late")
+        rule = self.rules().rule()
         ids, replaced, waits_for = next_step(rule, self.view())
         lacking = min(self.per_step, self.total - len(self.trained)) - self.num_started()
         assert missing == waits_for + self.new_ids(lacking)
         assert (step.group_ids if step else []) == ids
         assert list(step.replaced if step else ()) == replaced
+        able = [i for i in self.unusually_long() if self.restarts[i] < 2]
+        assert self.ledger.overdue() == rule.choose_restarts(self.view(), able, self.served)
+
+    def unusually_long(self) -> list[int]:
+        """Groups that may restart: pending ones, then leased ones, the longest first."""
+        if self.on_stale != "restart" or len(self.seconds) < self.per_step:
+            return []
+        before = self.now - self.restart_after * median(self.seconds)
+        leased = sorted((held.began, i) for i, held in self.under_way.items())
+        return self.pending() + [i for began, i in leased if began < before]
 
     def check(self) -> None:
         self.window_and_accounts()
@@ -490,13 +642,13 @@ class ModelledRun:
         """Continue the run to its end: no group is lost, and nothing gets stuck."""
         while len(self.trained) < self.total:
             before = len(self.trained)
-            while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
-                for group_id, held in reversed([*self.status().leased.items()]):
-                    lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
-                    if lease.attempt > len(self.leases.get(group_id, [])):
-                        self.note_lease(lease)
-                    assert self.ledger.deliver(lease, held[0])
-                    self.note_delivery(lease, None)
+            while True:
+                for lease in self.ledger.lease("z", 5):  # suspects come alone
+                    self.note_lease(lease, "z")
+                if not self.under_way:
+                    break
+                for group_id in sorted(self.under_way, reverse=True):
+                    self.put(self.leases[group_id][-1], None, chance)
             self.take(chance)
             if self.taken is None:  # what it lacks waits for slots
                 assert self.served < self.version
@@ -517,6 +669,7 @@ class ModelledRun:
         assert found.trained == self.total - sum(i in self.trained for i in range(found.first))
         assert found.watermark == self.trained.watermark
         assert found.set_aside == dict(self.trained.set_aside) and not self.trained.above
+        self.scores.check(found.scoring)
 
 
 def some(chance: random.Random, ids: Iterable[int]) -> set[int]:
@@ -524,7 +677,7 @@ def some(chance: random.Random, ids: Iterable[int]) -> set[int]:
     return {group_id for group_id in sorted(ids) if chance.random() < share}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(200))
 def test_the_ledger_answers_as_its_model_after_any_events(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     run = ModelledRun(tmp_path, chance)

@@ -21,7 +21,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rule import Choice, StepRule, View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
-from tests.step_rule_twin import next_step, oldest
+from tests.ledger_twins import next_step, oldest
 
 
 def view(step: int, started: dict[int, int], *finished: int) -> View:
