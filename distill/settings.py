@@ -88,7 +88,7 @@ def is_section(field: Field) -> bool:
 def shown_fields(kind: type) -> Mapping[str, Field]:
     """Fields of `kind` that a user may set: all except those named in the ClassVar `hidden`.
 
-    A section that a recipe narrows hides the settings that the recipe does not have.
+    A recipe, or a section that it narrows, hides the settings that the recipe does not have.
     """
     hidden = getattr(kind, "hidden", ())
     return {name: field for name, field in chz.chz_fields(kind).items() if name not in hidden}
@@ -135,7 +135,7 @@ def meant_by(kind: type, name: str) -> list[str]:
     """
     fields = fields_of(kind)
     head, dot, rest = name.partition(".")
-    if head in chz.chz_fields(kind):
+    if head in shown_fields(kind):
         return [name] if head in fields or name in fields or not dot else []
     if _SHORT.get(head) in fields:
         return [f"{_SHORT[head]}{dot}{rest}"]
@@ -161,7 +161,7 @@ def setting_of(kind: type, path: str, value: Any) -> str:
 
     The ClassVar `main` of a section's class is the name of the setting that a plain value sets.
     """
-    field = chz.chz_fields(kind).get(path)
+    field = shown_fields(kind).get(path)
     if field is None or not is_section(field) or isinstance(value, Mapping) or chz.is_chz(value):
         return path
     main = getattr(kind_of(field), "main", None)

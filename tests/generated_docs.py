@@ -15,7 +15,7 @@ from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
 from cluster.config.help import default_text, rules_text, type_text
 from cluster.config.recipes import CONFIGS
-from cluster.config.teachers import TeacherConfig, TeachersSettings
+from cluster.config.teachers import TeacherConfig
 from cluster.run_files.metric_table import METRICS
 from distill.settings import (
     ESSENTIAL,
@@ -87,7 +87,7 @@ class _Row:
 
 def settings_page() -> str:
     """Text of docs/settings.md."""
-    several = [name for name, kind in CONFIGS.items() if issubclass(kind, TeachersSettings)]
+    several = [name for name, kind in CONFIGS.items() if "teachers" in fields_of(kind)]
     environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
     short = [f"`{name}` (`{path}`)" for name, path in short_names(CONFIGS["opd"]).items()]
     lines = [_SETTINGS_HEAD.replace("{short}", ", ".join(short))]

@@ -25,7 +25,7 @@ from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings,
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.settings import fields_of, is_section, meant_by, other_names, short_names
+from distill.settings import fields_of, is_section, meant_by, other_names, short_names, shown_fields
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
@@ -230,7 +230,7 @@ def _check_encoding(argument: str) -> None:
 
 def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
     """Check the name and the value of a setting; returns the value in a form that chz accepts."""
-    fields, parts = chz.chz_fields(kind), key.split(".")
+    fields, parts = shown_fields(kind), key.split(".")
     for i, name in enumerate(parts):
         path, rest = ".".join(parts[: i + 1]), parts[i + 1 :]
         if name not in fields or (is_section(fields[name]) and not rest and not chz.is_chz(value)):
@@ -383,7 +383,7 @@ def _choices(kind: Any) -> set[Any]:
 
 def _check_complete(kind: type, given: Mapping[str, Any]) -> None:
     missing = []
-    for name, field in chz.chz_fields(kind).items():
+    for name, field in shown_fields(kind).items():
         inner = settings_within(field, given.get(name))
         required = {name: field} | {f"{name}.{each}": inner[each] for each in inner}
         missing += [

@@ -10,7 +10,7 @@ import torch
 from actors.sglang.address import is_url
 from cluster.config.files import at_path
 from cluster.config.model_checks import ask_server
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.run_record import RunRecord, has_trained
 from cluster.config.teachers import teacher_setting
 from distill.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ from learner.memory import free_bytes, frozen_bytes
 _SHARE = 0.7
 
 
-def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
+def with_estimator(config: RolloutConfig) -> tuple[RolloutConfig, str]:
     """Replace estimator=auto by the chosen estimator; return also a line with the reason.
 
     The line is empty if the estimator is given. If there is a run in `out=`, its estimator is kept.
@@ -49,7 +49,7 @@ def state_bytes(config: RolloutConfig, model: str) -> tuple[int, int]:
     return each, each * samples * config.sampling.max_new_tokens
 
 
-def _recorded_choice(config: OpdConfig) -> tuple[str, str] | None:
+def _recorded_choice(config: RolloutConfig) -> tuple[str, str] | None:
     try:
         out = Path(config.out)
         record = RunRecord.of_run(out) if has_trained(out) else None
@@ -59,7 +59,7 @@ def _recorded_choice(config: OpdConfig) -> tuple[str, str] | None:
     return (estimator, f"the run in {config.out} began with it") if estimator else None
 
 
-def _chosen(config: OpdConfig) -> tuple[str, str]:
+def _chosen(config: RolloutConfig) -> tuple[str, str]:
     reverse = config.objective.divergence == "reverse_kl"
     if not config.objective.kl_coef:
         return "sampled", "with kl_coef=0 the teacher scores only the sampled tokens"
@@ -67,7 +67,7 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     has_heads = all(teacher.head is not None for teacher in teachers.values())
     if config.objective.kl_discount_factor and reverse and not has_heads:
         return "sampled", "kl_discount_factor discounts the terms of sampled tokens"
-    if config.teacher_moves:
+    if config.teacher.moves:
         return "full", (
             "the teacher is the learner's own model, whose distribution is already in the learner"
         )
@@ -105,7 +105,7 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     )
 
 
-def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
+def _does_not_fit(config: RolloutConfig, teachers: list[str]) -> str:
     """Reason why the teachers do not fit into memory together with a learner; empty if they do."""
     device = resolve_device(config.cluster.device)
     config = changed(config, device=device)
@@ -134,7 +134,7 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     )
 
 
-def _memory(config: OpdConfig, device: str) -> int | None:
+def _memory(config: RolloutConfig, device: str) -> int | None:
     """Free bytes of the device; None for a GPU if this machine has none and its size is unknown."""
     if device == "cpu":
         return free_bytes(device)

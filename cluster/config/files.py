@@ -19,7 +19,7 @@ from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import path_meant
 from distill.rules import default_of, get
-from distill.settings import fields_of, is_section, path_of, setting_of
+from distill.settings import fields_of, is_section, path_of, setting_of, shown_fields
 
 CONFIG = "config"
 _CLASS = "class"
@@ -75,8 +75,9 @@ def as_tree(config: Any) -> dict[str, Any]:
     If the class of a setting's object can be chosen, its mapping also has the class.
     """
     tree = chz.asdict(config, include_type=True)
-    tree.pop(WRITTEN_CLASS)
-    for name, field in chz.chz_fields(config).items():
+    shown = shown_fields(type(config))
+    tree = {name: tree[name] for name in shown}
+    for name, field in shown.items():
         of_one_class = {"": tree[name]} if is_section(field) else {}
         for hidden in getattr(getattr(config, name), "hidden", ()):
             tree[name].pop(hidden)
@@ -154,7 +155,7 @@ def by_name(kind: type, tree: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a name is ambiguous, a setting is given under two names, or an element of a
             mapping of objects is not a mapping.
     """
-    fields = {**chz.chz_fields(kind), **fields_of(kind)}
+    fields = {**shown_fields(kind), **fields_of(kind)}
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in tree.items():

@@ -25,14 +25,15 @@ from cluster.config.pools import (
 from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings, by_source, check_read
 from cluster.config.teachers import (
     TeacherConfig,
-    TeachersSettings,
+    TeacherSettings,
+    check_teachers,
     hosted,
 )
 from distill.data.feedback import FeedbackTemplate
 from distill.data.row_forms import check_example
 from distill.data.row_reader import RowReader
 from distill.errors import ConfigError
-from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
+from distill.group_share import EVERY_GROUP, GroupShare, TeacherSamples
 from distill.objective.settings import (
     ObjectiveConfig,
     OpdObjective,
@@ -42,7 +43,7 @@ from distill.objective.settings import (
 from distill.rules import not_with, setting
 from distill.settings import MAY_CHANGE, Section, section_field
 from distill.stops import StopTokens
-from learner.config import LearnerConfig, learner_section
+from learner.config import LearnerConfig, ShadowRule, learner_section
 
 if TYPE_CHECKING:  # imports torch, which --help does not need
     from learner.checkpoint import Checkpoint
@@ -91,26 +92,11 @@ class PolicyLearnerSettings(RunLearnerSettings):
 
 
 @chz.chz
-class RolloutConfig(
-    DataSettings,
-    CommonConfig,
-):
-    """Settings of the recipes that train on the student's own samples."""
+class KeepSettings:
+    """Rollouts that a run keeps, and runs that only sample or only train."""
 
     section: ClassVar[Section] = Section.OUTPUT
 
-    model: ReferredModelSettings = section_field(ReferredModelSettings)
-    learner: PolicyLearnerSettings = learner_section(PolicyLearnerSettings)
-    objective: ObjectiveConfig = section_field(ObjectiveConfig)
-    sampling: SamplingSettings = section_field(SamplingSettings)
-    queue: QueueSettings = section_field(QueueSettings)
-    cluster: PolicyClusterSettings = section_field(PolicyClusterSettings)
-    engine: PolicyEngineSettings = section_field(PolicyEngineSettings)
-    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
-    weights: WeightsSettings = section_field(WeightsSettings)
-    eval: EvalSettings = section_field(EvalSettings)
-    rollout: RolloutSettings = section_field(RolloutSettings)
-    verify: VerifySettings = section_field(VerifySettings)
     keep: Keep = chz.field(
         default="sample",
         doc="rollouts that are kept. sample: the first group of the first, the last and every "
@@ -136,6 +122,43 @@ class RolloutConfig(
         "The settings of the learner are those of the other run",
     )
 
+    @property
+    def only_keeps(self) -> bool:
+        return self.rollout_only
+
+    @property
+    def whole_steps(self) -> int:
+        """Number of newest steps of which all training data is kept; 0: none."""
+        return self.keep if isinstance(self.keep, int) else 0
+
+
+@chz.chz
+class RolloutConfig(KeepSettings, DataSettings, CommonConfig):
+    """Settings of the recipes that train on the student's own samples."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    model: ReferredModelSettings = section_field(ReferredModelSettings)
+    learner: PolicyLearnerSettings = learner_section(PolicyLearnerSettings)
+    objective: ObjectiveConfig = section_field(ObjectiveConfig)
+    sampling: SamplingSettings = section_field(SamplingSettings)
+    queue: QueueSettings = section_field(QueueSettings)
+    cluster: PolicyClusterSettings = section_field(PolicyClusterSettings)
+    engine: PolicyEngineSettings = section_field(PolicyEngineSettings)
+    policy: PolicyPoolSettings = section_field(PolicyPoolSettings)
+    weights: WeightsSettings = section_field(WeightsSettings)
+    eval: EvalSettings = section_field(EvalSettings)
+    rollout: RolloutSettings = section_field(RolloutSettings)
+    verify: VerifySettings = section_field(VerifySettings)
+    teacher: TeacherSettings = section_field(TeacherSettings)
+    teachers: Mapping[str, TeacherConfig] = chz.field(
+        default_factory=dict,
+        # Their order in chz differs between processes.
+        munger=lambda _, teachers: dict(sorted(teachers.items())),
+        doc="several teachers, instead of teacher: teachers.NAME.model=... and "
+        "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",
+    )
+
     @chz.validate
     def _in_range(self) -> None:
         self.require_work_for_all(
@@ -143,8 +166,7 @@ class RolloutConfig(
             f"prompts_per_step={self.data.batch_size} x group_size={self.sampling.group_size}",
         )
         self.queue.check(self.data.batch_size)
-        self._check_whole_steps()
-        self._check_keeping()
+        self._check_keep()
         self._check_env()
         self.objective.check_comparison(self.data.batch_size, self.sampling.group_size)
         self._check_reference()
@@ -180,15 +202,13 @@ class RolloutConfig(
                 field="model.reference",
             )
 
-    def _check_whole_steps(self) -> None:
+    def _check_keep(self) -> None:
         if isinstance(self.keep, int) and self.keep < self.checkpoint.every:
             raise ConfigError(
                 f"keep={self.keep} must be at least checkpoint.every={self.checkpoint.every}: "
                 "after a failure, steps since the newest checkpoint are repeated",
                 field="keep",
             )
-
-    def _check_keeping(self) -> None:
         if self.only_keeps and self.whole_steps:
             raise ConfigError(
                 f"keep={self.keep} with rollout_only=True: every step is kept; leave keep out",
@@ -239,10 +259,6 @@ class RolloutConfig(
         return -(-self.window // self.data.batch_size)
 
     @property
-    def only_keeps(self) -> bool:
-        return self.rollout_only
-
-    @property
     def pushes(self) -> bool:
         """True if the run has both engines and a learner, which pushes its weights to them."""
         return self.train_from is None and not self.only_keeps
@@ -256,11 +272,6 @@ class RolloutConfig(
         return self.queue.max_staleness + 2
 
     @property
-    def whole_steps(self) -> int:
-        """Number of newest steps of which all training data is kept; 0: none."""
-        return self.keep if isinstance(self.keep, int) else 0
-
-    @property
     def replayed_checkpoints(self) -> int:
         if not self.whole_steps:
             return 0
@@ -269,58 +280,95 @@ class RolloutConfig(
         evaluated = steps // self.eval.every if rules.keep_best else 0
         return -(-steps // rules.every) + 1 + evaluated
 
+    @property
+    def teacher_rule(self) -> ShadowRule | None:
+        return self.teacher.rule
+
     def replays_routing(self) -> bool:
         return bool(self.learner.routing_replay)
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
-        """Teachers by name; a single teacher has an empty name."""
-        return {}
+        """Teachers by name; a single teacher has an empty name.
+
+        For teacher=policy, the model is the student's checkpoint. rl has no teachers.
+        """
+        if self.teacher.model is None:
+            return self.teachers
+        return {
+            "": TeacherConfig(
+                model=self.model.path if self.teacher.moves else self.teacher.model,
+                samples_from=self.teacher.samples_from,
+                head=self.teacher.head,
+            )
+        }
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
         """Groups that teachers sample, with tokens of a student vocabulary of `vocab_size`."""
-        return NO_TEACHER_SAMPLES
+        return TeacherSamples(
+            warmup_groups=self.teacher.sft_steps * self.data.batch_size,
+            share=self.teacher.sample_share,
+            groups_per_step=self.data.batch_size,
+            seed=self.seed,
+            vocab_size=vocab_size,
+        )
 
     def scored_by_teacher(self) -> GroupShare:
         """Policy-sampled groups that a teacher's engine scores, if there is one."""
-        return EVERY_GROUP
+        if self._scores_are_trained_on:
+            return EVERY_GROUP
+        return GroupShare(
+            share=min(1.0, max(METERED_SHARE, METERED_GROUPS / self.data.batch_size)),
+            groups_per_step=self.data.batch_size,
+            seed=(self.seed, METERED_SEED),
+        )
+
+    @property
+    def _scores_are_trained_on(self) -> bool:
+        """True if the loss depends on the scores of the teacher's engine.
+
+        With estimator=full the loss uses the learner's copy of the teacher, or, if the learner has
+        only the head, the hidden states that the teacher's engine returns.
+        """
+        return bool(
+            self.objective.estimator != "full"
+            or self.teacher_heads
+            or self.only_keeps
+            or self.train_from is not None
+            or self.needs_teacher_logprobs
+        )
+
+    @property
+    def needs_teacher_logprobs(self) -> str:
+        """`name=value` of the setting that makes the loss read log q_T of sampled tokens; or ""."""
+        for name in ("kl_clip", "baseline", "hint_bonus_coef", "loss"):
+            value = getattr(self.objective, name)
+            if is_own(value) if name in ("baseline", "loss") else value:
+                return f"objective.{name}={value}" if self.teacher_models() else ""
+        return ""
 
     def text_endpoints(self) -> Mapping[str, EndpointAddress]:
         """Endpoints that generate teacher samples, by teacher name."""
-        return {}
-
-    @property
-    def teacher_moves(self) -> bool:
-        """True if the teacher is the student itself, as it trains (teacher=policy)."""
-        return False
-
-    @property
-    def teacher_flags(self) -> str:
-        """Additional SGLang flags for the servers of teachers."""
-        return ""
+        return self.teacher.endpoints(self.teacher_models())
 
     @property
     def teachers_by_turns(self) -> Sequence[str]:
         """Names of the teachers whose engines take turns on the same GPUs."""
-        return ()
+        return () if self.teacher.gpus == "own" else hosted(self.teacher_models())
 
     @property
     def policy_takes_turns(self) -> bool:
         """True if the policy's engines take turns with those of the teachers."""
-        return False
-
-    @property
-    def needs_teacher_logprobs(self) -> str:
-        """Setting that reads log q_T of sampled tokens; "" without one or without a teacher."""
-        return ""
+        return self.teacher.gpus == "policy"
 
     def feedback_template(self) -> FeedbackTemplate | None:
         """Template of the prompts that teachers see; None to use the prompts of the rows."""
-        return None
+        return self.teacher.template(self.objective.correct_threshold)
 
     @property
     def most_replaced(self) -> int:
         """Largest number of groups of constant reward that a step skips."""
-        return 0
+        replaces = self.objective.constant_groups == "replace"
+        return MOST_REPLACED * self.data.batch_size if replaces else 0
 
     @property
     def scored_by_reference(self) -> bool:
@@ -336,7 +384,7 @@ class RolloutConfig(
     @property
     def copied_teachers(self) -> Mapping[str, str]:
         """Checkpoints of the teachers that the learner holds whole, by name."""
-        if not self._compares_all or self.teacher_moves:
+        if not self._compares_all or self.teacher.moves:
             return {}
         return {n: each.model for n, each in self.teacher_models().items() if each.head is None}
 
@@ -346,7 +394,7 @@ class RolloutConfig(
 
         The teacher's engines return the hidden states (`distill.states`).
         """
-        if not self._compares_all or self.teacher_moves:
+        if not self._compares_all or self.teacher.moves:
             return {}
         return {n: each.head for n, each in self.teacher_models().items() if each.head is not None}
 
@@ -364,7 +412,7 @@ class RolloutConfig(
     @property
     def learner_is_teacher(self) -> bool:
         """True if the learner's own model is the teacher of estimator=full."""
-        return self._compares_all and self.teacher_moves
+        return self._compares_all and self.teacher.moves
 
     @property
     def _compares_all(self) -> bool:
@@ -404,16 +452,16 @@ class RolloutConfig(
 
 
 @chz.chz
-class OpdConfig(TeachersSettings, RolloutConfig):
+class OpdConfig(RolloutConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
-    section: ClassVar[Section] = Section.ENGINES
     recipe: ClassVar[str] = "opd"
 
     objective: OpdObjective = section_field(OpdObjective)
 
     @chz.validate
     def _opd_in_range(self) -> None:
+        check_teachers(self.teacher, self.teachers)
         self.teacher.check_share(self.steps)
         self.text_endpoints()
         self.teacher.check_place(self.cluster)
@@ -428,88 +476,12 @@ class OpdConfig(TeachersSettings, RolloutConfig):
             replays=self.train_from is not None,
         )
 
-    def teacher_models(self) -> Mapping[str, TeacherConfig]:
-        """As `RolloutConfig.teacher_models`; for teacher=policy, the student's checkpoint."""
-        if self.teacher.model is None:
-            return self.teachers
-        return {
-            "": TeacherConfig(
-                model=self.model.path if self.teacher_moves else self.teacher.model,
-                samples_from=self.teacher.samples_from,
-                head=self.teacher.head,
-            )
-        }
-
-    def text_endpoints(self) -> Mapping[str, EndpointAddress]:
-        return self.teacher.endpoints(self.teacher_models())
-
-    def feedback_template(self) -> FeedbackTemplate | None:
-        return self.teacher.template(self.objective.correct_threshold)
-
-    @property
-    def teacher_flags(self) -> str:
-        return self.teacher.server_flags
-
-    @property
-    def teachers_by_turns(self) -> Sequence[str]:
-        return () if self.teacher.gpus == "own" else hosted(self.teacher_models())
-
-    @property
-    def policy_takes_turns(self) -> bool:
-        return self.teacher.gpus == "policy"
-
-    def scored_by_teacher(self) -> GroupShare:
-        if self._scores_are_trained_on:
-            return EVERY_GROUP
-        return GroupShare(
-            share=min(1.0, max(METERED_SHARE, METERED_GROUPS / self.data.batch_size)),
-            groups_per_step=self.data.batch_size,
-            seed=(self.seed, METERED_SEED),
-        )
-
-    @property
-    def _scores_are_trained_on(self) -> bool:
-        """True if the loss depends on the scores of the teacher's engine.
-
-        With estimator=full the loss uses the learner's copy of the teacher, or, if the learner has
-        only the head, the hidden states that the teacher's engine returns.
-        """
-        return bool(
-            self.objective.estimator != "full"
-            or self.teacher_heads
-            or self.only_keeps
-            or self.train_from is not None
-            or self.needs_teacher_logprobs
-        )
-
-    @property
-    def needs_teacher_logprobs(self) -> str:
-        """`name=value` of the setting that makes the loss read log q_T of sampled tokens; or ""."""
-        for name in ("kl_clip", "baseline", "hint_bonus_coef", "loss"):
-            value = getattr(self.objective, name)
-            if is_own(value) if name in ("baseline", "loss") else value:
-                return f"objective.{name}={value}"
-        return ""
-
-    def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
-        return TeacherSamples(
-            warmup_groups=self.teacher.sft_steps * self.data.batch_size,
-            share=self.teacher.sample_share,
-            groups_per_step=self.data.batch_size,
-            seed=self.seed,
-            vocab_size=vocab_size,
-        )
-
 
 @chz.chz
 class RlConfig(RolloutConfig):
     """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
 
     recipe: ClassVar[str] = "rl"
+    hidden: ClassVar[frozenset[str]] = frozenset({"teacher", "teachers"})
 
     objective: RlObjective = section_field(RlObjective)
-
-    @property
-    def most_replaced(self) -> int:
-        replaces = self.objective.constant_groups == "replace"
-        return MOST_REPLACED * self.data.batch_size if replaces else 0

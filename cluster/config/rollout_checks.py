@@ -451,7 +451,7 @@ def _check_unhinted(config: RolloutConfig, teacher: str) -> None:
             "prompt",
             field="objective.hint_bonus_coef",
         )
-    if config.teacher_moves and config.teacher_rule is None:
+    if config.teacher.moves and config.teacher_rule is None:
         raise ConfigError(
             "teacher=policy is the student itself, at every step, and sees what the student "
             "sees: the KL and its gradient are zero. Show it more (teacher.feedback, or "
@@ -459,7 +459,7 @@ def _check_unhinted(config: RolloutConfig, teacher: str) -> None:
             field="teacher.model",
         )
     same = not is_url(teacher) and os.path.realpath(teacher) == os.path.realpath(config.model.path)
-    fork = config.fork_from is not None and not config.teacher_moves
+    fork = config.fork_from is not None and not config.teacher.moves
     if same and objective.reward_coef == 0 and not fork:
         raise ConfigError(
             f"teacher={teacher} is the student itself and sees what the student sees: the KL and "

@@ -24,7 +24,7 @@ from distill.data.feedback import FeedbackTemplate
 from distill.errors import ConfigError
 from distill.objective.settings import AUTO, OpdObjective
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
-from distill.settings import ESSENTIAL, MAY_CHANGE, Section, may_change_but, section_field
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, may_change_but
 from learner.config import ShadowRule
 
 TeacherGpus = Literal["own", "shared", "policy"]
@@ -432,55 +432,32 @@ class TeacherSettings(EnginePoolSettings):
                 )
 
 
-@chz.chz
-class TeachersSettings:
-    """One teacher, or several."""
-
-    section: ClassVar[Section] = Section.MODEL
-
-    teacher: TeacherSettings = section_field(TeacherSettings)
-    teachers: Mapping[str, TeacherConfig] = chz.field(
-        default_factory=dict,
-        # Their order in chz differs between processes.
-        munger=lambda _, teachers: dict(sorted(teachers.items())),
-        doc="several teachers, instead of teacher: teachers.NAME.model=... and "
-        "teachers.NAME.weight=...; the `teacher` field of each prompt names the one that scores it",
-    )
-
-    @chz.validate
-    def _teachers_in_range(self) -> None:
-        if (self.teacher.model is None) != bool(self.teachers):
-            names = ", ".join(self.teachers)
-            raise ConfigError(
-                (
-                    f"teacher={self.teacher.model} and teachers.NAME ({names}) are both given: "
-                    if self.teachers
-                    else "no teacher is given: "
-                )
-                + "give teacher=DIR for one, or teachers.NAME.model=DIR for several",
-                field="teacher.model",
+def check_teachers(teacher: TeacherSettings, teachers: Mapping[str, TeacherConfig]) -> None:
+    """Raise ConfigError unless there is one teacher, or several with valid names and weights."""
+    if (teacher.model is None) != bool(teachers):
+        names = ", ".join(teachers)
+        raise ConfigError(
+            (
+                f"teacher={teacher.model} and teachers.NAME ({names}) are both given: "
+                if teachers
+                else "no teacher is given: "
             )
-        for name, teacher in self.teachers.items():
-            if teacher.model == OWN:
-                raise ConfigError(
-                    f"teachers.{name}.model={OWN}: a teacher that follows the student must be "
-                    f"the only teacher; use teacher={OWN}, or give a checkpoint",
-                    field=f"teachers.{name}.model",
-                )
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
-                raise ConfigError(
-                    f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
-                )
-            if not 0 < teacher.weight < float("inf"):
-                raise ConfigError(
-                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite",
-                    field=f"teachers.{name}.weight",
-                )
-
-    @property
-    def teacher_moves(self) -> bool:
-        return self.teacher.moves
-
-    @property
-    def teacher_rule(self) -> ShadowRule | None:
-        return self.teacher.rule
+            + "give teacher=DIR for one, or teachers.NAME.model=DIR for several",
+            field="teacher.model",
+        )
+    for name, each in teachers.items():
+        if each.model == OWN:
+            raise ConfigError(
+                f"teachers.{name}.model={OWN}: a teacher that follows the student must be the "
+                f"only teacher; use teacher={OWN}, or give a checkpoint",
+                field=f"teachers.{name}.model",
+            )
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
+            raise ConfigError(
+                f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
+            )
+        if not 0 < each.weight < float("inf"):
+            raise ConfigError(
+                f"teachers.{name}.weight={each.weight} must be above 0, and finite",
+                field=f"teachers.{name}.weight",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Diagnosis, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.training import PATIENCE
@@ -54,7 +54,7 @@ def teachers_idle(history: History, config: RolloutConfig) -> Diagnosis | None:
     reported number.
     """
     scoring, step = history.of("time/teacher", PATIENCE), history.of("time/step", PATIENCE)
-    engines = config.teacher.size.smallest if isinstance(config, OpdConfig) else 0
+    engines = config.teacher.size.smallest
     if scoring is None or step is None or engines < 2:
         return None
     passed_over = history.of("groups/replaced")

@@ -190,7 +190,7 @@ def publishers_to(
     )
     if config.teacher_rule is None:
         return policy, None
-    push = push.for_teachers(parallelism(config.teacher_flags))
+    push = push.for_teachers(parallelism(config.teacher.server_flags))
     teacher = Publisher(teachers, push, learner.logprobs, progress=learner.progress)
     return policy, teacher
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from actors.config import engine_note
 from cluster.config.estimator import with_estimator
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.placement.device_choice import with_device
 from distill.settings import changed
@@ -26,9 +26,7 @@ def checked(
     """
     config, device = with_device(config)
     config, engine = with_engine(config)
-    estimator = None
-    if isinstance(config, OpdConfig):
-        config, estimator = with_estimator(config)
+    config, estimator = with_estimator(config)
     for line in filter(None, (device, engine, estimator)):
         print_line(line)
     return config, check_rollout(config)

@@ -37,7 +37,7 @@ class RunEngines:
 
         Raises: as `policy`.
         """
-        engine = self._engine(model, log_path, self.config.teacher_flags)
+        engine = self._engine(model, log_path, self.config.teacher.server_flags)
         taken = self.config.teachers_by_turns and not engine.external
         return self._by_turns(engine) if taken else engine
 

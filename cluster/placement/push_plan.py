@@ -7,7 +7,7 @@ location (cluster/weights/ways.py).
 from __future__ import annotations
 
 from actors.sglang.parallelism import parallelism
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.placement.engines import lends_weights, lent_bytes
 from distill.errors import ConfigError
 from distill.gpu import DTYPE_BYTES, gib, parameter_count, readable
@@ -53,7 +53,7 @@ def _to_teacher(config: RolloutConfig) -> str:
 
     They precede the push to the policy engines. They push whole models.
     """
-    if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
+    if (rule := config.teacher_rule) is None:
         return ""
     engines = config.teacher.size.smallest
     several = "s" * (engines != 1)

@@ -13,7 +13,7 @@ from actors.config import EngineConfig
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig
 from cluster.placement.engines import RunEngines
 from cluster.placement.resources import ResourceDemand
@@ -35,7 +35,7 @@ def teacher_role(teacher: str) -> str:
 
 def teacher_roles(config: RolloutConfig) -> dict[str, str]:
     """Role of each teacher, by teacher name. A teacher that is the live policy has role POLICY."""
-    if config.teacher_moves and config.teacher_rule is None:
+    if config.teacher.moves and config.teacher_rule is None:
         return {"": POLICY}
     return {name: teacher_role(name) for name in config.teacher_models()}
 
@@ -162,9 +162,7 @@ def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
         POLICY: config.policy.size,
         ROLLOUT: config.rollout.size,
     }
-    if isinstance(config, OpdConfig):
-        for role in served_teachers(config).values():
-            bounds[role] = config.teacher.size
+    bounds |= dict.fromkeys(served_teachers(config).values(), config.teacher.size)
     if config.eval.engines:
         bounds[EVALUATION] = (config.eval.engines, config.eval.engines)
     return bounds

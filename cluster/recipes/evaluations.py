@@ -135,7 +135,7 @@ class Evaluations(NoEvaluations):
         A teacher that is the policy itself is skipped. A resumed run reuses the metrics of an
         earlier attempt, since the teacher's weights are the same.
         """
-        if self._config.teacher_moves:
+        if self._config.teacher.moves:
             return
         first_step = self._context.first_step
         lines = self._context.directory.read_metrics() if first_step else []

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cluster.config.adapter_push import adapter_push
 from cluster.config.estimator import state_bytes
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.routing import with_routing_replay
 from cluster.config.teachers import teacher_setting
@@ -220,7 +220,7 @@ def _epochs(config: RolloutConfig, inputs: RolloutInputs) -> str:
 
 
 def _teachers(config: RolloutConfig) -> str:
-    if config.teacher_moves:
+    if config.teacher.moves:
         return f"itself{_following(config.teacher_rule)} (teacher=policy)"
     return ", ".join(
         f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
@@ -273,8 +273,6 @@ def _objective_line(objective: ObjectiveConfig) -> str:
 
 def _teacher_samples_line(config: RolloutConfig) -> str:
     """Line of the plan on the groups that the teacher samples; empty without any."""
-    if not isinstance(config, OpdConfig):
-        return ""
     parts = []
     if config.teacher.sft_steps:
         parts.append(f"all groups of steps 1 to {config.teacher.sft_steps}")
@@ -298,11 +296,10 @@ def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> N
     """
     objective, read = config.objective, dict[str, str]()
     asked = objective.asked_of_policy + objective.asked_of_teacher
-    if isinstance(config, OpdConfig):
-        if objective.kl_coef and (scores := _SCORES.get(objective.estimator)) is not None:
-            read[scores] = f"objective.estimator={objective.estimator}"
-        if needs := config.needs_teacher_logprobs:
-            read["teacher_logprobs_T"] = needs
+    if objective.kl_coef and (scores := _SCORES.get(objective.estimator)) is not None:
+        read[scores] = f"objective.estimator={objective.estimator}"
+    if needs := config.needs_teacher_logprobs:
+        read["teacher_logprobs_T"] = needs
     if config.scored_by_reference:
         given = f"objective.reference_kl_coef={objective.reference_kl_coef:g}"
         read["reference_logprobs_T"] = given
@@ -325,7 +322,7 @@ def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> N
             )
 
 
-def _check_teachers(config: OpdConfig, groups: Iterable[TrajectoryGroup]) -> None:
+def _check_teachers(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> None:
     """Raise ConfigError if kept groups are of a teacher that this run does not have."""
     known = config.teacher_models()
     if missing := sorted({group.teacher for group in groups} - known.keys()):
@@ -379,7 +376,7 @@ def _check_kept(config: RolloutConfig, groups: Sequence[TrajectoryGroup], size: 
     Args:
         size: size of the student's vocabulary.
     """
-    if isinstance(config, OpdConfig):
+    if config.teacher_models():
         _check_teachers(config, groups)
     _check_scores(config, groups)
     for segment in (segment for group in groups for segment in group.segments()):

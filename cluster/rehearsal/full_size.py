@@ -110,7 +110,7 @@ def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     """Line on the maximal number of tokens that teachers score, if all responses are maximal."""
     if not config.teacher_models():
         return []
-    live = config.teacher_moves and config.teacher_rule is None
+    live = config.teacher.moves and config.teacher_rule is None
     line = f"teacher   {_scored(config, mean_prompt)}"
     line += ", scored by the policy's engines" if live else ""
     if config.learner_is_teacher:

@@ -10,7 +10,7 @@ from typing import Any
 import chz
 
 from actors.sglang.address import is_url
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.config.pools import PoolSize
 from cluster.config.teachers import teacher_setting
 from distill.models.twins import Twin, save_twin
@@ -111,7 +111,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
 def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Models of the run, each with the setting that names it."""
     yield "student", config.model.path
-    if not config.teacher_moves:  # otherwise the teacher is the student
+    if not config.teacher.moves:  # otherwise the teacher is the student
         for name, teacher in config.teacher_models().items():
             yield teacher_setting(name), teacher.model
     if config.model.reference is not None:
@@ -123,15 +123,11 @@ def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
     """Settings that name models other than the student, with the paths of their twins."""
     changes: dict[str, Any] = {}
-    if (
-        isinstance(config, OpdConfig)
-        and not config.teacher_moves
-        and config.teacher.model is not None
-    ):
+    if config.teacher.model is not None and not config.teacher.moves:
         changes["teacher"] = twins["teacher"].path
         if config.teacher.head is not None:
             changes["teacher.head"] = twins["teacher"].path
-    elif isinstance(config, OpdConfig) and config.teachers:
+    elif config.teachers:
         changes["teachers"] = {
             name: {"model": (path := twins[f"teachers.{name}"].path)}
             | ({} if teacher.head is None else {"head": path})

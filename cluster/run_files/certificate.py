@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.queue.scoring import Replica, Scoring
 
 _NOT_WATCHED = "not proven: verify.every=0, so no canaries were scored"
@@ -27,8 +27,8 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
     by_frozen = (
         config.scored_by_reference or config.base_is_reference or config.reward_model is not None
     )
-    if not (by_frozen or (isinstance(config, OpdConfig) and not config.teacher_moves)):
-        if not config.teacher_moves:
+    if not (by_frozen or (config.teacher_models() and not config.teacher.moves)):
+        if not config.teacher.moves:
             return None
         verdict = f"not proven by canaries: {_MOVES}"
         return {"proven": False, "verdict": verdict, "limits": [_MOVES]}
@@ -87,9 +87,9 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
     found: dict[str, None] = {}
     for replica in scoring.replicas if scoring else []:
         found |= dict.fromkeys(_limits_of(replica.who, replica.start_event))
-    if config.teacher_moves:
+    if config.teacher.moves:
         found[_MOVES] = None
-    if isinstance(config, OpdConfig) and (config.teacher.sft_steps or config.teacher.sample_share):
+    if config.teacher.sft_steps or config.teacher.sample_share:
         found["groups that the teacher sampled have no scores: their log-probs are those of its "
               "decode, and canaries are prefills of the same weights"] = None  # fmt: skip
     for address in config.text_endpoints().values():

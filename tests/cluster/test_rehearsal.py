@@ -252,7 +252,7 @@ def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
     assert f"at most {tokens:,} tokens per step (10 samples of up to {shown} + 8)" in line
     assert part in line
     small = small_run(config, tmp_path / "small").config
-    assert small.teacher_moves and small.teacher_rule == config.teacher_rule
+    assert small.teacher.moves and small.teacher_rule == config.teacher_rule
 
 
 def test_a_teacher_that_seldom_moves_moves_in_the_rehearsal(opd: Opd, tmp_path: Path) -> None:
