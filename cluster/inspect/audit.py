@@ -34,6 +34,9 @@ from distill.rules import at_least, needs, setting
 
 # Number of problems that are printed; further problems are only counted.
 _SHOWN = 8
+# End of the last job, by its status.
+_ENDS = {"finished": "finished", "interrupted": "was interrupted", "failed": "failed"}
+_NOT_ENDED = "has not ended yet, or was killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,8 @@ class Audit:
         problems: all contradictions; if empty, exactly-once training is proved.
         trained: number of groups in the final weights, as far as the journal goes back.
         watermark: every id below it is accounted for.
-        set_aside: ids below the watermark that were not trained, with the reason.
+        set_aside: ids that were not trained, with the reason: those below the watermark, and groups
+            above it that failed.
         steps: number of steps in the final weights.
         committed: watermark of the newest checkpoint.
         retrained: number of groups trained again after the learner and its weights were lost.
@@ -52,7 +56,8 @@ class Audit:
             the queue.
         re_leases: number of groups leased again, by cause.
         duplicates: number of groups that were dropped because they arrived again or too late.
-        ended: True if the last job ended normally.
+        ended: True if the last job closed its queue, also after an error.
+        status: status of the run in summary.json; "" if missing.
         first: first id of the journal, which has no events of lower ids.
         adopted: number of groups of earlier jobs that were taken back from disk.
         scoring: record of teachers and reference (cluster/queue/scoring.py); None if there are
@@ -72,6 +77,7 @@ class Audit:
     re_leases: dict[str, int]
     duplicates: int
     ended: bool
+    status: str = ""
     first: int = 0
     adopted: int = 0
     scoring: Scoring | None = None
@@ -79,7 +85,7 @@ class Audit:
     def lines(self) -> list[str]:
         """Text of the audit for the console, by line."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.re_leases.items())
-        ended = "ended normally" if self.ended else "has not ended yet, or was killed"
+        ended = _ENDS.get(self.status, "ended") if self.ended else _NOT_ENDED
         ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
         saved = f"; those below {self.committed} are in a checkpoint" if self.committed else ""
         failed = {i: why for i, why in self.set_aside.items() if why != CONSTANT_REWARD}
@@ -157,7 +163,7 @@ class _Lineage:
         self.counts: Counter[str] = Counter()  # of events
         self.causes: Counter[str] = Counter()
         self.ended = False
-        self._set_aside: dict[int, str] = {}
+        self._set_aside: dict[int, str] = {}  # also by events of undone steps
         self._forget()
 
     def _forget(self) -> None:
@@ -172,6 +178,12 @@ class _Lineage:
     def trained(self) -> TrainedGroups:
         """Groups that the newest weights account for."""
         return self.steps[-1].after if self.steps else self.first
+
+    @property
+    def set_aside(self) -> dict[int, str]:
+        """Groups that the newest weights skip, and failed groups that later weights would skip."""
+        failed = {i: why for i, why in self._set_aside.items() if why != CONSTANT_REWARD}
+        return {**failed, **self.trained.set_aside}
 
     def read(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
@@ -427,7 +439,7 @@ def audit(
         problems=[*_begins_late(lineage), *lineage.problems],
         trained=trained,
         watermark=lineage.trained.watermark,
-        set_aside=dict(lineage.trained.set_aside),
+        set_aside=lineage.set_aside,
         steps=len(lineage.steps),
         committed=lineage.committed,
         retrained=lineage.retrained,
@@ -438,6 +450,7 @@ def audit(
         adopted=lineage.adopted,
         duplicates=lineage.counts["dup"] + lineage.counts["late"],
         ended=lineage.ended,
+        status=evidence.status,
         first=lineage.first.watermark,
         scoring=scoring,
     )

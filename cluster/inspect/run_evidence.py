@@ -1,4 +1,4 @@
-"""Evidence in other files: config.json, metrics.jsonl, certificate.json and the checkpoints.
+"""Evidence in other files: config, metrics, certificate, summary and the checkpoints.
 
 The ledger's process does not write these files. They contradict a ledger that belongs to another
 run, lacks its end, or was edited. A missing file contradicts nothing.
@@ -30,6 +30,7 @@ class RunEvidence:
         starts: versions since the first lease of each step's oldest group, from metrics.jsonl.
         saved: groups that the weights of each checkpoint account for, by step.
         certified: contents of certificate.json; empty if missing.
+        status: status in summary.json, which a job writes at its end; "" if missing.
     """
 
     run_id: str
@@ -37,6 +38,7 @@ class RunEvidence:
     starts: Mapping[int, int]
     saved: Mapping[int, TrainedGroups]
     certified: Mapping[str, Any]
+    status: str
 
     @classmethod
     def read(cls, journal: Path) -> RunEvidence:
@@ -67,6 +69,7 @@ class RunEvidence:
             # The checkpoint of step 0 is the start of a forked run, and contains no group.
             saved={c.step: trained_in(c) for c in checkpoints if c.step},
             certified=read_object(out / "certificate.json") or {},
+            status=str((read_object(out / "summary.json") or {}).get("status", "")),
         )
 
     def contradictions(

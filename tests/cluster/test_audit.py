@@ -114,6 +114,29 @@ def test_a_clean_job_is_proved(path: Path) -> None:
     assert found.lines()[-1] == "exactly once: proved"
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [("finished", "finished"), ("interrupted", "was interrupted"), ("failed", "failed")],
+)
+def test_the_end_of_the_last_job_is_told(path: Path, status: str, said: str) -> None:
+    one_job(path)
+    path.with_name("summary.json").write_text(json.dumps({"status": status}))
+    found = audit(path)
+    assert (found.ended, found.status) == (True, status)
+    assert f"the last job {said}" in found.lines()
+
+
+def test_a_group_that_fails_above_the_last_trained_one_counts_as_set_aside(path: Path) -> None:
+    run = Run(path)
+    run.step(1)
+    [first, *_] = run.ledger.lease("a", 9)
+    run.ledger.fail(first, "KeyError", "a")
+    found = audit(path)
+    assert found.problems == []
+    assert found.watermark <= first.group_id
+    assert found.set_aside == {first.group_id: "failed 1 times: KeyError"}
+
+
 def test_a_run_of_many_deaths_is_proved(path: Path) -> None:
     """The queue, the learner and the job die; the proof is about the last weights."""
     many_deaths(path)
