@@ -20,10 +20,10 @@ from cluster.placement.resources import ResourceDemand, describe, sum_of
 from cluster.placement.roles import (
     LEARNER,
     REWARD,
-    bounds_of,
     colocated,
     engines_of,
     placed_roles,
+    pool_bounds,
     turn_roles,
     unplaced_roles,
 )
@@ -63,7 +63,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
     """
     device = config.cluster.device
     assert device != "auto", "the device of a run is chosen before its plan is made"
-    largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
+    largest = {role: bounds[1] for role, bounds in pool_bounds(config).items()}
     roles = []
     for demand in [*placed_roles(config), *unplaced_roles(config)]:
         memory, note = _memory(config, demand.name)

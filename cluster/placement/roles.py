@@ -15,6 +15,7 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig
+from cluster.config.teachers import teacher_setting
 from cluster.placement.engines import RunEngines
 from cluster.placement.resources import ResourceDemand
 from distill.envs.base import TEACHER
@@ -156,8 +157,10 @@ def colocated(config: CommonConfig) -> list[tuple[str, ...]]:
     return [*([(LEARNER, POLICY)] if pair else []), *filter(None, [turns])]
 
 
-def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
-    """Smallest and largest size of each pool, by role."""
+def pool_bounds(config: CommonConfig) -> dict[str, tuple[int, int]]:
+    """Smallest and largest size of each pool, by role; empty for a run without pools."""
+    if not isinstance(config, RolloutConfig):
+        return {}
     bounds: dict[str, tuple[int, int]] = {
         POLICY: config.policy.size,
         ROLLOUT: config.rollout.size,
@@ -179,16 +182,11 @@ def cpus_here(config: CommonConfig) -> int:
 
 def cpus_at_most(config: CommonConfig) -> float:
     """Number of CPUs that a run requests with every pool at its largest size."""
-    largest = {role: bounds[1] for role, bounds in bounds_of(config).items()}
+    largest = {role: bounds[1] for role, bounds in pool_bounds(config).items()}
     return sum(
         largest.get(role.name, role.count) * role.bundles * role.resources.get("CPU", 0)
         for role in placed_roles(changed(config, device="cpu"))  # the plan for cuda imports torch
     )
-
-
-def bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
-    """Smallest and largest size of each pool, by role; empty for a run without pools."""
-    return pool_bounds(config) if isinstance(config, RolloutConfig) else {}
 
 
 def _workers_shared(config: RolloutConfig, engine: EngineConfig) -> int:
@@ -230,15 +228,13 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     adapter = {"lora.adapter": config.lora.adapter} if config.lora.adapter else {}
     models = config.teacher_models()
     teachers = {
-        role: {f"teachers.{name}" if name else "teacher": models[name].model}
+        role: {teacher_setting(name): models[name].model}
         for name, role in served_teachers(config).items()
         if not is_url(models[name].model)
     }
     learner = student | adapter
     for held, place in ((config.copied_teachers, ""), (config.teacher_heads, ".head")):
-        learner |= {
-            (f"teachers.{name}" if name else "teacher") + place: path for name, path in held.items()
-        }
+        learner |= {teacher_setting(name) + place: path for name, path in held.items()}
     if config.train_from is not None:
         return {LEARNER: learner}
     reference = {REFERENCE: {"reference": config.model.reference}} if config.model.reference else {}
