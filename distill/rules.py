@@ -191,15 +191,14 @@ def one_of(*choices: str, or_own: bool = False) -> Rule:
     )
 
 
-def ends_in(suffix: str, why: str) -> Rule:
-    """The value is the path of a file of one kind: `.jsonl`."""
-    return Rule(
-        f"ends in {suffix}",
-        lambda _, value: PurePath(value).suffix == suffix,
-        lambda _, __: f"must end in {suffix}: {why}",
-        allows=(f"a{suffix}",),
-        refuses=("a.no", suffix, ""),
-    )
+# The value is the path of a file of rows.
+JSONL: Final = Rule(
+    "ends in .jsonl",
+    lambda _, value: PurePath(value).suffix == ".jsonl",
+    lambda _, __: "must end in .jsonl: one JSON object per line",
+    allows=("a.jsonl",),
+    refuses=("a.no", ".jsonl", ""),
+)
 
 
 def readable_as(what: str, read: Callable[[str], object], *, allows: str, refuses: str) -> Rule:

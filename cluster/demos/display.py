@@ -25,7 +25,7 @@ from rich.progress import (
 
 _LOG_INTERVAL_S = 10.0
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_SPARK_WIDTH = 12
+_SPARK_WIDTH, _PLOT_WIDTH, _PLOT_HEIGHT = 12, 60, 8
 
 
 class StageDisplay:
@@ -87,7 +87,7 @@ class _Stage:
     def shown(self) -> str:
         """The curve and its last value, and the first and the last measured accuracy."""
         values = curve(self.lines, self._metric)
-        parts = [f"{self._label} {values[-1]:.3f} {spark(values, _SPARK_WIDTH)}"] if values else []
+        parts = [f"{self._label} {values[-1]:.3f} {spark(values)}"] if values else []
         accuracy = curve(self.lines, "eval/accuracy")
         if accuracy:
             ends = accuracy[:1] + accuracy[1:][-1:]
@@ -109,22 +109,22 @@ def curve(lines: Sequence[Mapping[str, float]], metric: str) -> list[float]:
     return [line[metric] for line in lines if metric in line]
 
 
-def spark(values: Sequence[float], width: int) -> str:
-    """Sparkline of at most `width` blocks, scaled from 0 to the largest; each block is a mean."""
-    means = _means(values, width)
+def spark(values: Sequence[float]) -> str:
+    """Sparkline, scaled from 0 to the largest value; each block is a mean."""
+    means = _means(values, _SPARK_WIDTH)
     top = max(*means, 1e-9)
     return "".join(_BLOCKS[1 + round(max(mean, 0.0) / top * 7)] for mean in means)
 
 
-def plot(values: Sequence[float], title: str, *, width: int = 60, height: int = 8) -> str:
+def plot(values: Sequence[float], title: str) -> str:
     """Column chart over steps, scaled from 0 to the largest value, with the ends of both axes."""
-    means = _means(values, width)
+    means = _means(values, _PLOT_WIDTH)
     top = max(*means, 1e-9)
-    wide = width // len(means)
+    wide = _PLOT_WIDTH // len(means)
     rows = [title]
-    for row in reversed(range(height)):
-        label = f"{top:6.2f}" if row == height - 1 else f"{0:6.2f}" if row == 0 else " " * 6
-        filled = (min(max(mean / top * height - row, 0.0), 1.0) for mean in means)
+    for row in reversed(range(_PLOT_HEIGHT)):
+        label = f"{top:6.2f}" if row == _PLOT_HEIGHT - 1 else f"{0:6.2f}" if row == 0 else " " * 6
+        filled = (min(max(mean / top * _PLOT_HEIGHT - row, 0.0), 1.0) for mean in means)
         rows.append(f"{label} │" + "".join(_BLOCKS[round(8 * part)] * wide for part in filled))
     rows.append(f"{'':7}└" + "─" * wide * len(means))
     rows.append(f"{'':8}1" + f"step {len(values)}".rjust(wide * len(means) - 1))

@@ -30,7 +30,7 @@ from cluster.jsonl_log import write_rows
 from cluster.store.kept_groups import KeptGroup
 from distill.chat.token_text import decode
 from distill.errors import CheckpointError, DataError
-from distill.rules import ends_in, setting
+from distill.rules import JSONL, setting
 from distill.tokenizer import fingerprint
 from distill.types import Tokenizer, Trajectory
 
@@ -41,7 +41,7 @@ class RolloutsToSftConfig:
 
     out: str = chz.field(doc="directory of the run")
     data: str = setting(
-        ends_in(".jsonl", "one JSON object per line"),
+        JSONL,
         doc="JSONL file to write; an existing file is replaced",
         metadata=WRITTEN,
     )
