@@ -17,10 +17,9 @@ from rich.console import Console
 from actors.config import running_engines
 from actors.sglang.address import is_url
 from cluster.command import run_command
-from cluster.config.common import LocalEngineConfig
+from cluster.config.common import LocalEngineConfig, ModelSettings
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.evaluation import TemperatureSettings
-from cluster.config.model import ModelSettings
 from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json
 from cluster.run_files.tracking import agreement_table

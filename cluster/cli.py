@@ -57,9 +57,9 @@ def main() -> int:
 
 def _meant(word: str) -> str:
     """Remedy for a word that is not a command; empty if no command is similar."""
-    from cluster.train import RECIPES
+    from cluster.config.recipes import CONFIGS
 
-    if word in RECIPES or word.startswith("recipe="):
+    if word in CONFIGS or word.startswith("recipe="):
         return f"; write isotherm train recipe={word.removeprefix('recipe=')}"
     near = get_close_matches(word, _COMMANDS, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -17,11 +17,10 @@ from rich.table import Table
 from actors.config import running_engines
 from actors.rollout.evaluator import EvaluatedResponse, Evaluator
 from cluster.command import run_command
-from cluster.config.common import LocalEngineConfig
+from cluster.config.common import LocalEngineConfig, ModelSettings
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings, LengthSettings
-from cluster.config.model import ModelSettings
 from cluster.config.rows import ROWS, PromptSettings, RowCheck, reader_of, unweighted_sources
 from cluster.config.teachers import LocalTeacherSettings
 from cluster.jsonl_log import write_json

@@ -41,11 +41,10 @@ from actors.sglang.address import is_url
 from actors.together import together
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_command
-from cluster.config.common import LocalEngineConfig
+from cluster.config.common import LocalEngineConfig, ModelSettings
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import RewardSettings
 from cluster.config.evaluation import LengthSettings
-from cluster.config.model import ModelSettings
 from cluster.config.rows import ROWS, reader_of, unweighted_sources
 from cluster.jsonl_log import write_rows
 from distill.chat.responses import read_response
@@ -71,7 +70,7 @@ from distill.rewards.registry import (
     check_answers,
     judge,
 )
-from distill.rules import IN_MEMORY, above, at_least, at_most, ends_in, needs, setting
+from distill.rules import IN_MEMORY, JSONL, above, at_least, at_most, needs, setting
 from distill.sampling import EvalSampling
 from distill.settings import ESSENTIAL, section_field
 from distill.tokenizer import load_tokenizer
@@ -106,7 +105,7 @@ class SampleToSftConfig(PromptColumns, LocalEngineConfig):
         doc="sources of rows, in the format of prompts= in recipe=opd", metadata=ESSENTIAL | ROWS
     )
     data: str = setting(
-        ends_in(".jsonl", "one JSON object per line"),
+        JSONL,
         doc="file to write, .jsonl; an existing one is replaced",
         metadata=ESSENTIAL | WRITTEN,
     )

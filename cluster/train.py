@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from cluster.config.early_checks import check_early
 from cluster.config.files import at_path, text_of
 from cluster.config.help import help_text
 from cluster.config.job_upload import missing_from_upload
-from cluster.config.learning_rate import Stage, with_suggested_lr
+from cluster.config.learning_rate import with_suggested_lr
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.recipes import CONFIGS, config_of
 from cluster.config.run_record import RunRecord
@@ -37,24 +36,6 @@ from distill.settings import changed, meant_by
 if TYPE_CHECKING:
     from cluster.recipes.context import Observer  # imports torch
 
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    stage: Stage
-    line: str
-
-
-RECIPES = {
-    "opd": _Recipe("opd", "on-policy distillation: student samples, teacher scores"),
-    "rl": _Recipe("rl", "reinforcement learning (GRPO): student samples, a reward judges"),
-    "opd_tools": _Recipe("opd", "opd on questions answered with tools"),
-    "rl_tools": _Recipe("rl", "rl on questions answered with tools"),
-    "selfplay": _Recipe("rl", "rl on games of two, both seats trained"),
-    "opd_condensed": _Recipe("opd", "opd on documents longer than the context"),
-    "sft": _Recipe("sft", "supervised fine-tuning on completions or assistant turns"),
-    "dpo": _Recipe("dpo", "direct preference optimisation on chosen and rejected"),
-    "reward_model": _Recipe("reward_model", "a scalar head that scores chosen above rejected"),
-}
 
 _USAGE = """\
 usage: python -m cluster.train recipe=NAME key=value ...       (or: isotherm train ...)
@@ -76,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def run(console: Console) -> None:
-        if arguments and arguments[0] in RECIPES:
+        if arguments and arguments[0] in CONFIGS:
             name = arguments[0]
             raise ConfigError(f"{name!r} is not key=value; write recipe={name}", field="recipe")
         given = Arguments.of(arguments)
@@ -108,15 +89,15 @@ def run_recipe(
     name, given = arguments.take("recipe")
     if name is None:
         raise ConfigError(
-            f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}", field="recipe"
+            f"no recipe given; add recipe=NAME, one of {', '.join(CONFIGS)}", field="recipe"
         )
-    kind, recipe = config_of(name), RECIPES[name]
+    kind = config_of(name)
     _refuse_truncation(given.given)
     _refuse_others_settings(name, given.given)
     settings = given.settings(kind)
     if explain is not None:
         raise HelpAsked(help_text(kind, settings, explain))
-    settings, notice = with_suggested_lr(settings, recipe.stage)
+    settings, notice = with_suggested_lr(settings, kind.stage)
     config = with_chat_date(built(kind, settings))
     missing = missing_from_upload({key: text_of(value) for key, value in settings.items()})
     for note in filter(None, (notice, missing)):
@@ -197,7 +178,7 @@ def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
 
 
 def _usage() -> str:
-    recipes = "\n".join(f"  {name:15}{recipe.line}" for name, recipe in RECIPES.items())
+    recipes = "\n".join(f"  {name:15}{kind.summary}" for name, kind in CONFIGS.items())
     return _USAGE.format(recipes=recipes)
 
 

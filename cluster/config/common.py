@@ -16,9 +16,9 @@ from actors.config import (
 )
 from actors.sglang.installed import require_sglang
 from actors.sglang.parallelism import parallelism
-from cluster.config.early_checks import RUN
-from cluster.config.model import ModelSettings
+from cluster.config.early_checks import RUN, model_field
 from cluster.config.output import OutputSettings
+from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.pace import LOADED_A_S
@@ -38,7 +38,7 @@ from distill.settings import (
     section_field,
     with_default,
 )
-from distill.stops import StopTokens
+from distill.stops import StopSettings, StopTokens
 from learner.config import (
     LearnerConfig,
     LearnerSettings,
@@ -47,10 +47,38 @@ from learner.config import (
     learner_section,
 )
 
+# Recipes whose published learning rates `lr=auto` scales; variants are of the stage of their base.
+Stage = Literal["sft", "opd", "rl", "dpo", "reward_model"]
+
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
     from learner.memory import BytesPerParameter
     from learner.memory_plan import LearnerMemory
+
+
+@chz.chz
+class ModelSettings(ChatTemplateSettings, StopSettings):
+    """The model that is trained: checkpoint, chat template and stop tokens."""
+
+    main: ClassVar[str] = "path"
+
+    path: str = model_field(
+        doc="checkpoint of the model, in opd and rl the student: a Hugging Face directory (or hub "
+        "name), or a run's directory (for its final/), RUN:STEP or RUN:best",
+        metadata=ESSENTIAL,
+    )
+
+
+@chz.chz
+class ReferredModelSettings(ModelSettings):
+    """The model that is trained, and its reference."""
+
+    reference: str | None = model_field(
+        default=None,
+        doc="checkpoint of the reference model. opd, rl: reference_kl_coef keeps the policy near "
+        "it; default with lora.rank: the model without its adapter, in the learner. dpo: default: "
+        "the model itself",
+    )
 
 
 @chz.chz
@@ -244,6 +272,8 @@ class CommonConfig(
 
     section: ClassVar[Section] = Section.OPTIMIZER
     recipe: ClassVar[str]  # its name on the command line
+    summary: ClassVar[str]  # for the list of recipes
+    stage: ClassVar[Stage]
 
     model: ModelSettings = section_field(ModelSettings)
     cluster: ClusterSettings = section_field(ClusterSettings)

@@ -13,15 +13,15 @@ The rates at a width of 4096 (models of 8 B parameters) are those of published r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from cluster.config.common import Stage
 from cluster.config.early_checks import check_model
 from cluster.config.files import text_of
 from distill.model_paths import trained_model
 
 AUTO = "auto"
 _LR = "learner.lr"
-Stage = Literal["sft", "opd", "rl", "dpo", "reward_model"]
 
 _WIDTH, _POWER = 4096, -0.78
 _AT_WIDTH: dict[Stage, float] = {

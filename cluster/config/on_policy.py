@@ -9,11 +9,10 @@ import chz
 
 from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
-from cluster.config.common import CommonConfig, RunLearnerSettings
+from cluster.config.common import CommonConfig, ReferredModelSettings, RunLearnerSettings, Stage
 from cluster.config.early_checks import RUN
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvalSettings, SamplingSettings
-from cluster.config.model import ReferredModelSettings
 from cluster.config.pools import (
     PolicyClusterSettings,
     PolicyPoolSettings,
@@ -456,6 +455,8 @@ class OpdConfig(RolloutConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     recipe: ClassVar[str] = "opd"
+    summary: ClassVar[str] = "on-policy distillation: student samples, teacher scores"
+    stage: ClassVar[Stage] = "opd"
 
     objective: OpdObjective = section_field(OpdObjective)
 
@@ -482,6 +483,8 @@ class RlConfig(RolloutConfig):
     """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
 
     recipe: ClassVar[str] = "rl"
+    summary: ClassVar[str] = "reinforcement learning (GRPO): student samples, a reward judges"
+    stage: ClassVar[Stage] = "rl"
     hidden: ClassVar[frozenset[str]] = frozenset({"teacher", "teachers"})
 
     objective: RlObjective = section_field(RlObjective)

@@ -25,6 +25,7 @@ class OpdToolsConfig(OpdConfig):
     """recipe=opd_tools: OPD on questions that are answered with tools (env=ToolUse)."""
 
     recipe: ClassVar[str] = "opd_tools"
+    summary: ClassVar[str] = "opd on questions answered with tools"
 
     env: EnvConfig = env_field(ToolUse)
 
@@ -34,6 +35,7 @@ class RlToolsConfig(RlConfig):
     """recipe=rl_tools: GRPO on questions that are answered with tools (env=ToolUse)."""
 
     recipe: ClassVar[str] = "rl_tools"
+    summary: ClassVar[str] = "rl on questions answered with tools"
 
     env: EnvConfig = env_field(ToolUse)
 
@@ -43,6 +45,7 @@ class SelfplayConfig(RlConfig):
     """recipe=selfplay: the policy plays against itself, tic-tac-toe for a start."""
 
     recipe: ClassVar[str] = "selfplay"
+    summary: ClassVar[str] = "rl on games of two, both seats trained"
 
     env: EnvConfig = env_field(TicTacToeGames)
 
@@ -52,6 +55,7 @@ class OpdCondensedConfig(OpdConfig):
     """recipe=opd_condensed: OPD on documents longer than the context (env=Reading)."""
 
     recipe: ClassVar[str] = "opd_condensed"
+    summary: ClassVar[str] = "opd on documents longer than the context"
 
     env: EnvConfig = env_field(Reading)
 

@@ -9,9 +9,8 @@ from typing import ClassVar, Self
 import chz
 from chz.mungers import default_munger
 
-from cluster.config.common import CommonConfig
+from cluster.config.common import CommonConfig, ReferredModelSettings, Stage
 from cluster.config.evaluation import RowEvaluationSettings
-from cluster.config.model import ReferredModelSettings
 from cluster.config.rows import RowCheck, RowSettings, by_source, reader_of
 from distill.data.row_forms import EXAMPLE_FIELDS, PAIR_FIELDS, check_example, check_pair
 from distill.data.row_reader import RowReader
@@ -101,6 +100,8 @@ class SftConfig(SupervisedConfig):
     """recipe=sft: supervised fine-tuning, with the loss only on completions and assistant turns."""
 
     recipe: ClassVar[str] = "sft"
+    summary: ClassVar[str] = "supervised fine-tuning on completions or assistant turns"
+    stage: ClassVar[Stage] = "sft"
     row_fields: ClassVar[Collection[str]] = EXAMPLE_FIELDS
     check_row: ClassVar[RowCheck] = staticmethod(check_example)
     measured: ClassVar[Collection[str]] = ("loss", "nll", "entropy")
@@ -132,6 +133,8 @@ class DpoConfig(SupervisedConfig):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     recipe: ClassVar[str] = "dpo"
+    summary: ClassVar[str] = "direct preference optimisation on chosen and rejected"
+    stage: ClassVar[Stage] = "dpo"
     rows_per_unit: ClassVar[int] = 2
     measured: ClassVar[Collection[str]] = (
         "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_nll", "entropy",
@@ -146,6 +149,8 @@ class RewardModelConfig(SupervisedConfig):
     """recipe=reward_model: a scalar head that scores the chosen response above the rejected one."""
 
     recipe: ClassVar[str] = "reward_model"
+    summary: ClassVar[str] = "a scalar head that scores chosen above rejected"
+    stage: ClassVar[Stage] = "reward_model"
     rows_per_unit: ClassVar[int] = 2
     measured: ClassVar[Collection[str]] = (
         "loss", "accuracy", "margin", "chosen_mean", "chosen_std", "rejected_mean", "rejected_std",

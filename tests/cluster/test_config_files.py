@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from cluster.command import parse
 from cluster.config.arguments import built
+from cluster.config.common import Stage
 from cluster.config.files import as_yaml, by_name, read_settings
-from cluster.config.learning_rate import Stage, suggested_lr
+from cluster.config.learning_rate import suggested_lr
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig

@@ -22,11 +22,10 @@ from rich.table import Table
 
 from actors.config import choose_dtype, running_engines
 from cluster.command import run_command
-from cluster.config.common import LocalEngineConfig
+from cluster.config.common import LocalEngineConfig, ModelSettings
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import SamplingSettings
-from cluster.config.model import ModelSettings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rows import PromptSettings
