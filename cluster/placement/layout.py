@@ -14,7 +14,7 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles.node import starts_here
-from cluster.placement.gpu_plan import GpuPlan
+from cluster.placement.gpu_plan import gpu_lines
 from cluster.placement.push_plan import describe_push
 from cluster.placement.resources import ResourceDemand, describe, sum_of
 from cluster.placement.roles import (
@@ -83,7 +83,7 @@ def describe_layout(config: CommonConfig, longest_rows: int = 0) -> str:
         return plan
     engines = engines_of(config) if isinstance(config, RolloutConfig) else {}
     here = {role: engine for role, engine in engines.items() if not engine.external}
-    return "\n".join([plan, *GpuPlan(config, here, longest_rows).lines()])
+    return "\n".join([plan, *gpu_lines(config, here, longest_rows)])
 
 
 def _memory(config: CommonConfig, role: str) -> tuple[int | None, str]:
