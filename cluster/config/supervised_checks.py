@@ -80,13 +80,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     encoder, stops = _encoder(config)
-    read, long = reader_of(config.data, config.row_fields), config.data.long_rows()
-
-    def examples(place: str) -> list[ExampleRows]:
-        rows_D = load_sft_rows(place, encoder, read, long)
-        return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
-
-    inputs = _supervised_inputs(config, read, long, examples, stops, encoder.tokenizer)
+    inputs = _supervised_inputs(config, encoder, stops, _examples)
     return replace(inputs, warning=_without_end(inputs.rows_D, stops, encoder.tokenizer))
 
 
@@ -107,7 +101,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
                 f"shorter than max_length={encoder.max_length}; lower max_length",
                 field="data.max_length",
             )
-    return _pair_inputs(config, encoder, stops)
+    return _supervised_inputs(config, encoder, stops, _pairs)
 
 
 def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
@@ -121,7 +115,7 @@ def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
     # `scored_row` appends a token to each row.
     context = context_length(load_config(config.model.path))
     encoder = replace(encoder, max_length=min(encoder.max_length, context - 1))
-    inputs = _pair_inputs(config, encoder, stops)
+    inputs = _supervised_inputs(config, encoder, stops, _pairs)
     rows = chain(inputs.rows_D, *(source.rows_D for source in inputs.held_out))
     lasts = {int(row.tokens_T[-1]) for row in rows}.union(stops.ids)
     tokenizer = encoder.tokenizer
@@ -139,20 +133,34 @@ def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
     )
 
 
+def _examples(
+    place: str, encoder: ExampleEncoder, read: RowReader, long: LongRows
+) -> list[ExampleRows]:
+    """Units of a source for sft: the rows of each example."""
+    rows_D = load_sft_rows(place, encoder, read, long)
+    return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
+
+
+def _pairs(
+    place: str, encoder: ExampleEncoder, read: RowReader, long: LongRows
+) -> list[ExampleRows]:
+    """Units of a source for dpo and reward_model: the two rows of each pair."""
+    found = load_preference_pairs(place, encoder, read, long)
+    return [(pair.chosen, pair.rejected) for pair in found]
+
+
 def _supervised_inputs(
     config: SftConfig | DpoConfig | RewardModelConfig,
-    read: RowReader,
-    long: LongRows,
-    load: Callable[[str], Sequence[ExampleRows]],
+    encoder: ExampleEncoder,
     stops: StopTokens,
-    tokenizer: Tokenizer,
+    units_of: Callable[[str, ExampleEncoder, RowReader, LongRows], list[ExampleRows]],
 ) -> SupervisedInputs:
-    """Load the rows to train on, and the held-out rows.
+    """Load the rows to train on, and the held-out rows; `units_of` loads a source."""
+    read, long = reader_of(config.data, config.row_fields), config.data.long_rows()
 
-    Args:
-        read, long: what `load` uses.
-        load: returns the units of one source.
-    """
+    def load(place: str) -> list[ExampleRows]:
+        return units_of(place, encoder, read, long)
+
     rows_D: list[TrainingRow] = []
     parts: list[MixedPart] = []
     held_out: list[HeldOut] = []
@@ -170,7 +178,7 @@ def _supervised_inputs(
         parts.append(MixedPart(name=source.name, size=size, weight=source.weight))
     read.require_columns()
     return SupervisedInputs(
-        tokenizer=tokenizer,
+        tokenizer=encoder.tokenizer,
         rows_D=rows_D,
         parts=parts,
         held_out=held_out,
@@ -250,19 +258,6 @@ def _without_end(
         f"tokens at which a server of the model stops ({stops.described(tokenizer)}), so its "
         f"responses would not end; give stop_tokens='{ending}', which ends a turn in its chats"
     )
-
-
-def _pair_inputs(
-    config: DpoConfig | RewardModelConfig, encoder: ExampleEncoder, stops: StopTokens
-) -> SupervisedInputs:
-    """Inputs of a dpo or reward_model run."""
-    read, long = reader_of(config.data, config.row_fields), config.data.long_rows()
-
-    def pairs(place: str) -> list[ExampleRows]:
-        found = load_preference_pairs(place, encoder, read, long)
-        return [(pair.chosen, pair.rejected) for pair in found]
-
-    return _supervised_inputs(config, read, long, pairs, stops, encoder.tokenizer)
 
 
 def _encoder(
