@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from transformers.modeling_utils import PreTrainedModel
@@ -25,14 +25,24 @@ from distill.models.loading import (
     vocab_size,
 )
 from distill.sampling import UNSCALED
-from distill.states import HiddenStates
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from distill.types import Tokenizer
 from learner.lora import check_lora
 from learner.routers import check_balances
 
+if TYPE_CHECKING:
+    from actors.sglang.external import ExternalSglangEngine
+
 # Deadline for the info of a running server, seconds; an answer takes far less time.
 _INTRODUCTION_DEADLINE_S = 60.0
+# Request for the hidden state of one token.
+_ONE_STATE = ScoreRequest(
+    tokens_T=np.zeros(2, np.int32),
+    start=1,
+    temperatures=(UNSCALED,),
+    states_N=np.ones(1, np.bool_),
+)
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,19 +111,19 @@ def ask_server(role: str, url: str) -> EngineInfo:
         ConfigError: the address is not that of an SGLang server, or does not answer.
     """
     try:
-        return asyncio.run(_ask(url))
+        return asyncio.run(_asked(url, lambda engine: engine.info()))
     except EngineError as error:
         raise ConfigError(f"{role}={url} does not serve: {error}", field=role) from error
 
 
-async def _ask(url: str) -> EngineInfo:
+async def _asked(url: str, question: Callable[[ExternalSglangEngine], Awaitable[Answer]]) -> Answer:
     for library in ("aiohttp", "orjson"):
         require_library(library, f"the server {url}", library)
     from actors.sglang.external import ExternalSglangEngine  # imports optional libraries
 
     engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
     try:
-        return await engine.info()
+        return await question(engine)
     finally:
         await engine.close()
 
@@ -140,26 +150,10 @@ def served_hidden_size(role: str, scorer: CheckedScorer, longest_row: int) -> in
             field=f"{role}.head",
         )
     try:
-        return asyncio.run(_one_state(scorer.model)).hidden_size
+        [score] = asyncio.run(_asked(scorer.model, lambda engine: engine.score([_ONE_STATE])))
+        return score.states.hidden_size
     except EngineError as error:
         raise ConfigError(f"{role}={scorer.model}: {error}", field=f"{role}.head") from error
-
-
-async def _one_state(url: str) -> HiddenStates:
-    from actors.sglang.external import ExternalSglangEngine  # imports optional libraries
-
-    engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
-    request = ScoreRequest(
-        tokens_T=np.zeros(2, np.int32),
-        start=1,
-        temperatures=(UNSCALED,),
-        states_N=np.ones(1, np.bool_),
-    )
-    try:
-        [score] = await engine.score([request])
-        return score.states
-    finally:
-        await engine.close()
 
 
 def check_holds_tokenizer(role: str, model: str, size: int, tokenizer: Tokenizer) -> None:
