@@ -294,28 +294,25 @@ def shared_memory(free: int, memory: int) -> CheckResult:
 
 
 def open_files(soft: int, hard: int) -> CheckResult:
-    shown = f"{_limit(soft)}, at most {_limit(hard)}"
-    if _at_least(soft, _FILES_ADVISED):
-        return CheckResult("open files", shown)
     remedy = f"ulimit -n {_FILES_ADVISED}"
     if not _at_least(hard, _FILES_ADVISED):
         remedy += ", with a larger hard limit (/etc/security/limits.conf, or docker run --ulimit)"
-    enough = _at_least(soft, _FILES_NEEDED)
-    return CheckResult(
-        "open files", shown, CheckState.NOTE if enough else CheckState.PROBLEM, remedy
-    )
+    return _limited("open files", soft, hard, (_FILES_ADVISED, _FILES_NEEDED), remedy)
 
 
 def threads(soft: int, hard: int) -> CheckResult:
     """Check the limits on this user's processes and threads."""
-    shown = f"{_limit(soft)}, at most {_limit(hard)}"
-    if _at_least(soft, _THREADS_ADVISED):
-        return CheckResult("processes", shown)
     remedy = f"Ray's threads count as well: ulimit -u {_THREADS_ADVISED} (container: --pids-limit)"
-    enough = _at_least(soft, _THREADS_NEEDED)
-    return CheckResult(
-        "processes", shown, CheckState.NOTE if enough else CheckState.PROBLEM, remedy
-    )
+    return _limited("processes", soft, hard, (_THREADS_ADVISED, _THREADS_NEEDED), remedy)
+
+
+def _limited(what: str, soft: int, hard: int, bounds: tuple[int, int], remedy: str) -> CheckResult:
+    """Check a limit against the number that is advised, and the one that is needed."""
+    shown = f"{_limit(soft)}, at most {_limit(hard)}"
+    advised, needed = (_at_least(soft, bound) for bound in bounds)
+    if advised:
+        return CheckResult(what, shown)
+    return CheckResult(what, shown, CheckState.NOTE if needed else CheckState.PROBLEM, remedy)
 
 
 def locked_memory(soft: int, adapters: Sequence[str]) -> CheckResult:

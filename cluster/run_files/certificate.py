@@ -6,7 +6,6 @@ The certificate is derived from the ledger's journal (cluster/queue/scoring.py),
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,9 +76,7 @@ def _replica(replica: Replica) -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     """Round to three significant digits, which is enough for the size of an error."""
-    if not value:
-        return 0.0
-    return round(value, 2 - math.floor(math.log10(abs(value))))
+    return float(f"{value:.3g}")
 
 
 def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
