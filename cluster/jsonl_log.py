@@ -207,4 +207,4 @@ def _write(setting: str, path: Path, texts: Iterable[str]) -> None:
         ):
             file.writelines(texts)
     except OSError as error:
-        raise ConfigError(f"{setting}={path} cannot be written: {error}", field=setting) from error
+        raise ConfigError(f"{setting}={path} cannot be written: {error}") from error

@@ -79,7 +79,7 @@ def replay(arguments: list[str], console: Console) -> None:
 
 def _whole(name: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name}={text} must be a whole number, {least} or more", field=name)
+        raise ConfigError(f"{name}={text} must be a whole number, {least} or more")
     return int(text)
 
 
@@ -89,8 +89,7 @@ def _config(out: str, changes: Mapping[str, Any]) -> RolloutConfig:
     kind = CONFIGS.get(recipe or "")
     if kind is None or not issubclass(kind, RolloutConfig):
         raise ConfigError(
-            f"out={out} holds a run of recipe={recipe}; only runs of opd and rl can be replayed",
-            field="out",
+            f"out={out} holds a run of recipe={recipe}; only runs of opd and rl can be replayed"
         )
     changed = by_name(kind, changes)
     config = built(kind, given.settings(kind) | {"out": out} | changed)
@@ -126,9 +125,8 @@ class StepReplay:
         self.config = _config(str(out), {})
         if self.config.only_keeps:
             raise ConfigError(
-                f"out={out} holds groups without training steps (rollout_only=True); train on "
-                f"them with train_from={out}",
-                field="out",
+                f"out={out} holds groups without training steps (rollout_only=True); train on them "
+                f"with train_from={out}"
             )
         if self.config.teacher_heads:
             raise ConfigError(

@@ -155,10 +155,9 @@ def _refuse_truncation(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in ("top_p", "top_k", "min_p"):
             raise ConfigError(
-                f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples "
-                "of softmax(z/T) over the whole vocabulary, or the reverse KL changes; leave "
-                f"{name} out (evaluation has eval.top_p and eval.top_k)",
-                field=name,
+                f"{name}={text_of(value)}: training does not truncate. Rollouts must be samples of "
+                f"softmax(z/T) over the whole vocabulary, or the reverse KL changes; leave {name} "
+                "out (evaluation has eval.top_p and eval.top_k)"
             )
 
 
@@ -172,8 +171,7 @@ def _refuse_others_settings(recipe: str, given: Mapping[str, Any]) -> None:
             have = "has" if len(others) == 1 else "have"
             raise ConfigError(
                 f"{key}={text_of(value)}: recipe={recipe} does not have this setting; "
-                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} all lists them",
-                field=key,
+                f"{', '.join(others)} {have} it. recipe={recipe} {HELP} all lists them"
             )
 
 

@@ -7,18 +7,23 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+# Name of a setting at the start of a message: `learner.lr=-1 must be above 0`.
+_NAMED = re.compile(r"([\w.-]+)=")
+
 
 class IsothermError(ValueError):
     """Error that the user can correct. The message names the field, the value and the remedy.
 
-    `field` is the setting, column or key of the data that is wrong, or None; `value` is its value.
+    `field` is the setting, column or key of the data that is wrong, by default the name in a
+    message that begins with `NAME=`; None without one. `value` is its value.
     """
 
     exit_code = 1
 
     def __init__(self, message: str, *, field: str | None = None, value: object = None) -> None:
         super().__init__(message)
-        self.field = field
+        named = _NAMED.match(message)
+        self.field = named[1] if field is None and named else field
         self.value = value
 
 

@@ -75,8 +75,7 @@ def _module_of(setting: str, name: str, known: Collection[str]) -> str:
     if not module or not attribute:
         raise ConfigError(
             f"{setting}={name!r} is neither built in nor `package.module:attribute`; "
-            f"{known_names(name, known)}",
-            field=setting,
+            f"{known_names(name, known)}"
         )
     return module
 
@@ -90,8 +89,7 @@ def _importing(setting: str, name: str) -> Iterator[None]:
         missing = isinstance(error, ModuleNotFoundError)
         remedy = "; install the module, or put its directory on PYTHONPATH" if missing else ""
         raise ConfigError(
-            f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}{remedy}",
-            field=setting,
+            f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}{remedy}"
         ) from error
 
 
@@ -103,9 +101,7 @@ def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
     """
     found = resolve(setting, name, known)
     if not callable(found):
-        raise ConfigError(
-            f"{setting}={name!r} is a {type(found).__name__}, not a function", field=setting
-        )
+        raise ConfigError(f"{setting}={name!r} is a {type(found).__name__}, not a function")
     return found
 
 
@@ -128,6 +124,5 @@ def require_arguments(
     except TypeError as error:
         raise ConfigError(
             f"{setting}={name!r} is called with ({', '.join(arguments)}), but takes {signature}: "
-            f"{error}",
-            field=setting,
+            f"{error}"
         ) from None

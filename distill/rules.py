@@ -130,9 +130,7 @@ def _require(rule: Rule, settings: Any, path: str, value: Any, field: Field) -> 
     if not rule.holds(settings, value):
         text = str(value)
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise ConfigError(
-            f"{path}={shown} {rule.problem(settings, value)}", field=path, value=value
-        )
+        raise ConfigError(f"{path}={shown} {rule.problem(settings, value)}", value=value)
 
 
 def at_least(bound: float | str, why: str = "") -> Rule:

@@ -44,8 +44,7 @@ class FunctionLoss:
         if not loss_N.requires_grad:
             raise DataError(
                 f"loss={_name(self.function)} does not depend on the log-probs of its first "
-                "argument: it has no gradient",
-                field="loss",
+                "argument: it has no gradient"
             )
         return loss_N.sum() / counts.tokens, {}
 
@@ -82,20 +81,15 @@ def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
     whole = isinstance(loss, ObjectiveConfig) and loss.estimator == "full" and loss.kl_coef > 0
     if teacher is not None and not whole:
         raise ConfigError(
-            "teacher= changes nothing with this loss; give loss=ObjectiveConfig(estimator='full')",
-            field="teacher",
+            "teacher= changes nothing with this loss; give loss=ObjectiveConfig(estimator='full')"
         )
     if isinstance(loss, ObjectiveConfig):
         if loss.estimator == AUTO:
-            raise ConfigError(
-                "estimator=auto is for isotherm.run; name the estimator",
-                field="objective.estimator",
-            )
+            raise ConfigError("objective.estimator=auto is for isotherm.run; name the estimator")
         if whole and teacher is None:
             raise ConfigError(
-                "estimator=full needs the teacher's distributions: give forward_backward a "
-                "teacher=DIR, or use estimator=sampled or top_k",
-                field="objective.estimator",
+                "objective.estimator=full needs the teacher's distributions: give forward_backward "
+                "a teacher=DIR, or use estimator=sampled or top_k"
             )
         function = PolicyObjectiveLoss(objective=loss, teachers=teacher)
         return ChosenLoss(function=function, unit=loss.normalisation)
@@ -108,8 +102,7 @@ def choose_loss(loss: Loss, teacher: LocalTeachers | None = None) -> ChosenLoss:
     if loss not in _POLICY_LOSSES and not is_own(loss):
         raise ConfigError(
             f"loss={loss!r} is unknown; {known_names(loss, _NAMES)}; or an ObjectiveConfig, a "
-            "PreferenceLoss, a function of (logprobs_N, old_N, advantages_N)",
-            field="loss",
+            "PreferenceLoss, a function of (logprobs_N, old_N, advantages_N)"
         )
     # No row has a teacher's distribution, so the rows' advantages are the only signal.
     return choose_loss(ObjectiveConfig(loss=loss, kl_coef=0.0))

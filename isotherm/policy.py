@@ -163,8 +163,7 @@ class Policy(Samples):
             raise ConfigError(
                 f"loss={loss} is a mean over {chosen.unit}s, and the gradients that have "
                 f"accumulated are means over {others.pop()}s: they cannot be averaged together. "
-                "Call optim_step between them",
-                field="loss",
+                "Call optim_step between them"
             )
         count = chosen.count(batch)
         part = Part(
@@ -322,8 +321,7 @@ def _learner_config(model: str, device: str, settings: dict[str, Any]) -> Learne
     made = built(LearnerConfig, by_name(LearnerConfig, all_settings))
     if "total_steps" not in settings and made.learner.lr_schedule != "constant":
         raise ConfigError(
-            f"lr_schedule={made.learner.lr_schedule} ends at total_steps=; give total_steps= as "
-            "well",
-            field="learner.lr_schedule",
+            f"learner.lr_schedule={made.learner.lr_schedule} ends at total_steps=; give "
+            "total_steps= as well"
         )
     return made

@@ -108,7 +108,6 @@ def _named(name: str, value: Any) -> Any:
     if module == "__main__" or "." in function:
         raise ConfigError(
             f"{name}={function}: the run's workers import functions and classes by name; move it "
-            f"to a file, for example my_file.py, and give {name}='my_file:{function}'",
-            field=name,
+            f"to a file, for example my_file.py, and give {name}='my_file:{function}'"
         )
     return f"{module}:{function}"

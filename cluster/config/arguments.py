@@ -206,7 +206,7 @@ def _checked(kind: type, key: str, value: Any, given: Mapping[str, Any]) -> Any:
         path, rest = ".".join(parts[: i + 1]), parts[i + 1 :]
         if name not in fields or (is_section(fields[name]) and not rest and not chz.is_chz(value)):
             raise ConfigError(
-                f"{key}={text_of(value)}: no such setting; {_nearest(key, kind, given)}", field=key
+                f"{key}={text_of(value)}: no such setting; {_nearest(key, kind, given)}"
             )
         field = fields[name]
         fields = settings_within(field, given.get(path))
@@ -257,8 +257,7 @@ def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) ->
     plain = get_origin(field.x_type) is Mapping and not chz.is_chz(get_args(field.x_type)[1])
     if _choices(field.x_type) or (plain and len(rest) > 1):
         raise ConfigError(
-            f"{key}={text_of(value)}: {key.rpartition('.')[0]} has no settings of its own",
-            field=key,
+            f"{key}={text_of(value)}: {key.rpartition('.')[0]} has no settings of its own"
         )
     if get_origin(field.x_type) is not Mapping:
         return value
@@ -266,13 +265,12 @@ def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) ->
     if len(rest) == 1 and (isinstance(value, of) or (plain and isinstance(value, Castable))):
         return value
     if plain:
-        raise ConfigError(f"{key}={text_of(value)} is not {_NAMES.get(of, of)}", field=key)
+        raise ConfigError(f"{key}={text_of(value)} is not {_NAMES.get(of, of)}")
     within = chz.chz_fields(of)
     if len(rest) != 2 or not rest[0] or rest[1] not in within:
         raise ConfigError(
             f"{key}={text_of(value)}: no such setting of {field.logical_name}.{rest[0]}; "
-            f"{known_names(rest[-1], within)}",
-            field=key,
+            f"{known_names(rest[-1], within)}"
         )
     return _checked_value(within[rest[1]], key, value)
 
@@ -283,7 +281,7 @@ def _checked_value(field: Field, key: str, value: Any) -> Any:
         of = get_args(field.x_type)[1]
         within = f".{next(iter(chz.chz_fields(of)))}" if chz.is_chz(of) else ""
         raise ConfigError(
-            f"{key}={text_of(value)} is not a mapping; write {key}.NAME{within}=VALUE", field=key
+            f"{key}={text_of(value)} is not a mapping; write {key}.NAME{within}=VALUE"
         )
     if kind := (field.metadata or {}).get("path"):
         check_path(key, kind, text_of(value))
@@ -312,7 +310,7 @@ def _misfit(field: Field, key: str, value: Any) -> ConfigError:
         kinds = " or ".join(sorted(_NAMES.get(choice, str(choice)) for choice in choices))
         shown = repr(value) if isinstance(value, str) else text_of(value)
         problem = f"{shown} is not {kinds or type_repr(field.x_type)}"
-    return ConfigError(f"{key}={problem}", field=key)
+    return ConfigError(f"{key}={problem}")
 
 
 def _fits(field: Field, value: Any) -> bool:

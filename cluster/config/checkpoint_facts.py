@@ -121,9 +121,8 @@ def check_length(directory: Path, max_new_tokens: int) -> None:
     context = _text_config(directory).get("max_position_embeddings")
     if isinstance(context, int) and max_new_tokens >= context:
         raise ConfigError(
-            f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the context "
-            f"of {directory} is {context} tokens; lower max_new_tokens",
-            field="sampling.max_new_tokens",
+            f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the context of "
+            f"{directory} is {context} tokens; lower max_new_tokens",
             value=max_new_tokens,
         )
 
@@ -143,9 +142,8 @@ def check_stop_tokens(directory: Path, stop_tokens: str) -> None:
         elif any(form in text for form in forms):
             continue
         raise ConfigError(
-            f"model.stop_tokens={stop_tokens}: {given!r} is neither a token of {directory} nor "
-            f"an id; {known_names(given, sorted(_special_tokens(directory)))}",
-            field="model.stop_tokens",
+            f"model.stop_tokens={stop_tokens}: {given!r} is neither a token of {directory} nor an "
+            f"id; {known_names(given, sorted(_special_tokens(directory)))}",
             value=stop_tokens,
         )
 
@@ -164,7 +162,6 @@ def check_targets(directory: Path, targets: str) -> None:
             raise ConfigError(
                 f"lora.targets={targets}: {directory} has no layer {target!r}; "
                 f"{known_names(target, sorted(layers))}",
-                field="lora.targets",
                 value=targets,
             )
 

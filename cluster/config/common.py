@@ -305,8 +305,7 @@ class CommonConfig(
             raise ConfigError(
                 f"learner.workers={self.learner.workers} but an optimizer step has {units} "
                 f"({what}): some workers would be idle; use at most {units} workers, or larger "
-                "steps",
-                field="learner.workers",
+                "steps"
             )
 
     @property

@@ -56,10 +56,9 @@ class DiskPlan:
         free = shutil.disk_usage(place).free
         if self.bytes > free + mine:
             raise ConfigError(
-                f"out={out} needs {self} and has {readable(free)} free; keep fewer "
-                "(keep_last=1, keep_every=, keep_best=, keep=), train an adapter (lora.rank=), or "
-                "give an out= on a larger disk",
-                field="out",
+                f"out={out} needs {self} and has {readable(free)} free; keep fewer (keep_last=1, "
+                "keep_every=, keep_best=, keep=), train an adapter (lora.rank=), or give an out= "
+                "on a larger disk"
             )
 
     def __str__(self) -> str:

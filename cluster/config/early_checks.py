@@ -76,7 +76,7 @@ def check_path(name: str, kind: str, text: str) -> None:
     for path in text.split(",") if kind == "rows" else [text]:
         if why := _no_path(path):
             shown = path if len(path) < _SHOWN else f"{path[:_SHOWN]}..."
-            raise ConfigError(f"{name}={shown} is not a valid path: {why}", field=name)
+            raise ConfigError(f"{name}={shown} is not a valid path: {why}")
 
 
 def _no_path(text: str) -> str:
@@ -105,7 +105,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     resumes = bool(saved_steps(Path(getattr(config, "out", None) or "")))
     for name, kind, value in _paths(config):
         if not value.strip():
-            raise ConfigError(f"{name}= is empty; give a value, or leave it out", field=name)
+            raise ConfigError(f"{name}= is empty; give a value, or leave it out")
         if not (resumes and kind in _OF_THE_START):
             _CHECKS[kind](name, value)
     _check_against_files(config)
@@ -123,8 +123,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
         check_keep_best()
     if not elsewhere and get(config, "cluster.device") == "cuda" and no_gpu_here():
         raise ConfigError(
-            "device=cuda but this machine has no GPU; use device=cpu or add one",
-            field="cluster.device",
+            "cluster.device=cuda but this machine has no GPU; use device=cpu or add one"
         )
 
 
@@ -267,8 +266,7 @@ def check_run(name: str, path: str) -> None:
     if not (Path(run) / "config.json").is_file():
         raise ConfigError(
             f"{name}={path} is not a run: {Path(run) / 'config.json'} does not exist; give the "
-            f"out= of a run{path_meant(run, '*/')}",
-            field=name,
+            f"out= of a run{path_meant(run, '*/')}"
         )
 
 
@@ -296,7 +294,7 @@ def _check_written(name: str, path: str) -> None:
     elif not os.access(Path(path) if Path(path).exists() else parent, os.W_OK):
         why = f"no permission; choose another {name}"
     if why:
-        raise ConfigError(f"{name}={path} cannot be written: {why}", field=name)
+        raise ConfigError(f"{name}={path} cannot be written: {why}")
 
 
 _CHECKS: dict[str, Callable[[str, str], None]] = {

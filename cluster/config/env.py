@@ -48,8 +48,7 @@ class _EnvFactory(chz.factories.subclass):
         if not re.fullmatch(r"[\w.]+(:[\w.]+)?", factory):
             raise ConfigError(
                 f"env={factory} is not the name of a class; write env=ToolUse env.tools=python, "
-                "with each field of the environment as a setting of its own",
-                field="env",
+                "with each field of the environment as a setting of its own"
             )
         if ":" in factory or "." in factory:
             path = factory if ":" in factory else ":".join(factory.rpartition(".")[::2])
@@ -60,17 +59,15 @@ class _EnvFactory(chz.factories.subclass):
             except chz.factories.MetaFromString as error:
                 raise ConfigError(
                     f"env={factory} is neither built in nor package.module:Class; "
-                    f"{known_names(factory, names)}",
-                    field="env",
+                    f"{known_names(factory, names)}"
                 ) from error
         if not (isinstance(found, type) and issubclass(found, EnvConfig)):
             raise ConfigError(
-                f"env={factory} is not a subclass of EnvConfig (docs/environments.md)", field="env"
+                f"env={factory} is not a subclass of EnvConfig (docs/environments.md)"
             )
         if "__chz_fields__" not in vars(found):
             raise ConfigError(
-                f"env={factory} lacks its decorator; write @chz.chz above class {found.__name__}",
-                field="env",
+                f"env={factory} lacks its decorator; write @chz.chz above class {found.__name__}"
             )
         return found
 
@@ -142,8 +139,7 @@ class EnvSettings:
         if self.reward.timeout_s != REWARD_TIMEOUT_S and not self.runs_user_code:
             raise ConfigError(
                 f"reward.timeout_s={self.reward.timeout_s:g} changes nothing: it limits custom "
-                f"functions, and reward={self.reward.name} is built in; leave it out",
-                field="reward.timeout_s",
+                f"functions, and reward={self.reward.name} is built in; leave it out"
             )
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
             raise ConfigError(

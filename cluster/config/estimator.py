@@ -98,10 +98,9 @@ def _chosen(config: RolloutConfig) -> tuple[str, str]:
     if reverse:
         return "sampled", f"{apart}, and a vocabulary of {width} is small"
     raise ConfigError(
-        f"estimator=auto finds no estimator for divergence={config.objective.divergence}: "
-        f"{apart}, and a vocabulary of {width} is little more than {DEFAULT_TOP_K} likely "
-        "tokens; give estimator=top_k and a teacher_top_k",
-        field="objective.estimator",
+        "objective.estimator=auto finds no estimator for "
+        f"divergence={config.objective.divergence}: {apart}, and a vocabulary of {width} is little "
+        f"more than {DEFAULT_TOP_K} likely tokens; give estimator=top_k and a teacher_top_k"
     )
 
 

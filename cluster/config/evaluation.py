@@ -148,8 +148,7 @@ class HeldOutSettings:
         size = self.size
         if size < 0 or not (size < 1 or float(size).is_integer()):
             raise ConfigError(
-                f"eval.size={size:g} must be a whole number, 0 or above, or a share below 1",
-                field="eval.size",
+                f"eval.size={size:g} must be a whole number, 0 or above, or a share below 1"
             )
         if self.source is not None:
             unweighted_sources("eval.source", self.source)
@@ -182,8 +181,7 @@ class EvalSettings(DecoderSettings, HeldOutSettings):
             if self.size == 0 and name != "size" and value != default_of(field):
                 raise ConfigError(
                     f"eval.{name}={value} changes nothing with eval.size=0, which runs no "
-                    "evaluation; leave one of them out",
-                    field=f"eval.{name}",
+                    "evaluation; leave one of them out"
                 )
 
     def sampling(self, max_new_tokens: int) -> EvalSampling:
@@ -202,14 +200,12 @@ class RowEvaluationSettings(HeldOutSettings):
         if self.size and self.source is not None:
             raise ConfigError(
                 f"eval.size={self.size:g} and eval.source={self.source}: rows are held out of "
-                "data=, or come from a source of their own; leave one of them out",
-                field="eval.size",
+                "data=, or come from a source of their own; leave one of them out"
             )
         if self.every and not self.runs:
             raise ConfigError(
                 f"eval.every={self.every} changes nothing without held-out rows; give "
-                "eval.source=FILE or eval.size=0.05",
-                field="eval.every",
+                "eval.source=FILE or eval.size=0.05"
             )
 
     @property

@@ -193,9 +193,8 @@ def _by_name(
                     yield from _by_name(chz.chz_fields(of), each, f"{path}.{key}.")
                 else:
                     raise ConfigError(
-                        f"{path}.{key}={text_of(each)} is not a mapping of settings; write "
-                        f"`{key}: {{name: value}}`",
-                        field=f"{path}.{key}",
+                        f"{path}.{key}={text_of(each)} is not a mapping of settings; write `{key}: "
+                        "{name: value}`"
                     )
         elif field is not None and not settings_within(field, None):
             try:

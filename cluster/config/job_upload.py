@@ -28,8 +28,7 @@ def refuse_upload(setting: str, path: str | Path) -> None:
     if in_upload(path):
         raise ConfigError(
             f"{setting}={path} is in the upload of this job ({Path(path).resolve()}), which Ray "
-            f"removes: give {setting}= an absolute path on shared storage",
-            field=setting,
+            f"removes: give {setting}= an absolute path on shared storage"
         )
 
 

@@ -113,7 +113,7 @@ def ask_server(role: str, url: str) -> EngineInfo:
     try:
         return asyncio.run(_asked(url, lambda engine: engine.info()))
     except EngineError as error:
-        raise ConfigError(f"{role}={url} does not serve: {error}", field=role) from error
+        raise ConfigError(f"{role}={url} does not serve: {error}") from error
 
 
 async def _asked(url: str, question: Callable[[ExternalSglangEngine], Awaitable[Answer]]) -> Answer:
@@ -161,8 +161,7 @@ def check_holds_tokenizer(role: str, model: str, size: int, tokenizer: Tokenizer
     if size < len(tokenizer):
         raise ConfigError(
             f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
-            f"{len(tokenizer)}; model and tokenizer do not belong together",
-            field=role,
+            f"{len(tokenizer)}; model and tokenizer do not belong together"
         )
 
 

@@ -181,37 +181,32 @@ class RolloutConfig(KeepSettings, DataSettings, CommonConfig):
         coefficient = self.objective.reference_kl_coef
         if coefficient > 0 and self.model.reference is None and not self.lora.trains_adapter:
             raise ConfigError(
-                f"reference_kl_coef={coefficient} needs a reference model; give reference=DIR, "
-                "the student's own checkpoint for example, or train an adapter (lora.rank), "
-                "whose base model is the reference",
-                field="objective.reference_kl_coef",
+                f"objective.reference_kl_coef={coefficient} needs a reference model; give "
+                "reference=DIR, the student's own checkpoint for example, or train an adapter "
+                "(lora.rank), whose base model is the reference"
             )
         asked = "reference" in self.env.queried_models
         if self.model.reference is not None and coefficient == 0 and not asked:
             raise ConfigError(
-                f"reference={self.model.reference} changes nothing with reference_kl_coef=0; give "
-                "a coefficient, or leave the reference out",
-                field="model.reference",
+                f"model.reference={self.model.reference} changes nothing with reference_kl_coef=0; "
+                "give a coefficient, or leave the reference out"
             )
         if self.model.reference is None and asked:
             raise ConfigError(
-                f"reference= is missing: env={type(self.env).__name__} queries the run's reference "
-                "model (games do with env.opponent=reference); give reference=DIR, the student's "
-                "own checkpoint for example",
-                field="model.reference",
+                f"model.reference= is missing: env={type(self.env).__name__} queries the run's "
+                "reference model (games do with env.opponent=reference); give reference=DIR, the "
+                "student's own checkpoint for example"
             )
 
     def _check_keep(self) -> None:
         if isinstance(self.keep, int) and self.keep < self.checkpoint.every:
             raise ConfigError(
                 f"keep={self.keep} must be at least checkpoint.every={self.checkpoint.every}: "
-                "after a failure, steps since the newest checkpoint are repeated",
-                field="keep",
+                "after a failure, steps since the newest checkpoint are repeated"
             )
         if self.only_keeps and self.whole_steps:
             raise ConfigError(
-                f"keep={self.keep} with rollout_only=True: every step is kept; leave keep out",
-                field="keep",
+                f"keep={self.keep} with rollout_only=True: every step is kept; leave keep out"
             )
 
     def _check_env(self) -> None:

@@ -77,8 +77,7 @@ class CheckpointSettings:
             more = ", and metrics of your own code" if own else ""
             raise ConfigError(
                 f"checkpoint.keep_best={metric} is not a metric of this run's evaluations; "
-                f"{known_names(family + bare, known)}{more}",
-                field="checkpoint.keep_best",
+                f"{known_names(family + bare, known)}{more}"
             )
 
 
@@ -115,19 +114,14 @@ class TrackingSettings:
             raise ConfigError(
                 "tracking.notify= contains a user or a password, which would be written to "
                 "config.json; give package.module:function, which can read them from the "
-                "environment",
-                field="tracking.notify",
+                "environment"
             )
         if is_url(self.notify) and split_address(self.notify) is None:
-            raise ConfigError(
-                f"tracking.notify={self.notify} has no host; give https://HOST/PATH",
-                field="tracking.notify",
-            )
+            raise ConfigError(f"tracking.notify={self.notify} has no host; give https://HOST/PATH")
         if ":" not in self.notify:
             raise ConfigError(
                 f"tracking.notify={self.notify} is neither a URL (https://...) nor "
-                "package.module:function",
-                field="tracking.notify",
+                "package.module:function"
             )
 
     @chz.validate
@@ -136,8 +130,7 @@ class TrackingSettings:
             if name not in TRACKERS:
                 raise ConfigError(
                     f"tracking.track={self.track}: {name!r} is not a tracker; "
-                    f"{known_names(name, TRACKERS)}",
-                    field="tracking.track",
+                    f"{known_names(name, TRACKERS)}"
                 )
 
     @property

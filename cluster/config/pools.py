@@ -68,10 +68,9 @@ class PolicyClusterSettings(ClusterSettings):
         """Raise ConfigError if engines would sleep although they share no GPUs."""
         if self.colocate == "sleep" and self.device == "cuda" and self.gpus_per_actor >= 1:
             raise ConfigError(
-                f"colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and "
+                f"cluster.colocate=sleep with gpus_per_actor={self.gpus_per_actor:g}: engines and "
                 "learner have separate GPUs, so sleep frees no memory for the other; use "
-                "gpus_per_actor=0.5, or colocate=share to place them on one node",
-                field="cluster.colocate",
+                "gpus_per_actor=0.5, or colocate=share to place them on one node"
             )
 
 
@@ -107,8 +106,7 @@ class PoolSize(NamedTuple):
         if cluster.local and self.largest > self.smallest:
             raise ConfigError(
                 f"{name}={self.smallest}..{self.largest} with local=True: pools grow on a Ray "
-                f"cluster only; use {name}={self.smallest}",
-                field=name,
+                f"cluster only; use {name}={self.smallest}"
             )
 
 
@@ -142,8 +140,7 @@ class EnginePoolSettings(ServerSettings):
         if cluster.local and parallelism(self.server_flags).nodes > 1:
             raise ConfigError(
                 f"{self.within}server_flags={self.server_flags} with local=True: this process is "
-                "on one node; leave --nnodes or local out",
-                field=f"{self.within}server_flags",
+                "on one node; leave --nnodes or local out"
             )
 
 
@@ -179,8 +176,7 @@ class PolicyPoolSettings(EnginePoolSettings):
             raise ConfigError(
                 f"policy.server_flags={self.server_flags} with colocate={cluster.colocate} "
                 f"learner.workers={workers}: each engine shares the GPUs of {gpus} workers; use "
-                f"{f'a multiple of {gpus} workers' if rest else remedy}",
-                field="policy.server_flags",
+                f"{f'a multiple of {gpus} workers' if rest else remedy}"
             )
 
 
@@ -311,18 +307,15 @@ class QueueSettings:
         given = self.groups_in_flight
         if given is not None and given > most:
             raise ConfigError(
-                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + "
-                "1) * prompts_per_step: additional groups would become too stale; raise "
-                "max_staleness",
-                field="queue.groups_in_flight",
+                f"queue.groups_in_flight={given} must be at most {most}, (queue.max_staleness + 1) "
+                "* prompts_per_step: additional groups would become too stale; raise max_staleness"
             )
         if self.on_stale != "wait" and self.window(prompts_per_step) == prompts_per_step:
             name = "groups_in_flight" if self.max_staleness else "max_staleness"
             raise ConfigError(
                 f"queue.on_stale={self.on_stale} changes nothing with "
                 f"queue.{name}={getattr(self, name)}: the next step waits for every group in "
-                "flight; raise it, or leave on_stale out",
-                field="queue.on_stale",
+                "flight; raise it, or leave on_stale out"
             )
 
     def window(self, prompts_per_step: int) -> int:

@@ -74,7 +74,6 @@ def config_of(recipe: str) -> type[CommonConfig]:
     if recipe not in CONFIGS:
         raise ConfigError(
             f"recipe={recipe} is unknown; {known_names(recipe, CONFIGS)}",
-            field="recipe",
             value=recipe,
         )
     return CONFIGS[recipe]

@@ -207,8 +207,7 @@ def _check_vocabulary(role: str, scorer: CheckedScorer, student_vocab: int) -> N
         raise ConfigError(
             f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
             f"student's {student_vocab}: it could not score every token that the student may "
-            "sample. Resize its embeddings, or choose another pair",
-            field=role,
+            "sample. Resize its embeddings, or choose another pair"
         )
 
 
@@ -217,8 +216,7 @@ def _check_evaluations(config: RolloutConfig, held_out: EnvDataset) -> None:
         if (value := get(config, name)) and not len(held_out):
             raise ConfigError(
                 f"{name}={value}: nothing is evaluated, because no problem is held out; give "
-                "eval.source=, or a larger eval.size of more prompts, or leave it out",
-                field=name,
+                "eval.source=, or a larger eval.size of more prompts, or leave it out"
             )
 
 
@@ -251,10 +249,9 @@ def _check_stops(
     if missing and config.engine.kind_on(config.cluster.device) == "sglang":
         names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
         raise ConfigError(
-            f"stop_tokens={config.model.stop_tokens} leaves out {names}, at which an SGLang server "
-            f"of student={config.model.path} ends in any case; add it, change eos_token in its "
-            "tokenizer_config.json and generation_config.json, or use engine=embedded",
-            field="model.stop_tokens",
+            f"model.stop_tokens={config.model.stop_tokens} leaves out {names}, at which an SGLang "
+            f"server of student={config.model.path} ends in any case; add it, change eos_token in "
+            "its tokenizer_config.json and generation_config.json, or use engine=embedded"
         )
 
 
@@ -278,9 +275,8 @@ def _check_states(
     if (vocabulary, hidden_size) != (scorer.vocab_size, served):
         raise ConfigError(
             f"{setting}={head} has a head of {vocabulary} tokens and hidden states of "
-            f"{hidden_size}, and {role}={scorer.model} has {scorer.vocab_size} and {served}; "
-            "give the checkpoint that the server loaded",
-            field=setting,
+            f"{hidden_size}, and {role}={scorer.model} has {scorer.vocab_size} and {served}; give "
+            "the checkpoint that the server loaded"
         )
     if scorer.scores_at_t or config.sampling.temperature == UNSCALED:
         return "also"
@@ -308,21 +304,19 @@ def _check_top(
     """
     if objective.asked_of_policy and not teacher.scores_given:
         raise ConfigError(
-            f"top_k_from={objective.support} asks the teacher at the student's likeliest tokens, "
-            f"and the server at {role}={teacher.model} runs without isotherm's plugin (or with "
-            "one of another version): it returns only the log-probs of its own likeliest "
-            "tokens. Install isotherm where it runs, or use top_k_from=teacher or "
-            "estimator=sampled",
-            field="objective.top_k_from",
+            f"objective.top_k_from={objective.support} asks the teacher at the student's likeliest "
+            f"tokens, and the server at {role}={teacher.model} runs without isotherm's plugin (or "
+            "with one of another version): it returns only the log-probs of its own likeliest "
+            "tokens. Install isotherm where it runs, or use top_k_from=teacher or estimator=sampled"
         )
     each = objective.asked_of_policy or objective.asked_of_teacher
     asked = objective.asked_of_policy + objective.asked_of_teacher
     if asked >= student_vocab - merged(event):
         both = f", so {asked} with top_k_from=union," if asked > each else ""
         raise ConfigError(
-            f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: no "
-            "token would be left for the tail; estimator=full uses the whole vocabulary",
-            field="objective.teacher_top_k",
+            f"objective.teacher_top_k={each}{both} must be below the vocabulary of "
+            f"{student_vocab}: no token would be left for the tail; estimator=full uses the whole "
+            "vocabulary"
         )
 
 
@@ -386,8 +380,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         if not its_P:
             raise ConfigError(
                 f"teachers.{name}={teacher.model} is unused: no prompt of {config.data.source} "
-                "names it; leave it out",
-                field=f"teachers.{name}",
+                "names it; leave it out"
             )
         if not any(builder.hinted for builder in its_P):
             _check_unhinted(config, teacher.model)
@@ -396,9 +389,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
 def _check_some(config: RolloutConfig, train: EnvDataset) -> None:
     """Raise ConfigError if there are no problems to train on, or none from one of the sources."""
     if not len(train):
-        raise ConfigError(
-            f"env={type(config.env).__name__} has no problem to train on", field="env"
-        )
+        raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
     parts = train.parts if isinstance(train, Mixture) else ()
     if empty := [part.name for part in parts if not part.size]:
         raise ConfigError(
@@ -418,24 +409,20 @@ def _check_rewards(
     if objective.reward_coef > 0 and unjudged:
         several = isinstance(train, Mixture)
         raise ConfigError(
-            f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
+            f"objective.reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
             f"{unjudged[0] if several else f'{config.data.source}:{unjudged[0]}'} has none "
-            "(columns.answer= names its column)",
-            field="objective.reward_coef",
+            "(columns.answer= names its column)"
         )
     if objective.hint_bonus_coef > 0 and unjudged:
         raise ConfigError(
-            f"hint_bonus_coef={objective.hint_bonus_coef} needs right answers, but "
-            f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= names its "
-            "column)",
-            field="objective.hint_bonus_coef",
+            f"objective.hint_bonus_coef={objective.hint_bonus_coef} needs right answers, but "
+            f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= names its column)"
         )
     bonuses = any(builder.pays_bonuses for builder in builders_P)
     if not (objective.reward_coef or objective.kl_coef or objective.hint_bonus_coef or bonuses):
         raise ConfigError(
-            "reward_coef=0 leaves no reward: no prompt has `bonuses`, and the environment gives "
-            "no bonus; give a reward_coef",
-            field="objective.reward_coef",
+            "objective.reward_coef=0 leaves no reward: no prompt has `bonuses`, and the "
+            "environment gives no bonus; give a reward_coef"
         )
     if isinstance(objective, OpdObjective):
         objective.check_weighing(bonuses)
@@ -446,10 +433,9 @@ def _check_unhinted(config: RolloutConfig, teacher: str) -> None:
     objective = config.objective
     if objective.hint_bonus_coef:
         raise ConfigError(
-            f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
-            "hint; give teacher.feedback, or `teacher_prompt` or `teacher_messages` with each "
-            "prompt",
-            field="objective.hint_bonus_coef",
+            f"objective.hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher "
+            "sees no hint; give teacher.feedback, or `teacher_prompt` or `teacher_messages` with "
+            "each prompt"
         )
     if config.teacher.moves and config.teacher_rule is None:
         raise ConfigError(

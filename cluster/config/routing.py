@@ -46,15 +46,13 @@ def _check(config: RolloutConfig) -> None:
     check_replays(meta_causal_lm(config.model.path))
     if config.learner.compile:
         raise ConfigError(
-            "routing_replay=True with compile=True: routers inside compiled layers have not been "
-            "seen to replay; leave one of them out",
-            field="learner.routing_replay",
+            "learner.routing_replay=True with compile=True: routers inside compiled layers have "
+            "not been seen to replay; leave one of them out"
         )
     if config.engine.kind_on(config.cluster.device) == "sglang" and not declares_flag(
         ROUTED_EXPERTS
     ):
         raise ConfigError(
-            f"routing_replay=True: the SGLang that is installed here has no {ROUTED_EXPERTS}; "
-            "install a newer one, or use routing_replay=False",
-            field="learner.routing_replay",
+            "learner.routing_replay=True: the SGLang that is installed here has no "
+            f"{ROUTED_EXPERTS}; install a newer one, or use routing_replay=False"
         )

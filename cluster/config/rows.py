@@ -152,7 +152,6 @@ def check_read(setting: str, value: object, env: EnvConfig) -> None:
         raise ConfigError(
             f"{setting}={value} changes nothing: env={type(env).__name__} does not read a file; "
             "leave it out",
-            field=setting,
             value=value,
         )
 
@@ -166,9 +165,8 @@ def unweighted_sources(setting: str, value: str) -> list[Source]:
     sources = parse_sources(setting, value)
     if any(source.weight != 1 for source in sources):
         raise ConfigError(
-            f"{setting}={value}: weights change nothing, because each row is used once; leave "
-            "them out",
-            field=setting,
+            f"{setting}={value}: weights change nothing, because each row is used once; leave them "
+            "out"
         )
     return sources
 
@@ -194,7 +192,6 @@ def reader_of(columns: Columns, fields: Collection[str] | None) -> RowReader:
         if fields is not None and field not in fields:
             raise ConfigError(
                 f"columns.{field}={column}: no such field is read; {known_names(field, fields)}",
-                field=f"columns.{field}",
                 value=column,
             )
     return RowReader(columns)

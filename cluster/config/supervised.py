@@ -29,8 +29,7 @@ def _steps(config: SupervisedConfig, steps: int | None) -> int:
         return _STEPS if steps is None else steps
     if steps is not None:
         raise ConfigError(
-            f"steps={steps} and epochs={config.epochs:g} both set the length; leave one out",
-            field="steps",
+            f"steps={steps} and epochs={config.epochs:g} both set the length; leave one out"
         )
     return _UNREAD
 
@@ -81,8 +80,7 @@ class SupervisedConfig(CommonConfig):
         if self.rehearses:
             raise ConfigError(
                 "dry_run=rehearse is for recipes that sample (opd, rl): it kills every kind of "
-                "actor once, and this recipe has only a learner; use dry_run=True",
-                field="dry_run",
+                "actor once, and this recipe has only a learner; use dry_run=True"
             )
         self.require_work_for_all(self.data.batch_size, f"batch_size={self.data.batch_size}")
 
@@ -162,6 +160,5 @@ class RewardModelConfig(SupervisedConfig):
             if (value := get(self, name)) is not None:
                 raise ConfigError(
                     f"{name}={value}: recipe=reward_model trains the whole model and its new head, "
-                    "which an adapter would leave frozen; leave it out",
-                    field=name,
+                    "which an adapter would leave frozen; leave it out"
                 )

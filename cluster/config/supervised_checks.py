@@ -204,11 +204,9 @@ def _hold_out_rows(
     for source, (ours, apart) in zip(sources, split, strict=True):
         if not apart:
             raise ConfigError(
-                f"eval.size={config.eval.size:g} of the {len(ours)} rows of {source.place} is "
-                "less than the fewest rows of any prompt, and a prompt's rows stay together (a "
-                "prompt in several sources is not held out); give a larger eval.size, or "
-                "eval.source=FILE",
-                field="eval.size",
+                f"eval.size={config.eval.size:g} of the {len(ours)} rows of {source.place} is less "
+                "than the fewest rows of any prompt, and a prompt's rows stay together (a prompt "
+                "in several sources is not held out); give a larger eval.size, or eval.source=FILE"
             )
         trained.append(ours)
         held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
@@ -232,9 +230,8 @@ def _rows_apart(
     for source in unweighted_sources("eval.source", place):
         if source.place in trained:
             raise ConfigError(
-                f"eval.source={place}: {source.place} is also in data=, and trained rows cannot "
-                "be held out; give another file, or eval.size=0.05",
-                field="eval.source",
+                f"eval.source={place}: {source.place} is also in data=, and trained rows cannot be "
+                "held out; give another file, or eval.size=0.05"
             )
         units = load(source.place)
         overlap += sum(key in keys for key in unit_keys(units))
@@ -279,9 +276,8 @@ def _encoder(
     if config.data.max_length is not None:
         if config.data.max_length > limit:
             raise ConfigError(
-                f"max_length={config.data.max_length} must be at most the model's context, "
-                f"{limit}; lower it",
-                field="data.max_length",
+                f"data.max_length={config.data.max_length} must be at most the model's context, "
+                f"{limit}; lower it"
             )
         limit = config.data.max_length
     # Supervised tokens are trained unchanged, so each stop token is a separate outcome.

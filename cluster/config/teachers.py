@@ -64,8 +64,7 @@ class LocalTeacherSettings(ServerSettings):
         if self.server_flags and (self.model is None or is_url(self.model)):
             raise ConfigError(
                 f"teacher.server_flags={self.server_flags} changes nothing with "
-                f"teacher={self.model}, for which no server is started; leave it out",
-                field="teacher.server_flags",
+                f"teacher={self.model}, for which no server is started; leave it out"
             )
 
     def require_checkpoint(self, what: str) -> None:
@@ -213,8 +212,7 @@ class TeacherSettings(EnginePoolSettings):
         if any(teachers) and self.samples_from is not None:
             raise ConfigError(
                 f"teacher.samples_from={self.samples_from} with teachers.NAME does not name a "
-                f"teacher; give for example teachers.{min(teachers)}.samples_from",
-                field="teacher.samples_from",
+                f"teacher; give for example teachers.{min(teachers)}.samples_from"
             )
         found: dict[str, EndpointAddress] = {}
         for name, teacher in teachers.items():
@@ -225,8 +223,7 @@ class TeacherSettings(EnginePoolSettings):
             if not self.sft_steps and not self.sample_share:
                 raise ConfigError(
                     f"{setting}={teacher.samples_from} changes nothing: the teacher samples no "
-                    "groups; give teacher.sft_steps= or teacher.sample_share=, or leave it out",
-                    field=setting,
+                    "groups; give teacher.sft_steps= or teacher.sample_share=, or leave it out"
                 )
         return found
 
@@ -236,8 +233,7 @@ class TeacherSettings(EnginePoolSettings):
             raise ConfigError(
                 f"teacher.sample_share={self.sample_share} changes nothing with "
                 f"teacher.sft_steps=steps={steps}: no step follows; lower teacher.sft_steps, or "
-                "leave it out",
-                field="teacher.sample_share",
+                "leave it out"
             )
 
     def check_turns(
@@ -361,8 +357,7 @@ class TeacherSettings(EnginePoolSettings):
         elif self.server_flags and not hosted(models):
             raise ConfigError(
                 f"teacher.server_flags={self.server_flags} changes nothing: every teacher is a "
-                "running server; leave it out",
-                field="teacher.server_flags",
+                "running server; leave it out"
             )
         self._check_heads(models, objective, engines_train=not (only_keeps or replays))
 
@@ -372,9 +367,8 @@ class TeacherSettings(EnginePoolSettings):
         threshold = objective.correct_reward_threshold
         if threshold is not None and not (tells or objective.hint_bonus_coef):
             raise ConfigError(
-                f"correct_reward_threshold={threshold} changes nothing without "
-                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out",
-                field="objective.correct_reward_threshold",
+                f"objective.correct_reward_threshold={threshold} changes nothing without "
+                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out"
             )
 
     def _check_heads(
@@ -397,16 +391,14 @@ class TeacherSettings(EnginePoolSettings):
         if self.head is not None and (self.model is None or self.moves):
             raise ConfigError(
                 f"teacher.head={self.head} is for a single teacher with its own weights; give "
-                "teachers.NAME.head for several teachers, and no head with teacher=policy",
-                field="teacher.head",
+                "teachers.NAME.head for several teachers, and no head with teacher=policy"
             )
         heads = [each.head for each in models.values() if each.head is not None]
         if heads and (objective.estimator not in ("full", AUTO) or not engines_train):
             raise ConfigError(
-                f"teacher.head={heads[0]} is for estimator=full and groups with hidden states "
-                "from the teacher's engines: neither rollout_only=True nor train_from= has "
-                "them; leave one of them out",
-                field="teacher.head",
+                f"teacher.head={heads[0]} is for estimator=full and groups with hidden states from "
+                "the teacher's engines: neither rollout_only=True nor train_from= has them; leave "
+                "one of them out"
             )
 
     def _check_own(self) -> None:
@@ -416,8 +408,7 @@ class TeacherSettings(EnginePoolSettings):
                 raise ConfigError(
                     f"teacher.{name}={value} with teacher={OWN}: the student would train on its "
                     "own samples; leave one of them out, or let another model write the samples "
-                    "(teacher.samples_from=)",
-                    field=f"teacher.{name}",
+                    "(teacher.samples_from=)"
                 )
         if self.rule is not None:
             check_pushed("teacher.server_flags", self.server_flags)
@@ -427,8 +418,7 @@ class TeacherSettings(EnginePoolSettings):
             if value != chz.chz_fields(self)[name]._default:
                 raise ConfigError(
                     f"teacher.{name}={value} changes nothing: with teacher={OWN} the policy "
-                    "engines score; leave it out, and use policy.engines",
-                    field=f"teacher.{name}",
+                    "engines score; leave it out, and use policy.engines"
                 )
 
 
@@ -448,16 +438,12 @@ def check_teachers(teacher: TeacherSettings, teachers: Mapping[str, TeacherConfi
     for name, each in teachers.items():
         if each.model == OWN:
             raise ConfigError(
-                f"teachers.{name}.model={OWN}: a teacher that follows the student must be the "
-                f"only teacher; use teacher={OWN}, or give a checkpoint",
-                field=f"teachers.{name}.model",
+                f"teachers.{name}.model={OWN}: a teacher that follows the student must be the only "
+                f"teacher; use teacher={OWN}, or give a checkpoint"
             )
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
             raise ConfigError(
                 f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
             )
         if not 0 < each.weight < float("inf"):
-            raise ConfigError(
-                f"teachers.{name}.weight={each.weight} must be above 0, and finite",
-                field=f"teachers.{name}.weight",
-            )
+            raise ConfigError(f"teachers.{name}.weight={each.weight} must be above 0, and finite")

@@ -505,14 +505,12 @@ def _check_queued(out: str) -> None:
     if record.supervised:
         raise ConfigError(
             f"out={out} holds a run of recipe={record.recipe}; only runs of opd and rl have prompt "
-            "groups to audit",
-            field="out",
+            "groups to audit"
         )
     if (kept_by := record.settings.get("train_from")) is not None:
         raise ConfigError(
             f"out={out} holds a run on kept groups (train_from={kept_by}), which has no queue; "
-            "audit the run that sampled them",
-            field="out",
+            "audit the run that sampled them"
         )
 
 

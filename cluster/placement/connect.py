@@ -152,16 +152,14 @@ def _joining(address: str) -> Iterator[None]:
         raise
     except AuthenticationError as error:
         raise ConfigError(
-            f"RAY_AUTH_MODE=token, but there is no token for RAY_ADDRESS={address}; {_TOKEN}",
-            field="RAY_AUTH_MODE",
+            f"RAY_AUTH_MODE=token, but there is no token for RAY_ADDRESS={address}; {_TOKEN}"
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         if "Version mismatch" in str(error):
             raise _other_version(address, " ".join(str(error).split())) from error
         raise ConfigError(
             f"RAY_ADDRESS={address} cannot be joined: {error}. The driver runs on a node of the "
-            "cluster; leave RAY_ADDRESS out to start Ray here, or submit a job",
-            field="RAY_ADDRESS",
+            "cluster; leave RAY_ADDRESS out to start Ray here, or submit a job"
         ) from error
 
 
@@ -171,8 +169,7 @@ def _named_head(address: str) -> str:
         raise ConfigError(
             f"RAY_ADDRESS={address} is a Ray client's address, and a run's driver must be in the "
             "cluster: submit a job there (ray job submit --address http://HEAD:8265 --working-dir "
-            ". -- python -m cluster.train ...), or on a node of it set RAY_ADDRESS=HEAD:6379",
-            field="RAY_ADDRESS",
+            ". -- python -m cluster.train ...), or on a node of it set RAY_ADDRESS=HEAD:6379"
         )
     if address == "auto":
         return canonicalize_bootstrap_address_or_die(address)
@@ -187,8 +184,7 @@ def _require_answer(address: str) -> None:
     if "://" in address or not separator or not port.isdigit():
         raise ConfigError(
             f"RAY_ADDRESS={address} is not the address of a Ray head, HOST:PORT (port 6379 by "
-            "default)",
-            field="RAY_ADDRESS",
+            "default)"
         )
     try:
         with closing(init_grpc_channel(address)) as channel:

@@ -98,19 +98,17 @@ def _of_cluster(config: CommonConfig) -> tuple[str, str]:
         return device, notice if config.cluster.device == "auto" else ""
     if config.cluster.device == "auto":
         raise ConfigError(
-            "device=auto: no node of the Ray cluster has a GPU now, and it is unknown whether "
-            "its autoscaler can start one with a GPU. Give device=cuda, which waits for GPU "
-            f"nodes (start_deadline_s={config.cluster.start_deadline_of(None):g}), or device=cpu",
-            field="cluster.device",
+            "cluster.device=auto: no node of the Ray cluster has a GPU now, and it is unknown "
+            "whether its autoscaler can start one with a GPU. Give device=cuda, which waits for "
+            f"GPU nodes (start_deadline_s={config.cluster.start_deadline_of(None):g}), or "
+            "device=cpu"
         )
     return "cuda", "device=cuda: no node has a GPU yet; requesting GPU nodes from the autoscaler"
 
 
 def _by_count(config: CommonConfig, gpus: float, where: str) -> str:
     if config.cluster.device == "cuda" and not gpus:
-        raise ConfigError(
-            f"device=cuda but {where} has no GPU; use device=cpu or add one", field="cluster.device"
-        )
+        raise ConfigError(f"cluster.device=cuda but {where} has no GPU; use device=cpu or add one")
     return "cuda" if gpus else "cpu"
 
 
@@ -119,8 +117,7 @@ def _refuse_gpu_settings(config: CommonConfig) -> None:
         value = getattr(config.cluster, name)
         if value != default_of(chz.chz_fields(config.cluster)[name]):
             raise ConfigError(
-                f"{name}={value:g} changes nothing with device=cpu; leave one of them out",
-                field=f"cluster.{name}",
+                f"cluster.{name}={value:g} changes nothing with device=cpu; leave one of them out"
             )
 
 
@@ -128,13 +125,10 @@ def _refuse_on_cpu(config: CommonConfig) -> None:
     for name in ("offload_optimizer", "liger"):
         if getattr(config.learner, name):
             raise ConfigError(
-                f"{name}=True is for CUDA, and the learner is on a CPU; leave it out",
-                field=f"learner.{name}",
+                f"learner.{name}=True is for CUDA, and the learner is on a CPU; leave it out"
             )
     if config.learner.compile and which(os.environ.get("CXX", "g++")) is None:
-        raise ConfigError(
-            "compile=True needs a C++ compiler on a CPU (g++, or CXX)", field="learner.compile"
-        )
+        raise ConfigError("learner.compile=True needs a C++ compiler on a CPU (g++, or CXX)")
 
 
 def _require_gpus_of_their_own(config: CommonConfig) -> None:
@@ -150,14 +144,12 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
         if share == 0.5 and config.policy.size.smallest * gpus == workers:
             return
         raise ConfigError(
-            f"colocate={config.cluster.colocate} gpus_per_actor={share} "
-            f"learner.workers={workers} policy.engines={config.policy.engines}: two workers "
-            "could be placed on one GPU, which NCCL refuses; use gpus_per_actor=0.5 and "
-            f"policy.engines={workers // gpus}",
-            field="cluster.colocate",
+            f"cluster.colocate={config.cluster.colocate} gpus_per_actor={share} "
+            f"learner.workers={workers} policy.engines={config.policy.engines}: two workers could "
+            "be placed on one GPU, which NCCL refuses; use gpus_per_actor=0.5 and "
+            f"policy.engines={workers // gpus}"
         )
     raise ConfigError(
-        f"gpus_per_actor={share} with learner.workers={workers}: NCCL needs a separate GPU for "
-        "each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines",
-        field="cluster.gpus_per_actor",
+        f"cluster.gpus_per_actor={share} with learner.workers={workers}: NCCL needs a separate GPU "
+        "for each worker; use gpus_per_actor=1, or colocate=sleep with as many policy engines"
     )

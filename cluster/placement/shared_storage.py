@@ -40,9 +40,8 @@ def require_visible(
         for (name, path), exists in zip(local.items(), seen, strict=True):
             if not exists:
                 raise ConfigError(
-                    f"{name}={path} does not exist on the Ray node {ip_of(node)}, which reads "
-                    f"it: {_SHARED}",
-                    field=name,
+                    f"{name}={path} does not exist on the Ray node {ip_of(node)}, which reads it: "
+                    f"{_SHARED}"
                 )
 
 
@@ -65,8 +64,7 @@ def require_same_directory(
         if read != word:
             raise ConfigError(
                 f"{name}={directory} on the Ray node {ip_of(node)} is not the driver's directory "
-                f"(or cannot be read there), but both write to it: {_SHARED}",
-                field=name,
+                f"(or cannot be read there), but both write to it: {_SHARED}"
             )
 
 

@@ -48,8 +48,7 @@ class BestCheckpoint:
             known = [name for name in metrics if name.startswith(("eval/", "validation/"))]
             raise ConfigError(
                 f"checkpoint.keep_best={self._metric} is not a metric of this run's evaluations; "
-                f"they measure {', '.join(sorted(known))}",
-                field="checkpoint.keep_best",
+                f"they measure {', '.join(sorted(known))}"
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])
         best = self._found or self._unmarked or self._store.best()

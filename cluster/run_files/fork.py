@@ -97,8 +97,7 @@ def find_fork(
     if run == Path(config.out).resolve():
         raise ConfigError(
             f"fork_from={config.fork_from} is out= itself: give another out=, or leave fork_from "
-            "out to resume that run",
-            field="fork_from",
+            "out to resume that run"
         )
     recipe, their = config.recipe, _record(run, config.fork_from)
     checkpoint = _checkpoint(run, step, config.fork_from, print_line)
@@ -142,7 +141,7 @@ def _parts(fork_from: str) -> tuple[Path, int | None]:
 
 
 def _refused(fork_from: str, why: str) -> ConfigError:
-    return ConfigError(f"fork_from={fork_from}: {why}", field="fork_from")
+    return ConfigError(f"fork_from={fork_from}: {why}")
 
 
 def _record(run: Path, fork_from: str) -> RunRecord:

@@ -32,7 +32,7 @@ def check_out(path: Path) -> None:
         return
     if _holds_files(path):
         raise ConfigError(
-            f"out={path} is not empty and is not an isotherm run; choose another out=", field="out"
+            f"out={path} is not empty and is not an isotherm run; choose another out="
         )
     try:  # permissions alone are not sufficient, for example in /proc
         with tempfile.TemporaryFile(dir=_nearest(path)):  # without a name, which a kill would leave
@@ -64,8 +64,7 @@ def claimed_directory(
     def require_own() -> None:
         if _holds_files(path) and not marker.exists():
             raise ConfigError(
-                f"out={path} is not empty and was not made by {command}; choose another out=",
-                field="out",
+                f"out={path} is not empty and was not made by {command}; choose another out="
             )
 
     require_own()
@@ -83,12 +82,10 @@ def claimed_directory(
 def check_permissions(path: Path) -> None:
     """Raise ConfigError if `out/` is a file, or part of it cannot be written."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"out={path} is a file; give a directory", field="out")
+        raise ConfigError(f"out={path} is a file; give a directory")
     for part in (_nearest(path), *(path / name for name in (*_DIRECTORIES, *_FILES))):
         if part.exists() and not os.access(part, os.W_OK):
-            raise ConfigError(
-                f"out={path} cannot be written (no permission in {part})", field="out"
-            )
+            raise ConfigError(f"out={path} cannot be written (no permission in {part})")
     for name in _DIRECTORIES:
         if (path / name).exists() and not (path / name).is_dir():
             raise ConfigError(f"{path / name} is not a directory; remove it", field="out")
@@ -125,8 +122,7 @@ def _holds_files(path: Path) -> bool:
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"out={path} cannot be written ({error.strerror} in {_nearest(path)}); choose another out=",
-        field="out",
+        f"out={path} cannot be written ({error.strerror} in {_nearest(path)}); choose another out="
     )
 
 

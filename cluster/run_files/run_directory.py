@@ -215,8 +215,7 @@ class RunDirectory:
         if unknown := was.settings.keys() - {path.partition(".")[0] for path in paths}:
             raise ConfigError(
                 f"out={self.path} holds a run of another version of isotherm, which has the "
-                f"setting {min(unknown)}; choose another out=",
-                field="out",
+                f"setting {min(unknown)}; choose another out="
             )
         for name in (each for each in paths if each not in may_change | moved):
             before, after = at_path(was.settings, name), at_path(now, name)
@@ -237,11 +236,9 @@ class RunDirectory:
             )
         for name in sorted(was.data.keys() - moved):
             raise ConfigError(
-                f"{name}={at_path(now, name)} has changed since the run in out={self.path} "
-                f"began: its sha256 is {self._data.get(name)} and was {was.data[name]}, but "
-                "group ids refer to rows by their position. Restore the rows, or choose another "
-                "out=",
-                field=name,
+                f"{name}={at_path(now, name)} has changed since the run in out={self.path} began: "
+                f"its sha256 is {self._data.get(name)} and was {was.data[name]}, but group ids "
+                "refer to rows by their position. Restore the rows, or choose another out="
             )
 
     def is_finished(self) -> bool:

@@ -1,4 +1,7 @@
-"""Fields of errors: every ConfigError that names one names a setting that exists."""
+"""Fields of errors: every ConfigError that names one names a setting that exists.
+
+The field is an argument, or the name in a message that begins with `NAME=`.
+"""
 
 import ast
 import re
@@ -12,6 +15,7 @@ from cluster.calibrate import CalibrateConfig
 from cluster.config.teachers import TeacherConfig
 from distill.envs.base import EnvConfig
 from distill.envs.games.textarena_game import TextArena
+from distill.errors import ConfigError, DataError
 from distill.settings import fields_of
 from tests.cluster.test_rules import KINDS
 
@@ -49,12 +53,29 @@ def _raised_in(
         own = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
         arguments = arguments | {each.id for each in own if isinstance(each, ast.Name)}
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "ConfigError":
-        for keyword in node.keywords:
-            if keyword.arg == "field":
-                for value in _branches(keyword.value):
-                    yield f"{file}:{node.lineno}", value, arguments
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "field"]
+        for field in given or _named(node.args[0]):
+            for value in _branches(field):
+                yield f"{file}:{node.lineno}", value, arguments
     for child in ast.iter_child_nodes(node):
         yield from _raised_in(file, child, arguments)
+
+
+def _named(message: ast.expr) -> list[ast.expr]:
+    """The name in a message that begins with `NAME=`, which is the field by default."""
+    name: list[ast.expr] = []
+    for part in message.values if isinstance(message, ast.JoinedStr) else [message]:
+        if not isinstance(part, ast.Constant):
+            name.append(part)
+            continue
+        text, equals, _ = str(part.value).partition("=")
+        name.append(ast.Constant(text))
+        if equals or not re.fullmatch(r"[\w.-]*", text):
+            known = all(
+                re.fullmatch(r"[\w.-]*", e.value) for e in name if isinstance(e, ast.Constant)
+            )
+            return [ast.JoinedStr(name)] if equals and known else []
+    return []
 
 
 def _branches(value: ast.expr) -> list[ast.expr]:
@@ -86,3 +107,9 @@ def test_the_field_of_an_error_is_a_setting(field: re.Pattern[str], arguments: s
 
 def test_errors_have_fields() -> None:
     assert len(FIELDS) > 200
+
+
+def test_a_message_names_its_field() -> None:
+    assert ConfigError("learner.lr=-1 must be above 0").field == "learner.lr"
+    assert ConfigError("learner.lr=1 with seed=2", field="seed").field == "seed"
+    assert DataError("line 3 has seed=2; remove it").field is None

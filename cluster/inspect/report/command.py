@@ -66,9 +66,7 @@ class ReportConfig:
     @chz.validate
     def _runs_differ(self) -> None:
         if self.against is not None and Path(self.against).resolve() == Path(self.out).resolve():
-            raise ConfigError(
-                f"against={self.against} is the same run as out=; give another run", field="against"
-            )
+            raise ConfigError(f"against={self.against} is the same run as out=; give another run")
 
 
 def report(config: ReportConfig, console: Console) -> None:
@@ -83,7 +81,7 @@ def report(config: ReportConfig, console: Console) -> None:
     try:
         page.write_text(report_page(data), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"html={page} cannot be written: {error}", field="html") from error
+        raise ConfigError(f"html={page} cannot be written: {error}") from error
     shown = len(data["groups"])
     kept = f"{shown} of {data['kept']} kept groups" if data["kept"] else "no kept rollouts"
     console.print(f"wrote the report of {out} to {page}: {kept}", highlight=False)

@@ -43,9 +43,7 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
 def require_directory(out: Path, setting: str) -> None:
     """Raise ConfigError if `out`, which `setting` names, is not a directory."""
     if not out.is_dir():
-        raise ConfigError(
-            f"{setting}={out} is not a directory; give a run's directory", field=setting
-        )
+        raise ConfigError(f"{setting}={out} is not a directory; give a run's directory")
 
 
 def read_run(out: Path, setting: str = "out") -> RunFiles:
