@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config.on_policy import RolloutConfig
+from cluster.config.on_policy import RlConfig
 from distill.rules import get
 from distill.settings import fields_of
 from examples.opd_vs_rl import race
@@ -90,7 +90,7 @@ def test_methods_differ_only_in_the_compared_settings(tmp_path: Path) -> None:
     first, *others = [
         {
             name: get(config, name)
-            for name in fields_of(RolloutConfig)
+            for name in fields_of(RlConfig)
             if name not in own and not name.startswith("objective.")
         }
         for config in configs

@@ -26,7 +26,7 @@ from cluster.config.common import LocalEngineConfig, ModelSettings
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import SamplingSettings
-from cluster.config.on_policy import OpdConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.recipes import make
 from cluster.config.rows import PromptSettings
 from cluster.config.teachers import LocalTeacherSettings
@@ -164,7 +164,7 @@ def forecast(config: ForecastConfig, console: Console) -> None:
         console.print(f"all numbers are in {config.out}", highlight=False)
 
 
-async def _measured(config: ForecastConfig, run: OpdConfig, inputs: RolloutInputs) -> Any:
+async def _measured(config: ForecastConfig, run: RolloutConfig, inputs: RolloutInputs) -> Any:
     import torch
 
     from cluster.inspect.forecast.measure import TOP, measure
