@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass
 
 from actors.sglang.external import ExternalSglangEngine
 from distill.engine import EngineInfo
@@ -15,19 +13,6 @@ from distill.handshake.canary import CanaryRows, CanaryScores, first_fault
 _DEADLINE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerCheck:
-    """Result of a canary on an external server.
-
-    Attributes:
-        description: description of the server's answer, or of the problem.
-    """
-
-    works: bool
-    description: str
-    seconds: float
-
-
 def check_server(
     url: str,
     temperature: float,
@@ -36,33 +21,32 @@ def check_server(
     top_k: int,
     states: bool,
     deadline_s: float = _DEADLINE_S,
-) -> ServerCheck:
+) -> tuple[bool, str]:
     """Score one canary row at T and 1.5 T on a server, with the requests of training.
 
     Args:
         given, top_k, states: what is requested at each position; see `CanaryRows.of`.
+
+    Returns:
+        Whether the server works, and a description of its answer, or of the problem.
     """
-    began = time.monotonic()
-    works = False
     try:
         request = _score_canary(url, temperature, given, top_k, states)
         info, rows, answer = asyncio.run(asyncio.wait_for(request, deadline_s))
-        fault = first_fault(answer, rows)
-        works, text = not fault, f"{url} answers, but {fault}"
-        if works:
-            text = (
-                f"{url} scores {len(answer.at_T_N)} tokens at T={temperature:g}, log q "
-                f"{float(answer.at_T_N.mean()):.3g} on average; {info.temperature_scaling}, "
-                f"{info.dtype}, vocabulary {info.vocab_size}, context {info.context_length}"
-            )
     except TimeoutError:
-        text = (
+        return False, (
             f"{url} did not answer within {deadline_s:g} s: it is overloaded or hangs, and would "
             "delay each step"
         )
     except (EngineError, IsothermError) as error:
-        text = f"{url} cannot score: {error}"
-    return ServerCheck(works=works, description=text, seconds=time.monotonic() - began)
+        return False, f"{url} cannot score: {error}"
+    if fault := first_fault(answer, rows):
+        return False, f"{url} answers, but {fault}"
+    return True, (
+        f"{url} scores {len(answer.at_T_N)} tokens at T={temperature:g}, log q "
+        f"{float(answer.at_T_N.mean()):.3g} on average; {info.temperature_scaling}, "
+        f"{info.dtype}, vocabulary {info.vocab_size}, context {info.context_length}"
+    )
 
 
 async def _score_canary(

@@ -120,9 +120,9 @@ class _Rehearsal:
         before = len(self._outcomes)
         with self._recording_errors("the run, with deaths"):
             strikes = self._run_with_deaths()
-            for each in strikes.recoveries:
-                outcome = "recovered" if each.seconds is not None else "did not recover"
-                self._record(f"death: {each.who}", each.seconds is not None, outcome, each.seconds)
+            for who, seconds in strikes.recoveries.items():
+                outcome = "recovered" if seconds is not None else "did not recover"
+                self._record(f"death: {who}", seconds is not None, outcome, seconds)
             self._record_measurements()
             with self._recording_errors("resume and finish"):
                 self._resume()
@@ -134,14 +134,15 @@ class _Rehearsal:
         objective = self._config.objective
         headed = [teacher_setting(name) for name in self._config.teacher_heads]
         for name, url in self._small.stand_ins.items():
-            result = check_server(
+            began = time.monotonic()
+            works, description = check_server(
                 url,
                 self._config.sampling.temperature,
                 given=objective.asked_of_policy,
                 top_k=objective.asked_of_teacher,
                 states=name in headed,
             )
-            self._record(f"{name}, external", result.works, result.description, result.seconds)
+            self._record(f"{name}, external", works, description, time.monotonic() - began)
 
     def _run_with_deaths(self) -> Strikes:
         """Run until one actor of each kind has died and recovered."""

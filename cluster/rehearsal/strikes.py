@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,6 @@ from cluster.runtime.driver import Signals
 _STEPS_AFTER = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """A death of an actor.
-
-    Attributes:
-        who: the kind of actor.
-        seconds: seconds from the detection of the death until a replacement served; None if none
-            served in time.
-    """
-
-    who: str
-    seconds: float | None
-
-
 class Strikes:
     """Kills actors between a run's steps, in the driver's process.
 
@@ -41,10 +26,14 @@ class Strikes:
         events: the run's events.jsonl.
         signals: signals of the run, by which it is ended.
         deadline_s: deadline of all deaths and recoveries, after which the run is ended.
+
+    Attributes:
+        recoveries: for each kind of actor that was killed, seconds from the detection of its death
+            until a replacement served; None if none served in time, or there was no such actor.
     """
 
     def __init__(self, kinds: list[str], events: Path, signals: Signals, deadline_s: float) -> None:
-        self.recoveries: list[Recovery] = []
+        self.recoveries: dict[str, float | None] = {}
         self.ended = False
         self._waiting, self._events, self._signals = list(kinds), events, signals
         self._deadline = time.monotonic() + deadline_s
@@ -57,7 +46,7 @@ class Strikes:
         if "time/step" not in metrics or self.ended:
             return
         if self._victim is not None and (seconds := self._returned()) is not None:
-            self.recoveries.append(Recovery(who=self._victim, seconds=seconds))
+            self.recoveries[self._victim] = seconds
             self._victim = None
         if time.monotonic() > self._deadline:
             self._abandon()
@@ -74,7 +63,7 @@ class Strikes:
             name for name in list_named_actors() if f"{name.rpartition('/')[2]}-".startswith(prefix)
         ]
         if not living:
-            self.recoveries.append(Recovery(who=kind, seconds=None))
+            self.recoveries[kind] = None
             return
         self._victim, self._known = kind, len(self._restarts(kind))
         ray.kill(ray.get_actor(living[0]), no_restart=False)
@@ -91,7 +80,7 @@ class Strikes:
 
     def _abandon(self) -> None:
         left = ([] if self._victim is None else [self._victim]) + self._waiting
-        self.recoveries += [Recovery(who=kind, seconds=None) for kind in left]
+        self.recoveries |= dict.fromkeys(left)
         self._end()
 
     def _end(self) -> None:
