@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from cluster.config.common import CommonConfig
 from distill.engine import EngineInfo, ScoreRequest
 from distill.errors import ConfigError, EngineError
 from distill.libraries import require_library
+from distill.models.attention_probe import check_packs
 from distill.models.loading import (
     context_length,
     ends_of,
@@ -24,9 +25,11 @@ from distill.models.loading import (
     meta_causal_lm,
     vocab_size,
 )
+from distill.models.model_files import check_model_files
 from distill.sampling import UNSCALED
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from distill.types import Tokenizer
+from learner.export import check_export
 from learner.lora import check_lora
 from learner.routers import check_balances
 
@@ -177,16 +180,33 @@ def check_model(path: str) -> Any:
     return config
 
 
-def check_routers(
+def check_trained(
     config: CommonConfig,
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
-) -> None:
-    """Raise ConfigError if router_aux_coef is set and the model has no router loss."""
+    fresh: Collection[str] = (),
+) -> tuple[Any, Tokenizer, object]:
+    """Check that the learner can train and export the run's model.
+
+    Args:
+        meta_model, fresh: see `check_export`.
+
+    Returns:
+        The model's config, its tokenizer with the run's chat template, and its own template.
+
+    Raises:
+        ConfigError, CheckpointError: with the setting or the file.
+    """
+    path = config.model.path
+    model = check_model(path)
+    if config.learner.packing:
+        check_packs(meta_model(path))
+    check_export(path, meta_model, fresh)
     if config.learner.router_aux_coef:
-        check_balances(meta_model(config.model.path))
-
-
-def check_adapter(config: CommonConfig) -> None:
-    """Raise ConfigError or CheckpointError if the run's adapter does not fit its base."""
+        check_balances(meta_model(path))
     if config.lora.trains_adapter:
-        check_lora(config.lora, config.model.path)
+        check_lora(config.lora, path)
+    tokenizer = load_tokenizer(path)
+    own_template = tokenizer.chat_template
+    tokenizer = config.model.choose_template(tokenizer)
+    check_model_files(path, tokenizer)
+    return model, tokenizer, own_template

@@ -14,11 +14,10 @@ from actors.rollout.text_teacher import TextTeacher
 from actors.sglang.address import is_url
 from cluster.config.model_checks import (
     CheckedScorer,
-    check_adapter,
     check_holds_tokenizer,
     check_model,
-    check_routers,
     check_scorer,
+    check_trained,
     served_hidden_size,
 )
 from cluster.config.on_policy import RolloutConfig
@@ -42,25 +41,21 @@ from distill.envs.base import (
     problems_of,
 )
 from distill.errors import ConfigError
-from distill.models.attention_probe import check_packs
 from distill.models.head import check_head
 from distill.models.loading import (
     check_served_ties,
     context_length,
     ends_of,
-    meta_causal_lm,
     vocab_size,
 )
-from distill.models.model_files import check_model_files
 from distill.models.reward import check_reward_config
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig, OpdObjective
 from distill.rules import get
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens, merged
-from distill.tokenizer import load_tokenizer, probe_tokenizer
+from distill.tokenizer import probe_tokenizer
 from distill.types import Tokenizer, shared_fields
-from learner.export import check_export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +108,10 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, its value and a remedy.
     """
-    student, tokenizer, own_template = _check_student(config)
+    config.engine.kind_on(config.cluster.device)  # raises an error if it is not installed
+    student, tokenizer, own_template = check_trained(config)
     vocabulary = vocab_size(student)
+    check_holds_tokenizer("student", config.model.path, vocabulary, tokenizer)
     scorers = _check_scorers(config, tokenizer)
     own = ends_of(config.model.path, tokenizer)
     ends = [own, *(scorer.ends for scorer in scorers.values())]
@@ -139,7 +136,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     )
     read.require_columns()
     _check_evaluations(config, held_out)
-    _check_signal(config, train)
+    builders_P = [train.builder(p, config.sampling.group_size) for p in range(len(train))]
+    _check_signal(config, train, builders_P)
     encoder = ExampleEncoder(
         tokenizer=tokenizer,
         vocab_size=vocabulary,
@@ -160,7 +158,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         train=train,
         held_out=held_out,
         longest_row=longest_row,
-        judged=any(builder.judged for builder in _builders(config, train)),
+        judged=any(builder.judged for builder in builders_P),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,
         digests=digests_of(config, readers, long),
@@ -168,24 +166,6 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         text_teachers=text_teachers(config, unlimited, train),
         states=states,
     )
-
-
-def _check_student(config: RolloutConfig) -> tuple[Any, Tokenizer, object]:
-    """The student's config, its tokenizer with the run's chat template, and its own template."""
-    path = config.model.path
-    config.engine.kind_on(config.cluster.device)
-    student = check_model(path)
-    if config.learner.packing:
-        check_packs(meta_causal_lm(path))
-    check_export(path)
-    check_routers(config)
-    check_adapter(config)
-    tokenizer = load_tokenizer(path)
-    own_template = tokenizer.chat_template
-    tokenizer = config.model.choose_template(tokenizer)
-    check_model_files(path, tokenizer)
-    check_holds_tokenizer("student", path, vocab_size(student), tokenizer)
-    return student, tokenizer, own_template
 
 
 def _check_scorers(config: RolloutConfig, tokenizer: Tokenizer) -> dict[str, CheckedScorer]:
@@ -232,10 +212,6 @@ def _load_sft(
         rows_D += ours
         parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
     return rows_D, parts
-
-
-def _builders(config: RolloutConfig, problems: EnvDataset) -> list[EnvGroupBuilder]:
-    return [problems.builder(p, config.sampling.group_size) for p in range(len(problems))]
 
 
 def _check_stops(
@@ -368,13 +344,14 @@ def _load_problems(
     return mixture(train, sources), mixture(taken, apart)
 
 
-def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
+def _check_signal(
+    config: RolloutConfig, train: EnvDataset, builders_P: Sequence[EnvGroupBuilder]
+) -> None:
     """Raise ConfigError if the problems leave a term of the objective without a signal."""
-    builders_P = _builders(config, train)
     _check_some(config, train)
-    unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
-    _check_rewards(config, train, builders_P, unjudged)
-    _check_feedback(config, train, builders_P, unjudged)
+    _check_answers(config, train, builders_P)
+    _check_rewards(config, builders_P)
+    _check_feedback(config, train, builders_P)
     for name, teacher in config.teacher_models().items():
         its_P = [builder for builder in builders_P if builder.teacher == name]
         if not its_P:
@@ -398,26 +375,30 @@ def _check_some(config: RolloutConfig, train: EnvDataset) -> None:
         )
 
 
-def _check_rewards(
-    config: RolloutConfig,
-    train: EnvDataset,
-    builders_P: Sequence[EnvGroupBuilder],
-    unjudged: Sequence[str],
+def _check_answers(
+    config: RolloutConfig, train: EnvDataset, builders_P: Sequence[EnvGroupBuilder]
 ) -> None:
+    """Raise ConfigError if a prompt lacks the `answer` that a term of the objective needs."""
+    objective, template = config.objective, config.feedback_template()
+    terms = {
+        f"objective.reward_coef={objective.reward_coef}": objective.reward_coef > 0,
+        f"objective.hint_bonus_coef={objective.hint_bonus_coef}": objective.hint_bonus_coef > 0,
+        "teacher.feedback= with the reward": template is not None and template.judges,
+    }
+    judging = [term for term, judges in terms.items() if judges]
+    unjudged = (p for p, builder in enumerate(builders_P) if not builder.judged)
+    if judging and (first := next(unjudged, None)) is not None:
+        label = train.label(first)
+        where = label if isinstance(train, Mixture) else f"{config.data.source}:{label}"
+        raise ConfigError(
+            f"{judging[0]} needs an `answer` with every prompt; {where} has none (columns.answer= "
+            "names its column)"
+        )
+
+
+def _check_rewards(config: RolloutConfig, builders_P: Sequence[EnvGroupBuilder]) -> None:
     """Raise ConfigError if the problems cannot pay the rewards of the objective."""
     objective = config.objective
-    if objective.reward_coef > 0 and unjudged:
-        several = isinstance(train, Mixture)
-        raise ConfigError(
-            f"objective.reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
-            f"{unjudged[0] if several else f'{config.data.source}:{unjudged[0]}'} has none "
-            "(columns.answer= names its column)"
-        )
-    if objective.hint_bonus_coef > 0 and unjudged:
-        raise ConfigError(
-            f"objective.hint_bonus_coef={objective.hint_bonus_coef} needs right answers, but "
-            f"{config.data.source}:{unjudged[0]} has no `answer` (columns.answer= names its column)"
-        )
     bonuses = any(builder.pays_bonuses for builder in builders_P)
     if not (objective.reward_coef or objective.kl_coef or objective.hint_bonus_coef or bonuses):
         raise ConfigError(
@@ -456,12 +437,9 @@ def _check_unhinted(config: RolloutConfig, teacher: str) -> None:
 
 
 def _check_feedback(
-    config: RolloutConfig,
-    train: EnvDataset,
-    builders_P: Sequence[EnvGroupBuilder],
-    unjudged: Sequence[str],
+    config: RolloutConfig, train: EnvDataset, builders_P: Sequence[EnvGroupBuilder]
 ) -> None:
-    """Raise ConfigError if teacher.feedback needs text or rewards that the problems lack."""
+    """Raise ConfigError if teacher.feedback needs text that the problems lack."""
     template = config.feedback_template()
     if template is None:
         return
@@ -470,12 +448,6 @@ def _check_feedback(
             "teacher.feedback replaces the prompt or the last user message, and problems of "
             f"env={type(config.env).__name__} are tokens; give `feedback` with them "
             "(distill.data.feedback.FeedbackContext), or leave it out",
-            field="teacher.feedback",
-        )
-    if template.judges and unjudged:
-        raise ConfigError(
-            "teacher.feedback contains the reward, which needs an `answer`: "
-            f"{config.data.source}:{unjudged[0]} has none (columns.answer= names its column)",
             field="teacher.feedback",
         )
     mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.may_give_feedback]

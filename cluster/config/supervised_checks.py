@@ -9,11 +9,9 @@ from itertools import chain, groupby
 from transformers.modeling_utils import PreTrainedModel
 
 from cluster.config.model_checks import (
-    check_adapter,
     check_holds_tokenizer,
-    check_model,
-    check_routers,
     check_scorer,
+    check_trained,
 )
 from cluster.config.rows import digests_of, reader_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
@@ -26,7 +24,6 @@ from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
 from distill.data.sources import Source, parse_sources
 from distill.errors import ConfigError
-from distill.models.attention_probe import check_packs
 from distill.models.loading import (
     context_length,
     ends_of,
@@ -34,13 +31,10 @@ from distill.models.loading import (
     meta_causal_lm,
     vocab_size,
 )
-from distill.models.model_files import check_model_files
 from distill.models.reward import HEAD_WEIGHT, meta_reward_model, padding_token
 from distill.objective.batching import TrainingRow
 from distill.stops import StopTokens, hits
-from distill.tokenizer import load_tokenizer
 from distill.types import Tokenizer
-from learner.export import check_export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,16 +256,8 @@ def _encoder(
     meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
     fresh: Collection[str] = (),
 ) -> tuple[ExampleEncoder, StopTokens]:
-    """Encoder of supervised data for the model, and the model's stop tokens.
-
-    `meta_model` and `fresh`: see `check_export`.
-    """
-    model = check_model(config.model.path)
-    if config.learner.packing:
-        check_packs(meta_model(config.model.path))
-    check_export(config.model.path, meta_model, fresh)
-    check_routers(config, meta_model)
-    check_adapter(config)
+    """Encoder of supervised data for the model, and the model's stop tokens."""
+    model, tokenizer, _ = check_trained(config, meta_model, fresh)
     limit = context_length(model)
     if config.data.max_length is not None:
         if config.data.max_length > limit:
@@ -280,12 +266,10 @@ def _encoder(
                 f"{limit}; lower it"
             )
         limit = config.data.max_length
-    # Supervised tokens are trained unchanged, so each stop token is a separate outcome.
-    tokenizer = config.model.choose_template(load_tokenizer(config.model.path))
-    check_model_files(config.model.path, tokenizer)
     vocabulary = vocab_size(model)
     stops = config.model.stops(tokenizer, [ends_of(config.model.path, tokenizer)], vocabulary)
     encoder = ExampleEncoder(
         tokenizer=tokenizer, vocab_size=vocabulary, max_length=limit, stop_ids=stops.ids
     )
+    # Supervised tokens are trained unchanged, so each stop token is a separate outcome.
     return encoder, replace(stops, one_event=False)
