@@ -17,16 +17,10 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A fault of a run that a detector has recognised.
-
-    Attributes:
-        text: the observation, in numbers.
-        settings: settings that the remedy names.
-    """
+    """A fault of a run that a detector has recognised. `text`: the observation, in numbers."""
 
     text: str
     remedy: str
-    settings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

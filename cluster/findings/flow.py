@@ -29,7 +29,6 @@ def staleness_at_its_bound(history: History, config: RolloutConfig) -> Diagnosis
         f"which is max_staleness, and the learner waits {waits:.0%} of the time",
         remedy="the learner waits for the oldest groups. Raise max_staleness, lower "
         "max_new_tokens, or lower groups_in_flight, so that each group is complete sooner",
-        settings=("max_staleness", "max_new_tokens", "groups_in_flight"),
     )
 
 
@@ -43,7 +42,6 @@ def learner_starves(history: History, config: RolloutConfig) -> Diagnosis | None
         text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
         remedy="raise policy.engines and rollout.workers (a range such as 2..8 adds them as "
         "needed), or groups_in_flight",
-        settings=("policy.engines", "rollout.workers", "groups_in_flight"),
     )
 
 
@@ -66,7 +64,6 @@ def teachers_idle(history: History, config: RolloutConfig) -> Diagnosis | None:
         text=f"{engines} engines of the teacher share work that keeps one engine busy for at most "
         f"{work:.0%} of the time",
         remedy="set teacher.engines=1, and use the freed resources for policy.engines",
-        settings=("teacher.engines", "policy.engines"),
     )
 
 
@@ -84,7 +81,6 @@ def turns_take_long(history: History, _config: RolloutConfig) -> Diagnosis | Non
         f"{share:.0%} of the time (turns/seconds)",
         remedy="longer turns need fewer changes: raise groups_in_flight or "
         "prompts_per_step; or give the teachers separate GPUs (teacher.gpus=own)",
-        settings=("groups_in_flight", "prompts_per_step", "teacher.gpus"),
     )
 
 
@@ -101,5 +97,4 @@ def groups_not_kept(reason: str, step: int) -> Finding:
         text=f"groups that have arrived are not kept on disk: {reason}",
         remedy="the run continues; after a death of the queue or a resume these groups are sampled "
         "again",
-        settings=(),
     )

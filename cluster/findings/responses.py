@@ -32,7 +32,6 @@ def responses_are_cut(history: History, config: RolloutConfig) -> Diagnosis | No
                 text=f"{cut.values[-1]:.0%} of the episodes were cut off by {limit} "
                 f"(rollout/stop/{reason})",
                 remedy=f"raise {setting}, unless this is intended",
-                settings=(setting,),
             )
     return None
 
@@ -47,7 +46,6 @@ def members_are_equal(history: History, _config: RolloutConfig) -> Diagnosis | N
         "they were sampled at a temperature above 0 (rollout/equal_groups)",
         remedy="the engine samples all members with one seed. Remove the flag from "
         "policy.server_flags= that makes SGLang deterministic, or use engine=embedded",
-        settings=("policy.server_flags", "engine"),
     )
 
 
@@ -66,7 +64,6 @@ def responses_grow(history: History, config: RolloutConfig) -> Diagnosis | None:
         text=f"responses have grown from {length.start:.3g} to {length.now:.3g} tokens, and {why}",
         remedy="read the kept responses. If they ramble, use a third of the lr, or "
         "reference_kl_coef=0.05 with reference=; if they need the length, raise max_new_tokens",
-        settings=("lr", "reference_kl_coef", "reference", "max_new_tokens"),
     )
 
 
@@ -86,7 +83,6 @@ def responses_repeat(history: History, config: RolloutConfig) -> Diagnosis | Non
         )
         + "Start another out= with a third of the lr or a lower max_new_tokens, or constrain the "
         "policy with reference_kl_coef=0.05 and reference=",
-        settings=("lr", "max_new_tokens", "reference_kl_coef", "reference"),
     )
 
 
@@ -106,7 +102,6 @@ def eos_vanishes(history: History, config: RolloutConfig) -> Diagnosis | None:
         "start",
         remedy=f"{cause} (set {setting}=), or {answers} exceed "
         f"max_new_tokens={config.sampling.max_new_tokens} (raise it)",
-        settings=(setting, "max_new_tokens"),
     )
 
 

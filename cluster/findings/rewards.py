@@ -20,14 +20,12 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Diagnosis | 
     zero = all(series is not None and not any(series.values) for series in extremes)
     if not zero and (groups is None or any(groups.values)):
         return None
-    settings: tuple[str, ...] = ("prompts", "group_size")
     if not config.objective.reward_coef > 0:
         why = "the terms of all sampled tokens are 0"
         remedy = "check that teacher= is the right checkpoint"
-        settings = ("teacher",)
     elif _masked(history, config):
         why = "the rewards of episodes that are cut off do not count (mask_truncated=True)"
-        remedy, settings = "raise max_new_tokens", ("mask_truncated", "max_new_tokens")
+        remedy = "raise max_new_tokens"
     else:
         why = "all members of each group have the same reward"
         remedy = (
@@ -37,7 +35,6 @@ def advantages_are_zero(history: History, config: RolloutConfig) -> Diagnosis | 
     return Diagnosis(
         text=f"all advantages are 0 so far: {why}",
         remedy=remedy,
-        settings=settings,
     )
 
 
@@ -53,7 +50,6 @@ def rewards_are_constant(history: History, config: RolloutConfig) -> Diagnosis |
         f"(mean {reward.now:.3g}), so the reward gives them no advantage",
         remedy="test the reward on the kept responses; use other prompts, a larger group_size, or, "
         "if a few groups differ, constant_groups=replace (rl)",
-        settings=("prompts", "group_size", "constant_groups"),
     )
 
 
@@ -77,7 +73,6 @@ def format_pays_alone(history: History, _config: RolloutConfig) -> Diagnosis | N
         f"{best:.3g} to {reward.now:.3g}",
         remedy="the format is rewarded without a right answer: lower env.format_reward, or make "
         "the reward itself require the format",
-        settings=("env.format_reward",),
     )
 
 
@@ -93,5 +88,4 @@ def groups_fail(group_id: int, reason: str, step: int) -> Finding:
         text=f"group {group_id} is set aside and will not be trained on: {reason}",
         remedy="correct the environment, the reward or the row, and start another out=: without "
         "the failing problems, the training data is a biased selection",
-        settings=(),
     )

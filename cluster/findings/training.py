@@ -44,20 +44,14 @@ def kl_rises(history: History, config: RolloutConfig) -> Diagnosis | None:
         f"{grown:.1f}, entropy {moved:+.2f} nats)",
         remedy="the updates are too large. Start another out= with a third of the lr, or with "
         f"larger steps (prompts_per_step){_less_noise(config)}",
-        settings=("lr", "prompts_per_step", *_estimator(config)),
     )
 
 
 def _less_noise(config: RolloutConfig) -> str:
-    if not _estimator(config):
+    """Further remedy, if another estimator has less noise; else empty."""
+    if not config.objective.kl_coef or config.objective.estimator != "sampled":
         return ""
     return ", or with estimator=full or top_k, whose gradients have less noise"
-
-
-def _estimator(config: RolloutConfig) -> tuple[str, ...]:
-    """The setting `estimator` as a remedy, if another estimator has less noise."""
-    objective = config.objective
-    return ("estimator",) if objective.kl_coef and objective.estimator == "sampled" else ()
 
 
 def kl_on_few_tokens(history: History, config: RolloutConfig) -> Diagnosis | None:
@@ -75,7 +69,6 @@ def kl_on_few_tokens(history: History, config: RolloutConfig) -> Diagnosis | Non
         remedy="a few tokens dominate the updates. Read them (cluster.report, furthest apart); "
         "bound the KL of each token with kl_clip=5, or the updates with a lower max_grad_norm"
         f"{_less_noise(config)}",
-        settings=("kl_clip", "max_grad_norm", *_estimator(config)),
     )
 
 
@@ -95,7 +88,6 @@ def entropy_collapses(history: History, config: RolloutConfig) -> Diagnosis | No
         "token, but neither the KL nor the reward has improved",
         remedy="samples are nearly equal, so there is little left to learn from. Start another "
         "out= with a third of the lr, entropy_coef=0.001, or a higher temperature",
-        settings=("lr", "entropy_coef", "temperature"),
     )
 
 
@@ -104,15 +96,14 @@ def engine_gap_grows(history: History, config: RolloutConfig) -> Diagnosis | Non
     gap = history.of("train/logprob_gap", PATIENCE)
     if gap is None or gap.now <= max(_GAP, _GAP_GROWN * _settled(gap)):
         return None
-    bound, bounds = "Lower", ()
+    bound = "Lower"
     if config.objective.has_advantages:  # losses over ratios have something to weigh
-        bound, bounds = "Bound the ratios with correction=truncate, lower", ("correction",)
+        bound = "Bound the ratios with correction=truncate, lower"
     return Diagnosis(
         text=f"engines and learner differ by a mean of {gap.now:.3g} nats per token "
         f"(train/logprob_gap), {_settled(gap):.3g} at first",
         remedy=f"samples deviate more and more from the trained policy. {bound} "
         "max_staleness, or give the engines dtype=float32",
-        settings=(*bounds, "max_staleness", "dtype"),
     )
 
 
@@ -130,7 +121,6 @@ def updates_are_lost(history: History, _config: RolloutConfig) -> Diagnosis | No
         text=f"push/lost_share={lost.values[-1]:.2f} after {len(lost)} steps: the adapter's change "
         "is too small for the engines' precision, and most of it is rounded away",
         remedy="raise lr (1e-4 or more is usual for an adapter), or give the engines dtype=float32",
-        settings=("lr", "dtype"),
     )
 
 

@@ -39,7 +39,7 @@ from cluster.findings.training import (
 from cluster.store.kept_groups import KeptGroups
 from distill.errors import DataError
 from distill.objective.repetition import repeated_share
-from distill.types import StopReason, Trajectory, shared_fields
+from distill.types import StopReason, Trajectory
 
 Detect = Callable[[History, RolloutConfig], Diagnosis | None]
 
@@ -145,7 +145,8 @@ class Watch:
                 self._reported.add(name)
                 found.append(
                     Finding(
-                        **shared_fields(Diagnosis, diagnosis),
+                        text=diagnosis.text,
+                        remedy=diagnosis.remedy,
                         name=name,
                         step=self._history.step,
                         evidence=self._evidence(detector),

@@ -381,7 +381,6 @@ class Canaries:
                 step=self.step,
                 text=f"{watched.who} has moved from its first answers, {why}; {contained}{again}",
                 remedy=watched.remedy,
-                settings=("verify.every",),
             )
         )
         self._numbers.pop(watched, None)
