@@ -59,25 +59,6 @@ Keep = int | Literal["sample", "all", "none"]
 
 
 @chz.chz
-class DataSettings(EnvSettings):
-    """Training data of a policy."""
-
-    data: StepPromptSettings = section_field(StepPromptSettings)
-    sft: SftMixSettings = section_field(SftMixSettings)
-
-    @chz.validate
-    def _data_in_range(self) -> None:
-        self.data.check(self.env)
-
-    def problems_title(self, prompts: str | None) -> str:
-        """Environment, prompts and reward as `key=value` text."""
-        title = f"env={type(self.env).__name__}"
-        if self.env.reads_prompts:
-            title += f" prompts={prompts}"
-        return title + (f" reward={self.judge}" if self.env.judges else "")
-
-
-@chz.chz
 class PolicyLearnerSettings(RunLearnerSettings):
     """Settings of a policy's learner: AdamW, its computation, and its actors."""
 
@@ -132,11 +113,13 @@ class KeepSettings:
 
 
 @chz.chz
-class RolloutConfig(KeepSettings, DataSettings, CommonConfig):
+class RolloutConfig(KeepSettings, EnvSettings, CommonConfig):
     """Settings of the recipes that train on the student's own samples."""
 
     section: ClassVar[Section] = Section.MODEL
 
+    data: StepPromptSettings = section_field(StepPromptSettings)
+    sft: SftMixSettings = section_field(SftMixSettings)
     model: ReferredModelSettings = section_field(ReferredModelSettings)
     learner: PolicyLearnerSettings = learner_section(PolicyLearnerSettings)
     objective: ObjectiveConfig = section_field(ObjectiveConfig)
@@ -160,6 +143,7 @@ class RolloutConfig(KeepSettings, DataSettings, CommonConfig):
 
     @chz.validate
     def _in_range(self) -> None:
+        self.data.check(self.env)
         self.require_work_for_all(
             self.data.batch_size * self.sampling.group_size,
             f"prompts_per_step={self.data.batch_size} x group_size={self.sampling.group_size}",
@@ -235,6 +219,13 @@ class RolloutConfig(KeepSettings, DataSettings, CommonConfig):
         if self.teacher_models():
             names |= {"eval/reverse_kl", "eval/reverse_kl_low", "eval/reverse_kl_high"}
         self.checkpoint.check_measured("eval/", names, own=own is None)
+
+    def problems_title(self, prompts: str | None) -> str:
+        """Environment, prompts and reward as `key=value` text."""
+        title = f"env={type(self.env).__name__}"
+        if self.env.reads_prompts:
+            title += f" prompts={prompts}"
+        return title + (f" reward={self.judge}" if self.env.judges else "")
 
     def row_readers(self) -> Mapping[str, tuple[RowReader, RowCheck]]:
         """Reader of rows, and check of a row's fields, for each setting that names rows."""

@@ -38,13 +38,12 @@ class Fork:
     """Checkpoint of another run from which a run starts.
 
     Attributes:
-        run, run_id, recipe: directory, id and recipe of the other run.
+        run, run_id: directory and id of the other run.
         moments: True if AdamW's moments are copied as well.
     """
 
     run: Path
     run_id: str
-    recipe: str
     checkpoint: Checkpoint
     moments: bool
 
@@ -118,7 +117,6 @@ def find_fork(
     return Fork(
         run=run,
         run_id=their.run_id,
-        recipe=their.recipe,
         checkpoint=checkpoint,
         moments=moments,
     )
