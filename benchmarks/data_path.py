@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.queue import _ray, cpu_seconds
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from distill.columns import GroupColumns, checked, pack
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows

@@ -30,7 +30,7 @@ from cluster.command import run_command
 from cluster.hosts.rollout_actor import GroupProgress, RosterChange, WorkerStatus
 from cluster.placement.connect import connect
 from cluster.placement.roles import POLICY, ROLLOUT
-from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_types import QueueStatus
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.watchdog import quiet_s
 from cluster.runtime.workers import Workers

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from cluster.inspect.audit import audit
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from distill.columns import checked
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrainedGroups

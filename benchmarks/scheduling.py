@@ -52,7 +52,7 @@ from rich.table import Table
 from cluster.command import run_command
 from cluster.handles.engine_pool import EnginePool
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from distill.records import Lease, OnStale, TrainedGroups
 
 SPEED = 40.0  # tokens/s of a slot

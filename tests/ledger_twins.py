@@ -7,8 +7,7 @@ which scores are proven (provenance.py, scoring.py).
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from cluster.queue.adoption import Kept
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import Kept, LedgerSettings
 from cluster.queue.scoring import Scoring
 from cluster.queue.step_rule import StepRule, View
 from distill.records import TrainedGroups

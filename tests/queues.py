@@ -9,7 +9,7 @@ import ray
 
 from cluster.handles.local_actor import LocalActor
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
 from distill.records import TrainedGroups
 

@@ -50,7 +50,7 @@ from cluster.placement.roles import (
     worker_title,
 )
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (

@@ -25,8 +25,8 @@ from rich.console import Console
 from cluster.command import run_command
 from cluster.config.run_record import RunRecord
 from cluster.inspect.run_evidence import RunEvidence
-from cluster.queue.adoption import Kept
 from cluster.queue.journal import Replay, adopted_of, broken_links, by_id, read_journal, step_of
+from cluster.queue.ledger_types import Kept
 from cluster.queue.scoring import Scoring, ScoringRecord
 from distill.errors import ConfigError, DataError, IsothermError
 from distill.records import CONSTANT_REWARD, TrainedGroups

@@ -55,9 +55,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.jsonl_log import LineFile, last_line
-from cluster.queue.adoption import Kept
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import Kept, LedgerSettings
 from distill.errors import DataError
 from distill.records import Lease, TrainedGroups
 

@@ -43,10 +43,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from cluster.queue.adoption import Kept
 from cluster.queue.faults import Faults, killed
-from cluster.queue.ledger_answers import CanaryAnswer, NextStep, QueueStatus
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import CanaryAnswer, Kept, LedgerSettings, NextStep, QueueStatus
 from cluster.queue.provenance import ScoreProvenance
 from cluster.queue.step_rule import View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
@@ -93,7 +91,7 @@ class Ledger:
         """
         Args:
             trained: groups that the starting weights account for.
-            adopted: groups of an earlier job that are taken back (cluster/queue/adoption.py).
+            adopted: groups of an earlier job that are taken back (cluster/queue/ledger_types.py).
             clock: seconds, for the age of leases.
             record: called with an event's name and its fields.
         """

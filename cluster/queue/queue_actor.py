@@ -17,11 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.queue.adoption import Kept, adopted
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import CanaryAnswer, Kept, LedgerSettings, QueueStatus, adopted
 from cluster.queue.payload import (
     Delivery,
     Payload,

@@ -27,7 +27,7 @@ from cluster.findings.finding import Finding
 from cluster.handles.mailbox import with_states
 from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT, teacher_role
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger_answers import CanaryAnswer
+from cluster.queue.ledger_types import CanaryAnswer
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.runtime.watched import Engines, LearnerModel, RewardModel, ScoringEngine, Watched
 from cluster.supervision.supervise import Member, State

@@ -26,7 +26,6 @@ from cluster.findings.finding import Finding
 from cluster.findings.flow import groups_not_kept
 from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
-from cluster.handles.failures import reason_of
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import LearnerActors, LearnerStart
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
@@ -44,7 +43,7 @@ from cluster.placement.roles import (
     worker_title,
 )
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_types import QueueStatus
 from cluster.runtime.admission import Admission
 from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Signals
@@ -259,7 +258,7 @@ class Fleet(LearnerAlone):
             if self._committed is not None:  # Ray would report a cancelled call
                 calls.get(self._committed, timeout=_CLOSE_S)
         except errors.RayError as error:  # dead or hanging: only the end of its journal is missing
-            self._directory.append_event("unclosed", why=reason_of(error))
+            self._directory.append_event("unclosed", why=calls.reason_of(error))
         super().close()
 
     # while the driver waits

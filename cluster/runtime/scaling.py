@@ -20,7 +20,7 @@ from typing import Protocol
 from cluster.handles.node import nodes_alive
 from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import EVALUATION, POLICY, ROLLOUT
-from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_types import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName
 from cluster.supervision.supervise import State, Supervisor

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from cluster.base.outcomes import RunFailed
 from cluster.hosts.rollout_actor import GroupProgress, WorkerStatus
 from cluster.placement.roles import REWARD
-from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_types import QueueStatus
 
 # Default of `stall_after_s`.
 STALL_AFTER_S = 300.0

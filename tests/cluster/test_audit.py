@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cluster.inspect.audit import Audit, AuditConfig, audit, main, print_audit
-from cluster.queue.adoption import adopted
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings, adopted
 from distill.errors import ConfigError, DataError
 from distill.records import Lease, TrainedGroups
 from learner.checkpoint import CheckpointStore

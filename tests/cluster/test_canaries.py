@@ -22,7 +22,7 @@ from cluster.handles.local_actor import LocalActor
 from cluster.placement.roles import REFERENCE, REWARD, ROLLOUT
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.journal import read_journal, replay
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from cluster.queue.scoring import read_scoring
 from cluster.runtime.canaries import Canaries, ScoredWrongly
 from cluster.runtime.driver import Driver, Signals

@@ -9,10 +9,9 @@ import pytest
 
 from cluster.handles.calls import get, kill
 from cluster.inspect.audit import audit
-from cluster.queue.adoption import Kept, adopted
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.journal import read_journal
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import Kept, LedgerSettings, adopted
 from cluster.store.group_format import GroupRow
 from cluster.store.group_store import GroupStore
 from distill.columns import pack

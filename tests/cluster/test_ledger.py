@@ -24,11 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.inspect.audit import audit
-from cluster.queue.adoption import Kept, adopted
 from cluster.queue.journal import Journal, read_journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import CanaryAnswer, Kept, LedgerSettings, QueueStatus, adopted
 from cluster.queue.step_rule import View
 from distill.errors import DataError
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups

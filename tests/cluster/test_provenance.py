@@ -9,8 +9,7 @@ import pytest
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, read_journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import CanaryAnswer
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import CanaryAnswer, LedgerSettings
 from cluster.queue.scoring import read_scoring
 from distill.records import Lease, TrainedGroups
 from tests.cluster import test_audit

@@ -16,7 +16,7 @@ from actors.rollout.worker import Stage
 from cluster.hosts.rollout_actor import GroupProgress, WorkerStatus
 from cluster.queue.group_queue import WorkerEnd
 from cluster.queue.journal import read_journal
-from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_types import QueueStatus
 from cluster.runtime.scaling import Scaling
 from cluster.supervision.supervise import ActorSpec, Member, State
 from distill.records import TrainedGroups

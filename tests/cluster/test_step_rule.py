@@ -18,7 +18,7 @@ from benchmarks.scheduling import Outcome, Schedule, Simulation, Workload
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings
 from cluster.queue.step_rule import Choice, StepRule, View
 from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 from tests.ledger_twins import next_step, oldest

@@ -10,8 +10,7 @@ import pytest
 from cluster.base.outcomes import RunFailed
 from cluster.hosts.rollout_actor import GroupProgress, WorkerStatus
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_answers import QueueStatus
-from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.ledger_types import LedgerSettings, QueueStatus
 from cluster.runtime.watchdog import Watchdog, quiet_s, suspects, wait_graph
 from distill.records import TrainedGroups
 
