@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from actors.embedded.engine import EmbeddedEngine
 from cluster.handles import calls, errors
-from cluster.handles.failures import root_cause
 from cluster.handles.local_actor import LocalActor
 from distill.chat.responses import response_text
 from distill.chat.template import render_messages, render_text
@@ -309,4 +308,4 @@ def _value(reference: Any) -> Any:
     except errors.RayActorError:
         raise EngineError("the sampler is closed; make a new Sampler (or Policy)") from None
     except errors.RayError as error:
-        raise root_cause(error) from None
+        raise calls.root_cause(error) from None

@@ -1,4 +1,4 @@
-"""Calls of actors, on Ray or in this process: `ray.wait`, `ray.get`, `ray.put` and `ray.kill`.
+"""Calls of actors, on Ray or in this process (`ray.wait`, `ray.get`, ...), and why they failed.
 
 Ray is imported lazily, by the functions that receive Ray objects.
 """
@@ -9,15 +9,19 @@ import concurrent.futures
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from cluster.handles import errors
 from cluster.handles.local_actor import LocalActor, LocalReference
+from distill.errors import EngineLost
 
 # The run's asyncio actors wait for objects in threads, where Ray warns of a blocked event loop.
 os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
+
+# Seconds in which an actor must answer a ping after a failed call.
+_PING_S = 5.0
 
 Value = TypeVar("Value")
 
@@ -130,3 +134,48 @@ def in_thread(call: Callable[[], Value], name: str) -> concurrent.futures.Future
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def is_death(error: BaseException) -> bool:
+    """True if the called actor is dead; False if the call raised an error."""
+    return isinstance(error, errors.RayActorError) and not isinstance(error, errors.RayTaskError)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Original error, raised in the actor or in an actor that it has called, at any depth."""
+    while isinstance(error, errors.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error
+
+
+def reason_of(error: BaseException) -> str:
+    """Line with the reason of an actor's death or failure.
+
+    For a lost server the whole message, because the reason is in the end of the server's log.
+    """
+    cause = root_cause(error)
+    if isinstance(cause, EngineLost):
+        return str(cause)
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if not lines:
+        return type(cause).__name__
+    # The reason is the last line of a constructor's traceback, and the first line of other deaths.
+    last = isinstance(cause, errors.RayActorError) and "creation task" in lines[0]
+    return lines[-1 if last else 0]
+
+
+def dead_among(actors: Mapping[str, Any]) -> list[str]:
+    """Names of the dead actors. An actor that is only busy is not dead."""
+    pings = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
+    if not pings:
+        return []
+    answered, _ = wait(list(pings), num_returns=len(pings), timeout=_PING_S)
+    return [pings[ping] for ping in answered if _died(ping)]
+
+
+def _died(ping: Any) -> bool:
+    try:
+        get(ping, timeout=0)
+    except errors.RayActorError:
+        return True
+    return False

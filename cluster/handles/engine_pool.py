@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cluster.handles import errors
-from cluster.handles.failures import reason_of
+from cluster.handles.calls import reason_of
 from cluster.handles.mailbox import MailboxEnd, mailbox_of
 from cluster.handles.record_list import RecordList
 from distill.engine import (

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, get_args
 
 from cluster.handles import calls, errors
-from cluster.handles.failures import is_death
 from cluster.supervision.supervise import HEALTH_GROUP, WorkDone
 from distill.models.loading import resolve_device
 from distill.records import TrajectorySource
@@ -105,7 +104,7 @@ class ActorFollowers:
             try:
                 calls.get(call)
             except errors.RayError as error:
-                if not is_death(error):
+                if not calls.is_death(error):
                     failed[call] = error
         lasting = self._failed & failed.keys()
         self._failed.clear()

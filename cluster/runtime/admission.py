@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from cluster.base.outcomes import ActorLost, CallFailed, LearnerLost
+from cluster.handles.calls import reason_of
 from cluster.handles.engine_pool import EnginePool
-from cluster.handles.failures import reason_of
 from cluster.handshake.handshake import EnginesSilent
 from cluster.placement.roles import EVALUATION, POLICY
 from cluster.runtime.learner_alone import LearnerAlone

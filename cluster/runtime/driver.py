@@ -33,7 +33,6 @@ from cluster.base.outcomes import (
 )
 from cluster.base.signals import handled
 from cluster.handles import calls, errors
-from cluster.handles.failures import dead_among, is_death, reason_of, root_cause
 from cluster.placement.roles import LEARNER
 from cluster.supervision.supervise import Member, State, Supervisor, WorkFailed
 from distill.errors import EngineError, EngineLost, IsothermError, NonFiniteError
@@ -270,19 +269,19 @@ class Driver:
     def _explained(self, what: str, error: errors.RayError, worker: str | None = None) -> Exception:
         """Error of a failed call, for the run; the only place that classifies such errors."""
         of_learner = worker == LEARNER
-        if is_death(error):
+        if calls.is_death(error):
             lost, who = (LearnerLost, "the learner") if of_learner else (ActorLost, "its actor")
-            return lost(f"{what} failed because {who} died ({reason_of(error)})")
-        cause = root_cause(error)
+            return lost(f"{what} failed because {who} died ({calls.reason_of(error)})")
+        cause = calls.root_cause(error)
         if isinstance(cause, IsothermError):
             return cause
         if isinstance(cause, NonFiniteError):
             return Diverged(f"{what} failed: {cause}")
         # A connection error is explained by the death of the actor at the other end.
-        if dead := dead_among(self.supervisor.critical()):
+        if dead := calls.dead_among(self.supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
         if isinstance(cause, errors.RayError | EngineLost):
-            return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
+            return ActorLost(f"{what} failed because an actor died ({calls.reason_of(cause)})")
         # torch's class, which the driver does not import.
         if of_learner and type(cause).__name__ == "OutOfMemoryError":
             return OutOfMemory(f"{what} failed: {cause}")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.base.outcomes import ActorHung, ActorLost, RunFailed
-from cluster.handles.failures import dead_among
+from cluster.handles.calls import dead_among
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver
 from cluster.supervision.supervise import Member, State

@@ -8,7 +8,6 @@ from typing import Any
 
 from cluster.base.outcomes import RunFailed
 from cluster.handles import calls, errors
-from cluster.handles.failures import reason_of
 from cluster.hosts.rollout_actor import Roster, RosterChange, WorkerStatus
 from cluster.placement.roles import ROLLOUT
 from cluster.runtime.driver import Driver
@@ -106,7 +105,7 @@ async def _answers(member: Member, call: Any) -> bool:
     try:
         await call
     except errors.RayTaskError as error:
-        raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
+        raise RunFailed(f"{member.name} failed: {calls.reason_of(error)}") from error
     except errors.RayError:
         return False
     return True

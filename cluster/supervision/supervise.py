@@ -30,7 +30,6 @@ from typing import Any
 from cluster.base.background import Background
 from cluster.base.outcomes import LearnerLost, RunFailed
 from cluster.handles import calls, errors
-from cluster.handles.failures import reason_of
 from cluster.handles.node import node_address
 from distill.errors import IsothermError
 
@@ -318,7 +317,7 @@ class Supervisor:
                 lives = isinstance(error, errors.RayTaskError)
                 if spec.critical and lives and member.state is not State.STARTING:
                     raise WorkFailed(member.name) from error
-                self.terminate(member, reason_of(error), error)
+                self.terminate(member, calls.reason_of(error), error)
             else:
                 self._on_heartbeat(member, answer, asked)
             await asyncio.sleep(asked + _BEAT_S - time.monotonic())
@@ -375,7 +374,7 @@ class Supervisor:
         try:
             calls.get(follower)
         except errors.RayError as error:
-            self.terminate(member, f"on another of its nodes: {reason_of(error)}", error)
+            self.terminate(member, f"on another of its nodes: {calls.reason_of(error)}", error)
         else:
             self.terminate(member, "its processes on another of its nodes have ended")
 

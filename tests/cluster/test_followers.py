@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from cluster.handles import errors
-from cluster.handles.failures import root_cause
+from cluster.handles.calls import root_cause
 from cluster.hosts.followers import FOLLOWER_GROUPS, ActorFollowers
 from distill.errors import CheckpointError
 from learner.process_group import Lane
