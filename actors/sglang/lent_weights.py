@@ -1,7 +1,7 @@
 """Lent weights in the engine that hosts a server: the buckets of a push, and the ranks' payloads.
 
     learner    load_bucket(push, i, handles) ----> give: waits until the bucket is loaded
-    load       next(i) <-------------------------- the handles; loaded() makes `put` return
+    load       loading(i) <----------------------- the handles; at its end, `put` returns
     learner    end_push(push, why)  -------------> close: waiting calls raise with the reason
 
 Any later load closes a load that still waits for a bucket, so a learner that has died blocks
@@ -21,8 +21,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ class LentBuckets:
     def __init__(self, push: str) -> None:
         self.push = push
         self._queue: asyncio.Queue[_Bucket] = asyncio.Queue()
-        self._current: _Bucket | None = None
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def put(self, number: int, handles: Sequence[LentBucket]) -> None:
@@ -63,8 +62,13 @@ class LentBuckets:
         if not bucket.loaded.done():
             raise EngineError(self._closed.result())
 
-    async def next(self, number: int, timeout_s: float, ranks: int) -> Sequence[LentBucket]:
-        """Wait for bucket `number` and return its handles, one for each of the server's ranks.
+    @asynccontextmanager
+    async def loading(
+        self, number: int, timeout_s: float, ranks: int
+    ) -> AsyncIterator[Sequence[LentBucket]]:
+        """Context manager that waits for bucket `number`, and marks it as loaded at its end.
+
+        Yields its handles, one for each of the server's ranks.
 
         Raises:
             EngineError: the bucket did not arrive within `timeout_s`, the push was closed, another
@@ -78,17 +82,13 @@ class LentBuckets:
             coming.cancel()
             why = self._closed.result() if self._closed.done() else f"none in {timeout_s:.0f} s"
             raise EngineError(f"bucket {number} did not arrive: {why}")
-        self._current = coming.result()
-        if self._current.number != number:
-            raise EngineError(f"bucket {self._current.number} arrived in place of {number}")
-        if len(handles := self._current.handles) != ranks:
-            raise EngineError(f"{len(handles)} handles arrived for {ranks} ranks")
-        return handles
-
-    def loaded(self) -> None:
-        """Mark the last bucket that `next` returned as loaded."""
-        assert self._current is not None
-        self._current.loaded.set_result(None)
+        bucket = coming.result()
+        if bucket.number != number:
+            raise EngineError(f"bucket {bucket.number} arrived in place of {number}")
+        if len(bucket.handles) != ranks:
+            raise EngineError(f"{len(bucket.handles)} handles arrived for {ranks} ranks")
+        yield bucket.handles
+        bucket.loaded.set_result(None)
 
     def close(self, why: str) -> None:
         """End the push for the learner and the load, unless it has already ended."""

@@ -5,7 +5,6 @@
                           (actors/sglang/plugin/weight_loader.py)
     CheckpointDirectory   files that the server reads
     CollectiveBroadcast   a torch.distributed group that the server's ranks join once
-                          (actors/sglang/weight_group.py)
     LentWeights           buckets in the learner's memory, or on a GPU that learner and server
                           share, which each rank opens by a handle (actors/sglang/lent_weights.py)
 
@@ -17,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,14 +26,23 @@ from actors.sglang.admin import ServerAdmin, ServerFacts
 from actors.sglang.flags import LOADER
 from actors.sglang.lent_weights import Lendings, rank_payloads
 from actors.sglang.plugin.weight_loader import serialized_order
-from actors.sglang.weight_group import ServerGroup
-from distill.engine import CheckpointDirectory, CollectiveBroadcast, LentWeights, ModelSource
+from distill.engine import (
+    JOINING,
+    CheckpointDirectory,
+    CollectiveBroadcast,
+    GroupMember,
+    LentWeights,
+    ModelSource,
+)
 from distill.errors import CheckpointError, EngineError
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import weight_files
 from distill.pace import loading_s
 from distill.weight_group import NOT_RECEIVED, announce
+from distill.weights.model_weights import TensorLayout
 from distill.weights.shared_memory import SharedTensors
+
+logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -65,8 +74,9 @@ class WeightLoads:
         """
         self._admin, self._shapes = admin, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
-        self._group = ServerGroup(admin)
+        self._group = _ServerGroup(admin)
         self.lendings = Lendings()
+        self._wrote = False  # True once the load in progress has written a bucket
         self.torn: str | None = None
 
     @contextmanager
@@ -88,24 +98,19 @@ class WeightLoads:
         self.lendings.end("all buckets are loaded", weights.push)
 
     async def prepare(self, weights: ModelSource) -> None:
-        """Prepare the weights for `write`: check them, and join their group if they have one.
+        """Check that the weights match the model, and join their group if they have one.
+
+        Without the check, a server would load the tensors that it knows and keep the old values of
+        all others.
 
         Raises:
             EngineError: the weights do not match this server, which keeps its current ones.
         """
-        await self._check(weights)
-        if isinstance(weights, CollectiveBroadcast):
-            await self._group.join(weights.member)
-
-    async def _check(self, weights: ModelSource) -> None:
-        """Raise EngineError if the weights do not match the model.
-
-        Without this check, a server would load the tensors that it knows and keep the old values of
-        all others.
-        """
         if isinstance(weights, CollectiveBroadcast | LentWeights):
             tensors = (tensor for bucket in weights.buckets for tensor in bucket)
             _check_shapes({tensor.name: tensor.shape for tensor in tensors}, self._shapes())
+            if isinstance(weights, CollectiveBroadcast):
+                await self._group.join(weights.member)
         elif isinstance(weights, CheckpointDirectory):
             try:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
@@ -133,10 +138,7 @@ class WeightLoads:
         elif isinstance(weights, LentWeights):
             await self._from_lender(weights, version)
         else:
-            # Opened here first: a server that cannot open the memory would crash, and the engine
-            # with it.
-            with weights.held() as held:
-                await self._from_memory(held, version)
+            await self._from_memory(weights, version)
 
     async def _from_disk(self, weights: CheckpointDirectory, version: int) -> None:
         body = {
@@ -151,28 +153,32 @@ class WeightLoads:
             )
 
     async def _from_memory(self, shared: SharedTensors, version: int) -> None:
-        portions = shared.portions(self._bucket_bytes)
-        async with self._session(version) as (facts, _):
-            for portion in portions:
-                # Each tensor-parallel rank opens the memory and loads its own part.
-                payloads = [serialized_order(portion)] * facts.ranks
-                last = portion is portions[-1]
-                await self._from_tensor(payloads, LOADER, facts, version, last=last)
+        # Opened here first: a server that cannot open the memory would crash, and the engine with
+        # it.
+        with shared.held() as held:
+            portions = held.portions(self._bucket_bytes)
+            async with self._session(version) as facts:
+                for portion in portions:
+                    # Each tensor-parallel rank opens the memory and loads its own part.
+                    payloads = [serialized_order(portion)] * facts.ranks
+                    last = portion is portions[-1]
+                    await self._from_tensor(payloads, LOADER, facts, version, last=last)
 
     async def _from_lender(self, weights: LentWeights, version: int) -> None:
         buckets = self.lendings.of(weights.push)
-        async with self._session(version) as (facts, written):
+        async with self._session(version) as facts:
             for i in range(number := len(weights.buckets)):
-                with ExitStack() as opened:
+                async with AsyncExitStack() as opened:
                     try:
-                        handles = await buckets.next(i, weights.timeout_s, facts.ranks)
+                        handles = await opened.enter_async_context(
+                            buckets.loading(i, weights.timeout_s, facts.ranks)
+                        )
                         payloads, how = opened.enter_context(rank_payloads(handles))
                     except EngineError as error:
                         raise EngineError(f"{NOT_RECEIVED}: {error}") from error
-                    written.append(i)
+                    self._wrote = True
                     last = i + 1 == number
                     await self._from_tensor(payloads, how, facts, version, last=last)
-                buckets.loaded()
 
     async def _from_tensor(
         self,
@@ -198,44 +204,43 @@ class WeightLoads:
         return {"flush_cache": self._flushes, "weight_version": str(version)}
 
     async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
-        async with self._session(version) as (facts, written):
+        async with self._session(version) as facts:
             try:
                 await asyncio.to_thread(announce, weights.member, weights.number)
                 for i, bucket in enumerate(weights.buckets, start=1):
                     ending = self._ending(version, last=i == len(weights.buckets))
                     await self._group.receive(bucket, facts.selector | ending)
-                    written.append(i)
+                    self._wrote = True
             except EngineError:
                 await self._group.leave()
                 raise
 
     @asynccontextmanager
-    async def _session(self, version: int) -> AsyncIterator[tuple[ServerFacts, list[int]]]:
-        """Context manager for a load in buckets; yields the server's facts and `_writing`'s list.
+    async def _session(self, version: int) -> AsyncIterator[ServerFacts]:
+        """Context manager for a load in buckets; yields the server's facts.
 
         `/end_weight_update` is sent even after an error: without it the server refuses every later
         session.
         """
         facts = await self._admin.facts()
         await self._admin.order("/begin_weight_update", facts.selector)
-        with self._writing(version) as written:
+        with self._writing(version):
             try:
-                yield facts, written
+                yield facts
             finally:
                 await self._admin.order("/end_weight_update", {})
 
     @contextmanager
-    def _writing(self, version: int) -> Iterator[list[int]]:
+    def _writing(self, version: int) -> Iterator[None]:
         """Context manager for a write: if it fails, the server's weights are torn.
 
-        Yields a list, to which the caller appends the buckets that were written: a load that failed
-        to receive its first bucket has written nothing.
+        But a load that failed to receive its first bucket has written nothing.
         """
-        written: list[int] = []
+        self._wrote = False
         try:
-            yield written
+            yield
         except BaseException as error:  # a cancelled load leaves torn weights, too
-            if isinstance(error, EngineError) and NOT_RECEIVED in str(error) and not written:
+            if isinstance(error, EngineError) and NOT_RECEIVED in str(error) and not self._wrote:
                 raise EngineError(f"{error}; the engine keeps its current weights") from error
             self.torn = (
                 f"the load of weights version {version} was interrupted, and the server may hold "
@@ -245,6 +250,66 @@ class WeightLoads:
             if isinstance(error, EngineError):
                 raise EngineError(f"{error}; {self.torn}") from error
             raise
+
+
+class _ServerGroup:
+    """Membership of a server's ranks in a weight group (cluster/weights/collective.py), if any."""
+
+    def __init__(self, admin: ServerAdmin) -> None:
+        self._admin = admin
+        self._name: str | None = None
+
+    async def join(self, member: GroupMember) -> None:
+        """Make the server's ranks join the group, unless they are already in it."""
+        if self._name == member.name:
+            return
+        await self.leave()
+        await asyncio.to_thread(announce, member, JOINING)
+        body = {
+            "master_address": member.address,
+            "master_port": member.port,
+            "rank_offset": member.rank,
+            "world_size": member.world_size,
+            "group_name": member.name,
+            "backend": member.backend,
+        }
+        joining = self._admin.order("/init_weights_update_group", body)
+        try:
+            await asyncio.wait_for(joining, member.join_deadline_s)
+        except TimeoutError:
+            raise EngineError(
+                f"the server did not join the weight group at {member.address}:{member.port} "
+                f"within {member.join_deadline_s:.0f} s; check that it can reach that address, "
+                "set the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or use "
+                "weights=disk"
+            ) from None
+        self._name = member.name
+
+    async def leave(self) -> None:
+        """Leave the group, if the server is in one."""
+        name, self._name = self._name, None
+        if name is None:
+            return
+        try:
+            await self._admin.order("/destroy_weights_update_group", {"group_name": name})
+        except EngineError as error:
+            logger.warning("could not leave weight group %s: %s", name, error)
+
+    async def receive(self, bucket: Sequence[TensorLayout], fields: Mapping[str, Any]) -> None:
+        """Make the server's ranks receive and load one broadcast.
+
+        Args:
+            fields: the request's other fields.
+        """
+        body = {
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [tensor.dtype for tensor in bucket],
+            "shapes": [list(tensor.shape) for tensor in bucket],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            **fields,
+        }
+        await self._admin.order("/update_weights_from_distributed", body)
 
 
 def _check_shapes(shapes: Shapes, own: Shapes) -> None:
