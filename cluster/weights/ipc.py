@@ -71,10 +71,7 @@ class IpcTransport(Transport):
             buckets=plan_buckets(weights.layouts, self._bucket_bytes),
             timeout_s=self._timeout_s,
         )
-        pending = {
-            name: engine.load_weights.remote(order, version)
-            for name, engine in self.engines.items()
-        }
+        pending = self.share(order, version)
         self.sending = _Lending(self.engines, order, weights, self._sources, len(self._lenders))
         self.sending.start()
         return pending

@@ -31,14 +31,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cluster.handles import calls
-from cluster.handles.failures import dead_among
 from cluster.weights.check import Logprobs, PushCheck
 from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
@@ -137,25 +136,26 @@ class Attempt:
             raise total.error
         return total
 
-    def load_copies(self, transports: Sequence[Transport]) -> Answers | None:
-        """Load the existing copies into the engines of `transports`.
+    def load_copies(
+        self, engines: Mapping[str, Any], transports: Iterable[Transport]
+    ) -> Answers | None:
+        """Load the existing copies into engines; None if an engine can read none of the copies.
 
-        Returns None if one of the transports has no copy.
+        Args:
+            transports: transports by which these engines receive weights.
         """
         made = {type(transport): transport for transport, _ in self.started if transport.copies}
-        if not all(type(transport) in made for transport in transports):
+        copies = {
+            name: made[type(transport)]
+            for transport in transports
+            for name in transport.engines
+            if name in engines and type(transport) in made
+        }
+        if copies.keys() != engines.keys():
             return None
         pending: dict[str, Any] = {}
-        for transport in transports:
-            pending |= made[type(transport)].load(transport.engines, self.version)
-        return collect(pending, self.timeout_s, waiting=self.waiting)
-
-    def retry(self, engines: Mapping[str, Any]) -> Answers:
-        """Retry the load on some engines of a push that `has_copies`."""
-        pending: dict[str, Any] = {}
-        for transport, _ in self.started:
-            some = {name: engines[name] for name in transport.engines if name in engines}
-            pending |= transport.load(some, self.version)
+        for name, copy in copies.items():
+            pending |= copy.load({name: engines[name]}, self.version)
         return collect(pending, self.timeout_s, waiting=self.waiting)
 
 
@@ -300,7 +300,7 @@ class Publisher:
         """
         with self._turn():
             last = self._last
-            answers = last and last.load_copies(self._choose(engines))
+            answers = last and last.load_copies(engines, self._choose(engines))
             if last is None or answers is None:
                 return None
             self._add(engines, answers, last.version)
@@ -366,7 +366,7 @@ class Publisher:
     def _begin(self, weights: Weights, version: int) -> Attempt:
         self._last = None  # its copies are overwritten, or released
         if self._transports is None:
-            self._drop(dead_among(self._engines), version)
+            self._drop(calls.dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
         return self._attempt(self._transports, weights, version)
 
@@ -376,7 +376,7 @@ class Publisher:
         """Complete a push, from the acknowledgements until slots are freed; return its metrics.
 
         Args:
-            weights: the pushed weights; they may have changed since if the attempt `has_copies`.
+            weights: the pushed weights; if the attempt `has_copies`, they may have changed since.
             started: start time of the push (`time.perf_counter`).
         """
         pauses = self._pauses(attempt, weights)
@@ -400,12 +400,11 @@ class Publisher:
             return answers.values
         logger.warning("weights version %d: %s; trying again", version, answers.describe_failures())
         failed = {name: self._engines[name] for name in answers.failures}
-        dead = {*dead_among(failed), *answers.lost}
+        dead = {*calls.dead_among(failed), *answers.lost}
         self._drop(sorted(dead), version)  # first: some may be in a collective that never ends
         left = {name: engine for name, engine in failed.items() if name not in dead}
-        if attempt.has_copies:
-            retried = attempt.retry(left)
-        else:
+        retried = attempt.load_copies(left, (transport for transport, _ in attempt.started))
+        if retried is None:
             retried = Answers()
             for name, engine in left.items():  # one by one: a failure delays no other
                 retried.add(self._repush(weights, version, {name: engine}))

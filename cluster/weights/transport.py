@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from actors.sglang.parallelism import Parallelism
 from cluster.config.pools import WeightsChoice
 from cluster.handles import calls, errors
-from cluster.handles.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 from distill.lookup import listed
 from distill.weights.model_weights import BUCKET_BYTES, Weights
@@ -164,7 +163,7 @@ class Transport(ABC):
         self.sending = None
 
     def share(self, source: Any, version: int) -> dict[str, Any]:
-        """Make every engine load the weights from a source that all engines can read."""
+        """Make every engine load the weights from a source that all engines read."""
         self._source = source
         return self.load(self.engines, version)
 
@@ -200,7 +199,7 @@ class Answers:
         try:
             self.values[name] = calls.get(reference)
         except errors.RayError as error:
-            self.failures[name] = "died" if is_death(error) else str(root_cause(error))
+            self.failures[name] = "died" if calls.is_death(error) else str(calls.root_cause(error))
             if isinstance(error, EngineLost) or not isinstance(error, errors.RayTaskError):
                 self.lost.add(name)
 
