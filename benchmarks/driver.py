@@ -69,8 +69,8 @@ class StandIn:
         leased = {i: (f"{ROLLOUT} {i // GROUPS}", 0, 60.0) for i in range(workers * GROUPS)}
         return QueueStatus(
             depth=0, leased=leased, pending=[], missing=list(leased)[:8], credit=0, set_aside=0,
-            re_leases=0, delivered=0, duplicates=0, consecutive_set_aside=0, last_reason="",
-            published=0, exhausted=False, epoch=1, starved_s=0.0, age_s=60.0,
+            delivered=0, consecutive_set_aside=0, last_reason="", exhausted=False, epoch=1,
+            starved_s=0.0, age_s=60.0,
         )  # fmt: skip
 
     async def run(self) -> None:

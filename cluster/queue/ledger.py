@@ -91,8 +91,7 @@ class Ledger:
         """
         Args:
             trained: groups that the starting weights account for.
-            adopted: groups of an earlier job that are taken back (cluster/queue/ledger_types.py).
-            clock: seconds, for the age of leases.
+            adopted: groups of an earlier job that are taken back (`ledger_types.adopted`).
             record: called with an event's name and its fields.
         """
         self.record = record
@@ -101,7 +100,7 @@ class Ledger:
         self._settings, self._rule = settings, settings.rule()
         self.faults = Faults(settings.max_failures, settings.max_deaths)
         self.set_aside: dict[int, str] = {}
-        self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
+        self._arrived = self._consecutive_set_aside = 0
         self._last_reason = ""
         self.provenance = ScoreProvenance()
         self.resampled: set[int] = set()
@@ -143,9 +142,8 @@ class Ledger:
         self._over: dict[int, int] = {}  # of these ids, the last attempt that the restart ended
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: StepGroups | None = None
-        # Groups whose deliveries are on disk, until a checkpoint includes them; and those among
-        # them that were delivered again since, or are to be: their kept scores are not valid.
         self.kept: dict[int, Kept] = {}
+        # Kept groups that were delivered again since, or are to be: the kept scores are not valid.
         self._rescored: set[int] = set()
 
     # the workers' end
@@ -195,7 +193,6 @@ class Ledger:
         return ids
 
     def leased_to(self, worker: str) -> int:
-        """Number of groups that the worker holds leases of."""
         return sum(held.worker == worker for held in self._leased.values())
 
     def _lease_one(self, group_id: int, worker: str) -> Lease:
@@ -206,7 +203,6 @@ class Ledger:
             self._started[group_id] = self._steps
         self._started.setdefault(group_id, self._steps)
         self.provenance.record_lease(group_id)
-        self._re_leases += attempt > 1
         now = self._clock()
         self._leased[group_id] = _Held(worker, attempt, now, now)
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
@@ -245,11 +241,9 @@ class Ledger:
         self.faults.returned(worker, lease)
         fields = {"id": group_id, "attempt": lease.attempt, "worker": worker, "epoch": lease.epoch}
         if why := self._why_late(lease):
-            self._duplicates += 1
             self.record("late", **fields, reason=why)
             return False
         if group_id in self.trained or group_id in self._delivered:
-            self._duplicates += 1
             self.record("dup", **fields)
             return False
         self._pending.discard(group_id)
@@ -301,7 +295,6 @@ class Ledger:
         self._meter()
 
     def _count_failure(self, group_id: int, reason: str) -> None:
-        """Count a failure of the group itself."""
         del self._leased[group_id]
         self._requeue(group_id, self.faults.failed(group_id, reason))
 
@@ -313,11 +306,8 @@ class Ledger:
             self._mark_set_aside(group_id, verdict)
 
     def report_user_code(self, worker: str, problems: Mapping[int, str]) -> None:
-        """Record which of the worker's groups may run environment or reward code.
-
-        Valid until the worker's next report. Not journalled: a restarted queue suspects all groups
-        of a dead worker that has not reported since.
-        """
+        """See `Faults`. Not journalled: a restarted queue suspects all groups of a dead worker that
+        has not reported since."""
         self.faults.report_user_code(worker, problems)
 
     # scorers and their canaries
@@ -328,7 +318,6 @@ class Ledger:
         """Register a scorer whose first canaries were good.
 
         Args:
-            replica: number that identifies it.
             in_learner: the scorer is a model inside the learner, and scores its training data.
             rewards: the scorer is the reward model.
             fields: further fields of the event.
@@ -455,10 +444,7 @@ class Ledger:
         return self.release(late, f"without progress for more than {lease_s:g} s")
 
     def renew(self, ids: Iterable[int]) -> None:
-        """Renew the leases of groups that make progress.
-
-        Not journalled, since a restart of the queue renews all leases.
-        """
+        """Renew leases. Not journalled, since a restart of the queue renews all leases."""
         now = self._clock()
         for group_id in self._leased.keys() & set(ids):
             held = self._leased[group_id]
@@ -505,11 +491,7 @@ class Ledger:
         self.record("commit", step=step, watermark=watermark)
 
     def keep(self, attempts: Mapping[int, int]) -> None:
-        """Record that deliveries are on disk.
-
-        Args:
-            attempts: attempt of each group's current delivery, by id.
-        """
+        """Record that deliveries are on disk: the current one of each group, attempts by id."""
         attempts = {i: attempt for i, attempt in attempts.items() if i in self._delivered}
         if not attempts:
             return
@@ -753,7 +735,6 @@ class Ledger:
         )
 
     def _is_over_in(self, epoch: int | None) -> bool:
-        """True if the epoch is given and is not the current one."""
         return epoch is not None and epoch != self.epoch
 
     # the queue's own
@@ -800,11 +781,7 @@ class Ledger:
         self._starved = waits and not self._pending and not self.credit
 
     def _view(self, gone: Collection[int] = ()) -> View:
-        """The state for the step rule.
-
-        Args:
-            gone: groups of the taken step, for a view of the step after it.
-        """
+        """The state for the step rule; with groups of the taken step `gone`, for the step after."""
         # A taken step trains a group that was lost and came back constant, too.
         promised = self._taken_intact
         view = View(
@@ -827,7 +804,6 @@ class Ledger:
 
     @property
     def credit(self) -> int:
-        """Number of new groups that may start."""
         pushed = len(self.trained) - len(self.published)  # these still hold their slots
         return max(0, min(self._rule.room(self._view()) - pushed, self._to_start))
 
@@ -863,13 +839,10 @@ class Ledger:
             credit=self.credit,
             set_aside=len(failed),
             newest_set_aside=dict(list(failed.items())[-_NEWEST:]),
-            re_leases=self._re_leases,
             restarted=dict(self._over),
             delivered=self._arrived,
-            duplicates=self._duplicates,
             consecutive_set_aside=self._consecutive_set_aside,
             last_reason=self._last_reason,
-            published=self.published.watermark,
             exhausted=self.all_started and not self._pending,
             epoch=self.epoch,
             starved_s=self._starved_s,

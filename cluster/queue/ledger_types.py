@@ -142,12 +142,9 @@ class QueueStatus:
         credit: number of new groups that may start now, in addition to the pending ones.
         set_aside: number of groups set aside since the start of the run, because they failed.
         newest_set_aside: reasons of the newest of these, by group id.
-        re_leases: number of leases of groups that had been leased before.
         delivered: number of groups that arrived and were accepted.
-        duplicates: number of groups that arrived and were dropped, as duplicates or too late.
         consecutive_set_aside: number of groups set aside since the last delivery.
         last_reason: reason of the newest failure, death or expiry; "" before the first.
-        published: watermark of the weights on the engines.
         exhausted: True if no group is left to lease, again or for the first time.
         epoch: see `Lease`.
         starved_s: seconds, of the `age_s` since the queue was created, in which no group could
@@ -164,12 +161,9 @@ class QueueStatus:
     missing: list[int]
     credit: int
     set_aside: int
-    re_leases: int
     delivered: int
-    duplicates: int
     consecutive_set_aside: int
     last_reason: str
-    published: int
     exhausted: bool
     epoch: int
     starved_s: float

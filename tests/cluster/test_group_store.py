@@ -131,7 +131,7 @@ def test_a_killed_queue_recovers_groups_on_disk_and_samples_none_again(
     for _ in range(2):
         kill_queue(queue)
         status = get(queue.actor.status.remote())
-        assert status.depth == 3 and status.pending == [] and status.re_leases == 0
+        assert status.depth == 3 and status.pending == []
     taken = queue.take(TrainedGroups())
     groups, lost = opened(queue, taken.groups_P)
     assert not lost

@@ -72,9 +72,9 @@ class Crew:
 
 def queue(depth: int, starved_s: float, age_s: float) -> QueueStatus:
     return QueueStatus(
-        depth=depth, leased={}, pending=[], missing=[], credit=0, set_aside=0, re_leases=0,
-        delivered=0, duplicates=0, consecutive_set_aside=0, last_reason="", published=0,
-        exhausted=False, epoch=0, starved_s=starved_s, age_s=age_s,
+        depth=depth, leased={}, pending=[], missing=[], credit=0, set_aside=0, delivered=0,
+        consecutive_set_aside=0, last_reason="", exhausted=False, epoch=0, starved_s=starved_s,
+        age_s=age_s,
     )  # fmt: skip
 
 

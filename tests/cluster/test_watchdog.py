@@ -19,8 +19,8 @@ def status(**changes: Any) -> QueueStatus:
     settings: dict[str, Any] = {
         "depth": 1, "leased": {3: ("rollout worker 0", 2, 130.0)}, "pending": [5],
         "missing": [3, 5],
-        "credit": 0, "set_aside": 0, "re_leases": 1, "delivered": 7, "duplicates": 0,
-        "consecutive_set_aside": 0, "last_reason": "its lease ran out", "published": 3,
+        "credit": 0, "set_aside": 0, "delivered": 7,
+        "consecutive_set_aside": 0, "last_reason": "its lease ran out",
         "exhausted": False, "epoch": 1, "starved_s": 0.0, "age_s": 60.0,
     } | changes  # fmt: skip
     return QueueStatus(**settings)
