@@ -141,11 +141,7 @@ def read_groups(path: Path, remedy: str) -> StoredGroups:
 
 
 def read_note(path: Path, remedy: str) -> dict[str, Any]:
-    """Read the note of a file that `write_groups` wrote.
-
-    Raises:
-        DataError: the file is damaged, or of another version; the message ends with `remedy`.
-    """
+    """Read the note of a file that `write_groups` wrote. Raises as `read_groups`."""
     import pyarrow
 
     with _readable(path, remedy), pyarrow.OSFile(str(path)) as file:
@@ -182,7 +178,6 @@ def schema(described: Mapping[str, Any]) -> pyarrow.Schema:
 
 
 def batch_of(rows: Sequence[GroupRow]) -> pyarrow.RecordBatch:
-    """Create a record batch from rows."""
     import pyarrow
 
     flat = [_flat(row) for row in rows]
@@ -228,7 +223,6 @@ def groups_of(
 
 
 def _flat(row: GroupRow) -> tuple[str, dict[str, np.ndarray]]:
-    """JSON and flat arrays of a group."""
     columns = row.columns
     arrays = {name: values.reshape(-1) for name, values in columns.arrays.items()}
     shapes = {name: values.shape[1:] for name, values in columns.arrays.items() if values.ndim > 1}

@@ -111,7 +111,6 @@ class GroupStore:
                 del self._files[path]
 
     def close(self) -> None:
-        """Close the current file; the next `append` opens a new one."""
         if self._open is not None:
             os.close(self._open)
             self._open = None

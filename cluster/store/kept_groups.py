@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -47,15 +48,12 @@ _REMEDY = "remove the file"
 class KeptGroupWriter:
     """Writer of the kept groups.
 
-    Kept are groups of the first step, of every `every`th step after it, and of the last step: the
-    first group that a teacher scored, or the first group if there is none. Of a step whose groups
-    were all filtered out, none is kept.
+    Kept are groups of the first step, of every `every`th step after it (0: of no step), and of the
+    `last` step: the first group that a teacher scored, or the first group if there is none. Of a
+    step whose groups were all filtered out, none is kept.
 
     Args:
-        root: folder of the files.
-        every: interval of steps; 0: no groups are kept.
         whole: keep all groups of these steps.
-        last: last step of the run.
         trains: True if each step creates a weight version.
         scored: groups that a teacher scored.
     """
@@ -141,7 +139,7 @@ def _reduced_segment(segment: Segment) -> Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptGroup:
-    """A kept group that `step` trained on, starting from the weights of `version`.
+    """A group that `step` trained on, starting from the weights of `version`.
 
     Attributes:
         advantages_S: advantages of each segment's tokens, in the order of `group.segments()`; 0 at
@@ -154,8 +152,8 @@ class KeptGroup:
     advantages_S: Sequence[FloatArray]
 
 
-class KeptGroups(Sequence[KeptGroup]):
-    """Sequence of the groups that a run has kept, in order of steps.
+class KeptGroups:
+    """The groups that a run has kept, in order of steps.
 
     The constructor reads the notes; groups are read on access, a file at a time.
 
@@ -175,26 +173,20 @@ class KeptGroups(Sequence[KeptGroup]):
         self._root = root
         self.steps = [step for step in kept_steps(root) if step > after]
         self._notes = {step: read_note(_path(root, step), _REMEDY) for step in self.steps}
-        self._at = [
-            (step, index)
-            for step, note in self._notes.items()
-            for index in range(len(note["group_ids"]))
+        self.places: list[tuple[int, int]] = [
+            (step, group_id) for step, note in self._notes.items() for group_id in note["group_ids"]
         ]
-        self.places = [(step, self._notes[step]["group_ids"][index]) for step, index in self._at]
         self._read: tuple[int, list[KeptGroup]] = 0, []  # the step that was read last
 
     def __len__(self) -> int:
-        return len(self._at)
+        return len(self.places)
 
-    @overload
-    def __getitem__(self, index: int) -> KeptGroup: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[KeptGroup]: ...
-    def __getitem__(self, index: int | slice) -> KeptGroup | list[KeptGroup]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        step, row = self._at[index]
-        return self.of_step(step)[row]
+    def __iter__(self) -> Iterator[KeptGroup]:
+        return chain.from_iterable(map(self.of_step, self.steps))
+
+    def __getitem__(self, index: int) -> KeptGroup:
+        step, group_id = self.places[index]
+        return next(kept for kept in self.of_step(step) if kept.group.group_id == group_id)
 
     def of_step(self, step: int) -> list[KeptGroup]:
         """Groups of a kept step."""

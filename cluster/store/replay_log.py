@@ -49,11 +49,7 @@ _NAME = re.compile(r"step-(\d{6,})\.(arrow|json)$")
 
 
 class ReplayLog:
-    """Keeps steps of a run for replay. A `learner.loop.StepRecorder`.
-
-    Args:
-        keep: number of newest steps to keep, at least 1.
-    """
+    """Keeps the newest `keep` steps of a run for replay. A `learner.loop.StepRecorder`."""
 
     def __init__(self, out: Path, keep: int) -> None:
         self._root, self._keep = out / GROUPS, keep
@@ -69,7 +65,6 @@ class ReplayLog:
     def trained(
         self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
     ) -> None:
-        """Write the results of `step`, which ran on `workers` learner workers."""
         outcome = {"step": step, "metrics": dict(metrics), "workers": workers, **prints}
         with self._warn_on_error(step):
             write_whole(_path(self._root, step, "json"), json.dumps(outcome).encode())
@@ -131,7 +126,6 @@ class KeptSteps:
         )
 
     def groups(self, step: int) -> list[TrajectoryGroup]:
-        """Groups that `step` trained on."""
         return self._read(step).groups_P
 
     def taken(self, step: int, source: LocalGroups) -> StepGroups:

@@ -420,7 +420,7 @@ def test_a_long_run_is_drawn_by_means(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1, 2, 7, 11])
 def test_groups_are_spread_over_the_run(tmp_path: Path, number: int) -> None:
     out = write(tmp_path / "run", rollouts=10)
-    steps = [group.step for group in spread(read_run(out).groups, number)]
+    steps = [group.step for group in spread(list(read_run(out).groups), number)]
     assert len(steps) == len(set(steps)) == min(number, 10) and steps == sorted(steps)
     assert steps[-1] == 10 and (number == 1 or steps[0] == 1)
 
