@@ -70,11 +70,7 @@ class GroupQueue:
     """Learner's side of the queue. Can be pickled: all copies refer to the same actor."""
 
     def __init__(self, actor: Any, *, timeout_s: float) -> None:
-        """
-        Args:
-            actor: handle of a `GroupQueueActor`.
-            timeout_s: deadline in seconds of every wait for another side.
-        """
+        """`timeout_s` is the deadline in seconds of every wait for another side."""
         self.actor, self.timeout_s = actor, timeout_s
         self._epoch: int | None = None
         self._pushing = False
@@ -122,8 +118,6 @@ class GroupQueue:
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
         """Fetch trajectories of groups that were taken or, with `ahead`, will be taken.
 
-        Each of the learner's workers fetches its own trajectories.
-
         Raises:
             QueueTimeout: a node does not answer.
         """
@@ -166,8 +160,8 @@ class GroupQueue:
     def publish(self, version: int, trained: TrainedGroups) -> None:
         """Report that weights that account for `trained` are on every policy engine.
 
-        This frees the slots of their groups and drops the payloads. After a rewind, calls of a lost
-        learner have no effect. May be called concurrently with `take`.
+        This frees the slots of their groups and drops the payloads. May be called concurrently with
+        `take`.
         """
         self._get(self.actor.publish.remote(version, trained, self._epoch))
         self._pushing = False
@@ -197,14 +191,11 @@ class WorkerEnd:
         """
         Args:
             worker: name of the worker, as the driver uses it in `forfeit`.
-            whole: pack each group as one part, because one worker of the learner trains on all of
-                it.
+            whole: pack each group as one part, for a single learner worker.
         """
         self._part_bytes = sys.maxsize if whole else PART_BYTES
         self._queue = queue
         self._worker = worker
-        self._token = ""
-        self._requests = 0
         self._outbox: list[tuple[Delivery, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
         self._sampled: dict[int, Delivery] = {}  # leased groups that only need new scores
@@ -228,9 +219,8 @@ class WorkerEnd:
         deadline, progress = time.monotonic() + timeout_s, None
         while True:
             poll_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
-            asked = self._queue.actor.lease.remote(
-                self._worker, max_groups, self._request(), poll_s
-            )
+            request = secrets.token_hex(5)  # if Ray repeats the call, the same groups are leased
+            asked = self._queue.actor.lease.remote(self._worker, max_groups, request, poll_s)
             try:
                 answer: LeaseAnswer = await self._call(asked)
             except asyncio.CancelledError:
@@ -256,18 +246,8 @@ class WorkerEnd:
         if ids := [lease.group_id for lease in answer.leases]:
             await self._call(self._queue.actor.expire_now.remote(ids, f"{self._worker} left"))
 
-    def _request(self) -> str:
-        """Identifier of a call. If Ray repeats the call, the same groups are leased."""
-        self._token = self._token or secrets.token_hex(4)
-        self._requests += 1
-        return f"{self._token}-{self._requests}"
-
     async def put(self, lease: Lease, meta: TrajectoryGroupMeta, columns: GroupColumns) -> None:
-        """Deliver a group; return when the queue has stored it, or dropped it as a duplicate.
-
-        Raises:
-            QueueTimeout: the queue does not answer.
-        """
+        """Deliver a group; return when the queue has stored it, or dropped it as a duplicate."""
         assert meta.group_id == lease.group_id
         parts = columns.parts(self._part_bytes)
         arrived = asyncio.get_running_loop().create_future()
