@@ -23,13 +23,10 @@ from distill.weights.model_weights import split_bucket
 
 
 class WeightReceiver:
-    """One rank of a weight group, joined once and left after a failure.
-
-    Args:
-        device: device of the model, on which NCCL receives one bucket at a time.
-    """
+    """One rank of a weight group, joined once and left after a failure."""
 
     def __init__(self, device: torch.device) -> None:
+        """NCCL receives one bucket at a time on `device`."""
         self._device = device
         self._name: str | None = None
         self._group: ProcessGroup | None = None

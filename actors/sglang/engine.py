@@ -425,7 +425,7 @@ class SglangEngine:
             EngineError: the bucket was not loaded.
         """
         await self._ready()
-        await self._session().lendings.put(push, number, handles)
+        await self._session().lendings.of(push).put(number, handles)
 
     async def end_push(self, push: str, why: str) -> None:
         """End a push of lent buckets: no more buckets will follow. `why` is the reason."""

@@ -43,7 +43,7 @@ class _Bucket(NamedTuple):
 
 
 class LentBuckets:
-    """Queue of the buckets of one push, created by the load or by the first bucket."""
+    """The buckets of one push; created by the load or by the first bucket."""
 
     def __init__(self, push: str) -> None:
         self.push = push
@@ -117,14 +117,6 @@ class Lendings:
                 self._over.append(self._buckets.push)
             self._buckets = LentBuckets(push)
         return self._buckets
-
-    async def put(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        """Provide a bucket of a push; return when it is loaded and no rank reads it any more.
-
-        Raises:
-            EngineError: the bucket was not loaded.
-        """
-        await self.of(push).put(number, handles)
 
     def end(self, why: str, push: str | None = None) -> None:
         """Close the current push, if it is `push` or `push` is None."""

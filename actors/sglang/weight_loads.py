@@ -51,10 +51,9 @@ _TIED = "model.embed_tokens.weight"
 
 
 class WeightLoads:
-    """Sequential weight loads into one server.
+    """Sequential weight loads into one server; its arguments are those of a `WeightSession`.
 
     Attributes:
-        lendings: buckets that the learner lends.
         torn: reason why the server's weights are not those of a single version; None if they are.
     """
 
@@ -66,12 +65,7 @@ class WeightLoads:
         bucket_bytes: int,
         flushes: bool,
     ) -> None:
-        """
-        Args:
-            shapes: returns names and shapes of the model's tensors; called at the first load.
-            bucket_bytes: maximum bytes that a rank loads from memory in one request.
-            flushes: True if a load flushes the prefix cache.
-        """
+        """`flushes` is True if a load flushes the prefix cache."""
         self._admin, self._shapes = admin, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
         self._group = _ServerGroup(admin)
@@ -260,7 +254,6 @@ class _ServerGroup:
         self._name: str | None = None
 
     async def join(self, member: GroupMember) -> None:
-        """Make the server's ranks join the group, unless they are already in it."""
         if self._name == member.name:
             return
         await self.leave()
@@ -286,7 +279,6 @@ class _ServerGroup:
         self._name = member.name
 
     async def leave(self) -> None:
-        """Leave the group, if the server is in one."""
         name, self._name = self._name, None
         if name is None:
             return
@@ -296,11 +288,7 @@ class _ServerGroup:
             logger.warning("could not leave weight group %s: %s", name, error)
 
     async def receive(self, bucket: Sequence[TensorLayout], fields: Mapping[str, Any]) -> None:
-        """Make the server's ranks receive and load one broadcast.
-
-        Args:
-            fields: the request's other fields.
-        """
+        """Make the server's ranks receive and load one broadcast."""
         body = {
             "names": [tensor.name for tensor in bucket],
             "dtypes": [tensor.dtype for tensor in bucket],

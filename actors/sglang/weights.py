@@ -87,7 +87,6 @@ class WeightSession:
 
     Attributes:
         version: weight version of the last load; None: the weights that the server started with.
-        lendings: buckets that the learner lends.
         waiters: calls that wait until the server is awake, or until a load has ended.
     """
 
@@ -157,7 +156,6 @@ class WeightSession:
 
     @property
     def sampling(self) -> bool:
-        """True while samples are in progress."""
         return self._generations.in_progress
 
     async def generate(self, send: Callable[[Use], Awaitable[list[Sample]]]) -> list[Sample]:

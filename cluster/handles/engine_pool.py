@@ -49,7 +49,7 @@ _TRIES = 3
 
 @dataclass(slots=True, eq=False)
 class _ScoreCall:
-    """Requests of one caller for a scoring call, and the future of their scores."""
+    """Requests of one caller for a scoring call."""
 
     requests: list[ScoreRequest]
     answer: asyncio.Future[list[Score]]
@@ -148,7 +148,6 @@ class _PooledEngine:
     async def _answer(
         self, together: Sequence[_ScoreCall], extra_calls: Sequence[_ScoreCall]
     ) -> None:
-        """Score the requests in one call, and set the scores or the error of each."""
         all_calls = [*together, *extra_calls]
         try:
             requests = RecordList(r for each in all_calls for r in each.requests)
@@ -196,7 +195,6 @@ class EnginePool:
         """
         Args:
             name: name of the pool in messages, such as `policy`.
-            members: handles of engine actors, by name.
             patience_s: longest time in seconds that a request waits for an engine that answers; 0:
                 try each engine once.
         """
@@ -282,10 +280,7 @@ class EnginePool:
         return await self._send("decode_score", len(requests), list(requests))
 
     async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
-        """Score conversations by a pool of reward models.
-
-        See `distill.rewards.model_reward.RewardScorer`.
-        """
+        """See `distill.rewards.model_reward.RewardScorer`."""
         return await self._send("rewards", len(conversations), list(conversations))
 
     async def _choose(self, able: Sequence[_PooledEngine], session: str) -> _PooledEngine:

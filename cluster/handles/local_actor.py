@@ -90,7 +90,6 @@ class LocalActor:
         return _Method(by(self._call), by(self._call_aside))
 
     def _plain(self) -> Any:
-        """The object. Raises the error of its constructor, if it failed."""
         if self._failure is not None:
             raise self._failure
         return self._object

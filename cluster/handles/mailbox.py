@@ -206,10 +206,7 @@ class MailboxEnd:
     """
 
     def __init__(self, handle: Any) -> None:
-        """
-        Args:
-            handle: handle of an actor whose class was created by `with_mailbox`.
-        """
+        """`handle` is an actor whose class was created by `with_mailbox`."""
         self._handle = handle
         self._numbers = itertools.count()
         self._outgoing: list[tuple[int, GenerateRequest]] = []
@@ -222,12 +219,7 @@ class MailboxEnd:
         return MailboxEnd, (self._handle,)
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """Send a request to the engine and return its samples.
-
-        Raises:
-            RayActorError: the engine's process has ended.
-            RayTaskError: the engine raised an error; also an instance of that error's class.
-        """
+        """Send a request to the engine and return its samples; raises as a call of the engine."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         self._waiting[number] = answer = loop.create_future()
         self._outgoing.append((number, request))
@@ -259,7 +251,6 @@ class MailboxEnd:
             self._fail(numbers, error)
 
     async def _collect(self, client: str) -> None:
-        """Collect answers until no request waits for one."""
         while self._waiting:
             try:
                 answers, samples = await self._handle.collect.remote(client)

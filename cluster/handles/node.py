@@ -22,7 +22,6 @@ def _connected_ray() -> Any:
 
 
 def is_connected() -> bool:
-    """True if this process is connected to a Ray cluster."""
     return _connected_ray() is not None
 
 
@@ -56,9 +55,5 @@ def starts_here() -> bool:
 
 
 def joins_cluster(*, local: bool) -> bool:
-    """True if a run joins a cluster, whose GPUs are not this machine's.
-
-    Args:
-        local: the run's setting `local`.
-    """
+    """True if a run joins a cluster, whose GPUs are not this machine's."""
     return not local and not starts_here()

@@ -131,7 +131,6 @@ class Prefills:
 
     @property
     def decode(self) -> list[FloatArray]:
-        """Log-probs that the engine reported while it sampled each probe."""
         return [probe.decode_T for probe in self.probes]
 
     def at(
@@ -268,7 +267,6 @@ async def examine(
 async def prefill(
     name: str, engine: ScoringModel, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> Prefills:
-    """Score the probes' sampled tokens with an engine, at the four temperatures of `Prefills`."""
     given = [
         ScoreRequest(
             tokens_T=probe.tokens_T,

@@ -129,7 +129,6 @@ async def handshake(
         learner: log-probs from the learner. None in a run without a learner: the first policy
             engine is the reference for the others.
         tokenizer: encodings of the known texts by the run's own tokenizer.
-        learner_dtype: dtype in which the learner computes.
         copies: other sources of a teacher's distributions, by the name of the teacher's engine.
         deadline_s: longest time for each of an engine's `PARTS`, seconds.
 
@@ -175,8 +174,6 @@ class _Arbiter:
     Attributes:
         holder: the party that holds the weights, for error messages.
         name: name of the reference in the report.
-        logprobs: log-probs of the probes, one array per probe.
-        dtype: dtype in which the log-probs are computed.
     """
 
     holder: str

@@ -61,11 +61,9 @@ class Faults:
         return bool(self._suspicion)
 
     def given(self, worker: str, leases: Collection[Lease]) -> None:
-        """Record leases that were granted to the worker."""
         self._at[worker] |= set(leases)
 
     def returned(self, worker: str, lease: Lease) -> None:
-        """Record that the worker no longer runs this lease."""
         self._at[worker].discard(lease)
 
     def report_user_code(self, worker: str, problems: Mapping[int, str]) -> None:
@@ -77,7 +75,6 @@ class Faults:
         self._in_user_code[worker] = problems
 
     def arrived(self, group_id: int) -> None:
-        """Clear the suspicion of a delivered group."""
         self._suspicion.pop(group_id, None)
 
     def failed(self, group_id: int, reason: str) -> str | None:

@@ -73,7 +73,7 @@ class Journal:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager that buffers events, and writes them at its end in one write."""
+        """Buffer events, and write them at the end in one write."""
         self._together = True
         try:
             yield
@@ -82,7 +82,6 @@ class Journal:
             self._file.flush()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Append an event."""
         if self._link is None:
             self._link = _link(last_line(self._file.path))
         written = {"t": time.time(), "event": event, **fields, "after": self._link}
@@ -297,12 +296,11 @@ def adopted_of(event: Mapping[str, Any]) -> dict[int, Kept]:
 
 
 def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:
-    """Ids of a `take` or `train` event, and the reasons of the groups that it skips, by id."""
+    """Ids of a step's event, and the reasons of the groups that it skips, by id."""
     return event["ids"], by_id(event["skipped"])
 
 
 def by_id(reasons: Mapping[str, str]) -> dict[int, str]:
-    """Reasons in an event, by group id."""
     return {int(group_id): reason for group_id, reason in reasons.items()}
 
 

@@ -208,7 +208,6 @@ def open_parts(
 
     Args:
         before: parts that were opened earlier; unchanged parts are reused.
-        timeout_s: longest wait for one fetch in seconds.
 
     Raises:
         GetTimeoutError: a node did not answer in time.
@@ -244,15 +243,15 @@ def open_parts(
 
 def _with_states(columns: GroupColumns, timeout_s: float) -> Sequence[Trajectory]:
     """The trajectories, with hidden states in place of references to them."""
-    trajectories = columns.trajectories()
-    if not any(map(calls.in_store, _states_of([columns]))):
-        return trajectories
 
     def fetched(segment: Segment) -> Segment:
         if not calls.in_store(segment.teacher_states):
             return segment
         return replace(segment, teacher_states=calls.get(segment.teacher_states, timeout_s))
 
+    trajectories = columns.trajectories()
+    if not any(map(calls.in_store, _states_of([columns]))):
+        return trajectories
     return [replace(each, segments=tuple(map(fetched, each.segments))) for each in trajectories]
 
 

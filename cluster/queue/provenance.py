@@ -72,12 +72,10 @@ class ScoreProvenance:
         return not replicas & self.moved
 
     def record_canaries_sent(self, replicas: Iterable[int]) -> None:
-        """Record that canaries are about to be sent to these replicas."""
         for replica in replicas:
             self._covered[replica] = self.unproven_of(replica)
 
     def record_good_canary(self, replica: int) -> None:
-        """Record that the replica's last canary was good."""
         for group_id in self._covered.pop(replica, set()):
             if replicas := self._unproven.get(group_id):
                 replicas.discard(replica)

@@ -81,8 +81,8 @@ class GroupQueueActor:
             run: identifier of this queue. A journal whose last start has this value is continued.
             run_id: id of the run, written to the journal; "" for none.
             trained: groups that the starting weights account for.
-            journal: path of the ledger's journal, on storage that the actor's node reaches. Groups
-                are written to the folder `groups` beside it.
+            journal: path of the ledger's journal, on storage that the actor's node reaches. The
+                folder `groups` is beside it.
         """
         before = replay(journal)
         self._journal = Journal(journal)
@@ -297,10 +297,7 @@ class GroupQueueActor:
     async def peek(
         self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
     ) -> list[TrajectoryGroupMeta] | None:
-        """See `GroupQueue.peek`."""
-
         def new_ids() -> list[int] | None:
-            """Ids that are new to the caller; None if no more can be added."""
             step = None if self._closed else self._ledger.peek(trained)
             if step is None:
                 return None
@@ -313,11 +310,8 @@ class GroupQueueActor:
         return None if ids is None else [self._delivered[i].meta for i in ids]
 
     async def mark_lost(self, ids: Sequence[int], reason: str) -> None:
-        """Record that taken groups cannot be fetched.
-
-        If only a group's hidden states are lost, and its columns still exist, the group is scored
-        again. A worker that finds no columns samples the group again.
-        """
+        # If only a group's hidden states are lost, and its columns still exist, the group is scored
+        # again. A worker that finds no columns samples the group again.
         for group_id in self._ledger.mark_lost(ids, reason):
             delivery = self._delivered.pop(group_id)
             if self._ledger.is_in_progress(group_id):
@@ -326,7 +320,6 @@ class GroupQueueActor:
         await self._wake_all()
 
     async def payloads(self, places: Sequence[TrajectoryId]) -> dict[int, Payload]:
-        """Payloads with these trajectories, by group id; without groups that are not stored."""
         return select_payloads(self._delivered, places)
 
     async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
@@ -367,7 +360,6 @@ class GroupQueueActor:
         await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
-        """Record a worker's death; return the ids of its groups, which are leased again."""
         self._deaths[worker] += 1
         ids = self._ledger.forfeit(worker, reason)
         await self._wake_all()
@@ -403,7 +395,6 @@ class GroupQueueActor:
         return answer
 
     async def commit(self, step: int, watermark: int) -> None:
-        """Record that a checkpoint that accounts for all groups below `watermark` is on disk."""
         self._ledger.commit(step, watermark)
         self._dropping = asyncio.create_task(self._drop_committed())
 
@@ -424,7 +415,7 @@ class GroupQueueActor:
         return replace(self._ledger.status(), unkept=self._unkept)
 
     async def close(self) -> None:
-        """Close the queue and end every wait. Later deliveries are still journalled."""
+        """End every wait. Later deliveries are still journalled."""
         if not self._closed:
             self._closed = True
             self._journal.record("end")
@@ -455,7 +446,6 @@ class GroupQueueActor:
 
 
 def _size(deliveries: Mapping[int, Delivery]) -> int:
-    """Bytes of the arrays of deliveries."""
     return sum(each.payload.nbytes for each in deliveries.values())
 
 

@@ -71,7 +71,6 @@ class Scoring:
         return self.proven == self.trained and not self.problems
 
     def verdict(self) -> str:
-        """One-line summary for users."""
         moved = sum(replica.moved is not None for replica in self.replicas)
         canaries = sum(replica.canaries for replica in self.replicas)
         watched = f"(scorers: {len(self.replicas)}, canaries after the first: {canaries}"
@@ -175,11 +174,7 @@ class ScoringRecord:
     _read_push = _read_train
 
     def result(self, contradictions: Sequence[str]) -> Scoring | None:
-        """Return the result of the audit; None if the journal names no scorer.
-
-        Args:
-            contradictions: `Replay.contradictions` of the journal.
-        """
+        """Return the result; None if the journal names no scorer."""
         replicas = [replica for job in self._jobs for replica in job.replicas.values()]
         if not replicas:
             return None
@@ -213,11 +208,7 @@ class ScoringRecord:
 
 
 def read_scoring(path: str | Path) -> Scoring | None:
-    """Audit the scorers of a whole journal; None if it names no scorer.
-
-    Raises:
-        DataError: the journal is unreadable.
-    """
+    """Audit the scorers of a whole journal. Raises as `read_journal`."""
     record, played = ScoringRecord(), Replay()
     for event in read_journal(path):
         played.play(event)

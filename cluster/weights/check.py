@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 Logprobs = Callable[[Sequence[TrainingRow]], list[FloatArray]]
 
 NUM_ROWS = 2
+_CHECKSUMS = "return the checksums of its weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,13 +67,10 @@ class Expected:
 
 
 class PushCheck:
-    """Check of a pool's engines, version by version.
+    """Check of a pool's engines, version by version; its arguments are those of a `Publisher`.
 
     Args:
-        engines: live view of the engines that hold the pushed weights: Ray handles by name.
-        learner_logprobs: returns log-probs of rows under the weights that are pushed.
-        base_logprobs: returns log-probs of rows without the adapter; used if only an adapter is
-            pushed.
+        engines: live view of the engines that hold the pushed weights.
     """
 
     def __init__(
@@ -147,7 +145,8 @@ class PushCheck:
             found["push/probe_gap"] = max(gaps)
             if expected.adapted is not None:
                 found["push/void"] = float(not expected.adapted)
-        if served := self._collect_digests(digesting):
+        served: dict[str, Digests] = self._collect(digesting, _CHECKSUMS)
+        if served:
             shares = [_proven_share(expected, name, each) for name, each in served.items()]
             _require_alike(expected.version, served)
             found["push/proven"] = min(shares)
@@ -193,9 +192,6 @@ class PushCheck:
     def _ask_digests(self) -> dict[str, Any]:
         return {name: engine.weight_checksums.remote() for name, engine in self._engines.items()}
 
-    def _collect_digests(self, pending: Mapping[str, Any]) -> dict[str, Digests]:
-        return self._collect(pending, "return the checksums of its weights")
-
     def _gap(self, expected: Expected, name: str, scores: Sequence[Score]) -> float:
         assert expected.logprobs_N is not None
         their_N = concatenated([score.logprobs_by_temperature[0] for score in scores])
@@ -212,7 +208,7 @@ class PushCheck:
 
     def _find_shard_rules(self, weights: Weights) -> None:
         """Find the shard rules from the digests of the first engine that answers."""
-        served = next(iter(self._collect_digests(self._ask_digests()).values()), None)
+        served = next(iter(self._collect(self._ask_digests(), _CHECKSUMS).values()), None)
         if served is None:
             return
         self._ranks, self._shard_rules = len(served), find_shard_rules(served, weights)
@@ -235,11 +231,7 @@ def _probe_rows(settings: PushSettings) -> list[TrainingRow]:
 
 
 def _proven_share(expected: Expected, name: str, served: Digests) -> float:
-    """Share of an engine's parameters that are proven to be what was sent.
-
-    Raises:
-        CalibrationError: a digest differs from the expected one.
-    """
+    """Share of an engine's parameters that are proven to be what was sent; raises as `settle`."""
     assert expected.digests is not None
     if len(served) != len(expected.digests):
         return 0.0

@@ -73,8 +73,7 @@ class CollectiveTransport(Transport):
     """Transport that broadcasts the learner's tensors to the ranks of all engines.
 
     Args:
-        engines: Ray handles by name.
-        ranks: number of ranks of each engine that receive weights.
+        ranks: number of ranks of each engine.
         address: address of this machine for the engines' machines.
         backend: nccl sends from GPU to GPU, gloo from main memory.
         timeout_s: longest time without progress of a push, seconds.
@@ -100,7 +99,6 @@ class CollectiveTransport(Transport):
         return f"{self._backend} group from {self._address}"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Start to broadcast in a thread; return the engines' pending acknowledgements by name."""
         self._group = group = self._group or self._form()
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
         group.pushes += 1  # not the version, which may be pushed twice

@@ -41,7 +41,7 @@ class IpcTransport(Transport):
     """Transport that lends buckets which the learner's workers gather.
 
     Args:
-        sources: for each engine, by name: the worker that lends to each of the engine's ranks.
+        sources: the workers that lend to each of an engine's ranks, by engine.
         lenders: locations of the learner's workers, by rank.
         timeout_s: longest time without progress of a push, seconds.
     """
@@ -64,7 +64,6 @@ class IpcTransport(Transport):
         return f"{how}, in buckets"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Start to lend in a thread; return the engines' pending acknowledgements by name."""
         assert isinstance(weights, LentByWorkers), "weights that the learner's workers hold"
         order = LentWeights(
             push=secrets.token_hex(8),
@@ -95,11 +94,7 @@ class _Lending(Sending):
         sources: Mapping[str, Sequence[int]],
         workers: int,
     ) -> None:
-        """
-        Args:
-            sources: the worker that lends to each rank, by engine.
-            workers: number of the learner's workers.
-        """
+        """Args: as of `IpcTransport`; `workers` is the number of the learner's workers."""
         super().__init__(order.timeout_s)
         self._engines, self._order, self._weights = dict(engines), order, weights
         self._sources, self._workers = sources, workers

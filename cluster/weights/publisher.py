@@ -59,7 +59,7 @@ class Attempt:
     """A push that has been started on its transports.
 
     Attributes:
-        started: each started transport with its pending acknowledgements, by engine name.
+        started: transports, each with the pending acknowledgements by engine name.
         failures: reason that a transport could not start, by engine name.
         timeout_s: longest wait without an answer, including what loading this many bytes may take.
         waiting: called repeatedly while answers are outstanding.
@@ -160,7 +160,7 @@ class Attempt:
 
 
 class Publisher:
-    """Publisher of weights to one pool of engines: `publish(weights, version, trained)`.
+    """Publisher of weights to one pool of engines, Ray handles by name.
 
     Only `join` may be called from a second thread. All methods except `describe` and `check` wait
     for a push in progress.
@@ -180,7 +180,6 @@ class Publisher:
     ) -> None:
         """
         Args:
-            engines: Ray handles by name.
             learner_logprobs: log-probs of rows under the weights that are pushed.
             base_logprobs: log-probs of rows without the adapter, if adapters alone are pushed.
             credit: called when all engines hold a version; None: nothing is called.
@@ -272,9 +271,7 @@ class Publisher:
     def settle(self) -> float | None:
         """Finish the last check, at the end of a run; return the gap of log-probs, nats, if any.
 
-        Raises:
-            CalibrationError: an engine does not hold the weights that it acknowledged.
-            EngineError: no engine loaded the weights.
+        Raises: as `__call__`.
         """
         self.wait()
         return self._check.settle().get("push/probe_gap")
@@ -293,10 +290,7 @@ class Publisher:
         """`admit` while the learner computes, from the copy of the last push; for another thread.
 
         Waits for a push in progress. Returns the version, or None if the last push left no copy
-        that these engines can read.
-
-        Raises:
-            EngineError: an engine did not load the weights; then none of these engines joins.
+        that these engines can read. Raises as `admit`.
         """
         with self._turn():
             last = self._last
@@ -321,11 +315,8 @@ class Publisher:
     def sleep(self, version: int) -> None:
         """Make every engine release its GPU memory until the next push; terminate one that fails.
 
-        Args:
-            version: version of the weights that the engines hold.
-
         Raises:
-            CalibrationError: an engine does not hold that version.
+            CalibrationError: an engine does not hold `version`.
         """
         self.wait()
         # The next push would wait for a pending scoring, and the scoring for that push.

@@ -30,7 +30,6 @@ class PushSettings:
     """Settings of the pushes to one pool of engines.
 
     Attributes:
-        choice: the transport, or `auto`.
         served: the engines are SGLang servers.
         device: the learner's device, cpu or cuda.
         directory: directory for `disk`, shared by all nodes.
@@ -65,9 +64,6 @@ class PushSettings:
         The teacher's files are in a separate directory, because its versions may equal the
         policy's. Its engines are lent nothing, because a worker has one bucket, which is for the
         policy. An adapter is merged for them.
-
-        Args:
-            parallel: ranks, GPUs and nodes of each of the teacher's servers.
         """
         return replace(
             self,
@@ -92,7 +88,6 @@ class Sending(ABC):
     linked: ClassVar[bool] = False
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` is the longest wait of `join`."""
         self.sent = 0
         self.problem: str | None = None
         self.error: Exception | None = None
@@ -204,12 +199,10 @@ class Answers:
                 self.lost.add(name)
 
     def record_sending(self, sending: Sending) -> None:
-        """Record a failure on the caller's side."""
         self.problem = self.problem or sending.problem
         self.error = self.error or sending.error
 
     def add(self, others: Answers) -> None:
-        """Add the answers of other engines."""
         self.values |= others.values
         self.failures |= others.failures
         self.lost |= others.lost
@@ -217,18 +210,14 @@ class Answers:
         self.error = self.error or others.error
 
     def describe_failures(self) -> str:
-        """One line that lists every failure and the problem on the caller's side."""
         own = [self.problem] if self.problem else []
         return "; ".join([f"{name}: {why}" for name, why in self.failures.items()] + own)
 
     def require(self, what: str) -> dict[str, Any]:
         """The values of all engines.
 
-        Args:
-            what: description of the calls, for the error.
-
         Raises:
-            EngineError: an engine refused, died, or did not answer; the message names each.
+            EngineError: an engine refused, died, or did not answer `what`; the message names each.
         """
         if self.failures:
             raise EngineError(f"{what} failed: {self.describe_failures()}")

@@ -125,7 +125,6 @@ def choose_transports(
     """Choose transports that reach all engines; with auto, by the engines' places (`plan_ways`).
 
     Args:
-        engines: Ray handles by name; the engines have started.
         lenders: locations of the learner's workers, by rank; if empty, nothing is lent.
 
     Raises:

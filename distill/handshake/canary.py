@@ -77,13 +77,12 @@ class CanaryRows:
         states: bool = False,
         number: int = NUM_ROWS,
     ) -> CanaryRows:
-        """Build the rows for one model.
+        """Build `number` rows for one model, with the extras of training requests.
 
         Args:
-            given: number of given tokens per position in training requests.
-            top_k: number of top tokens per position in training requests.
-            states: True if training requests ask for hidden states.
-            number: number of rows.
+            given: number of given tokens per position.
+            top_k: number of top tokens per position.
+            states: True if they ask for hidden states.
         """
         prompts = probe_prompts(info.vocab_size, info.context_length, seed=_SEED)
         rows = sorted(prompts, key=len)[-number:]

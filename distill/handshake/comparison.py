@@ -315,7 +315,6 @@ class CalibrationReport:
         return max(c.max_gap for c in self.comparisons if not c.must_differ)
 
     def verdict(self) -> str:
-        """One-line summary of the result."""
         if self.differences:
             return "no agreement on vocabulary, tokenizer or stop tokens"
         if self.failures:
@@ -335,7 +334,6 @@ class CalibrationReport:
             raise CalibrationError(self.message())
 
     def message(self) -> str:
-        """Message for a failed comparison."""
         return "; ".join(self.differences) or self._worst().message()
 
     def _worst(self) -> Comparison:

@@ -42,13 +42,12 @@ KERNEL_CONSTANTS = {
 
 
 class TensorDigests:
-    """Digests of tensors, in the order in which they were added, with one wait for the GPU."""
+    """Digests of tensors in order, with one wait for the GPU."""
 
     def __init__(self) -> None:
         self._made: list[str | Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
-        """Begin the digest of the tensor's bytes; its kind depends on the tensor's device."""
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if tensor.is_cuda:
             self._made.append(_sum_on_gpu(data))

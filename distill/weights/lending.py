@@ -101,7 +101,7 @@ class LentByWorkers(Weights, Protocol):
 
 
 class BucketLender:
-    """Lender of one process's buckets, one at a time, on its device."""
+    """Lender of one process's buckets, one at a time."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -149,7 +149,6 @@ class BucketLender:
             torch.cuda.empty_cache()  # so that the readers can use the memory
 
     def _release(self) -> None:
-        """Release the block on the GPU, and wait until torch may reuse its memory."""
         if self._flat is None:
             return
         left = torch.cuda.memory_allocated(self._device) - self._flat.nbytes

@@ -43,6 +43,10 @@ class TensorLayout:
     def nbytes(self) -> int:
         return prod(self.shape) * self.torch_dtype.itemsize
 
+    def view(self, data: Tensor) -> Tensor:
+        """The tensor whose bytes are `data`."""
+        return data.view(self.torch_dtype).view(self.shape)
+
 
 def first_non_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Name of the first tensor that contains a NaN or an infinity; None if none does."""
@@ -154,10 +158,7 @@ def plan_buckets(
 def split_bucket(flat: Tensor, bucket: Sequence[TensorLayout]) -> dict[str, Tensor]:
     """Views of a bucket's tensors in `flat`, which holds their bytes one after the other."""
     parts = flat.split([layout.nbytes for layout in bucket])
-    return {
-        layout.name: part.view(layout.torch_dtype).view(layout.shape)
-        for layout, part in zip(bucket, parts, strict=True)
-    }
+    return {layout.name: layout.view(part) for layout, part in zip(bucket, parts, strict=True)}
 
 
 def names_of(bucket: Sequence[TensorLayout]) -> list[str]:

@@ -166,22 +166,20 @@ def _size(layout: TensorLayout) -> int:
 
 
 def block_bytes(layouts: Sequence[TensorLayout]) -> int:
-    """Size of a block of these tensors."""
     return max(_ALIGNMENT, sum(map(_size, layouts)))  # a mapping must not be empty
 
 
 def starts_of(layouts: Sequence[TensorLayout]) -> list[int]:
     """Offset of each tensor in a block, in bytes."""
-    return list(accumulate(map(_size, layouts[:-1]), initial=0)) if layouts else []
+    return list(accumulate(map(_size, layouts), initial=0))[:-1]
 
 
 def views_of(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
     """Views of the tensors in a block of bytes."""
-    views = {}
-    for layout, start in zip(layouts, starts_of(layouts), strict=True):
-        part = block[start : start + layout.nbytes]
-        views[layout.name] = part.view(layout.torch_dtype).view(layout.shape)
-    return views
+    return {
+        layout.name: layout.view(block[start : start + layout.nbytes])
+        for layout, start in zip(layouts, starts_of(layouts), strict=True)
+    }
 
 
 def _gone(why: str) -> EngineError:

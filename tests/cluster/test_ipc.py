@@ -60,7 +60,7 @@ class Owner:
         return await self.session.load(weights, version)
 
     async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
-        await self.session.lendings.put(push, number, handles)
+        await self.session.lendings.of(push).put(number, handles)
 
     async def end_push(self, push: str, why: str) -> None:
         self.session.lendings.end(why, push)
