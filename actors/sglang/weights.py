@@ -33,9 +33,9 @@ memory (actors/sglang/turns.py).
 Adapters are loaded in addition to the older ones (actors/sglang/adapters.py): nothing is paused,
 and each call keeps the adapter that it began with.
 
-The transport depends on where the learner runs (actors/sglang/weight_loads.py). If a load fails
-after it has begun to write, the server may hold parts of two versions (torn weights). Requests then
-fail until a complete load succeeds or the engine is restarted.
+If a load (actors/sglang/weight_loads.py) fails after it has begun to write, the server may hold
+parts of two versions (torn weights). Requests then fail until a complete load succeeds or the
+engine is restarted.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class WeightSession:
 
     @property
     def adapter_version(self) -> int | None:
-        """Version of the adapter that new requests use. The server does not report it."""
+        """Version of the adapter that new requests use, which the server does not report."""
         return self._adapters.version
 
     @property
@@ -234,8 +234,7 @@ class WeightSession:
     async def sleep(self, *, whole: bool = False) -> None:
         """Make the server release its GPU memory; requests wait until the server is awake again.
 
-        Args:
-            whole: wait until samples in progress have ended, whatever `on_weight_update` is.
+        With `whole`, wait until samples in progress have ended, whatever `on_weight_update` is.
 
         Raises:
             EngineError: the server did not release its memory and continues to serve; or it is

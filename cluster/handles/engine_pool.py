@@ -59,8 +59,7 @@ class _ScoreCall:
 class _PooledEngine:
     """An engine of a pool, with its load and its state after failures.
 
-    Scoring requests of several callers in one iteration of the event loop are one call of the
-    engine.
+    Scoring requests of several callers in one iteration of the event loop are one call.
 
     Attributes:
         replica: number of the engine's process lifetime, for `Score.scored_by` and
@@ -90,8 +89,7 @@ class _PooledEngine:
     async def queue_state(self) -> tuple[int | None, int]:
         """Length of the engine's queue, and the value of `sent` when it was requested.
 
-        Concurrent callers share one call. The length is None if the engine is late or dead; a later
-        request to the engine then raises the error.
+        Concurrent callers share one call. The length is None if the engine is late or dead.
         """
         if self.pending_query is None or self.pending_query.done():
             self.pending_query = asyncio.create_task(self._query_queue())
@@ -335,11 +333,7 @@ class EnginePool:
     async def _pick(
         self, tried: set[int], deadline: float, error: Exception | None, session: str
     ) -> _PooledEngine:
-        """Choose an engine that has not failed recently: the session's, or the less busy of two.
-
-        Raises:
-            EngineLost: there is no such engine before the deadline.
-        """
+        """Choose an engine that has not failed recently: the session's, or the less busy of two."""
         while True:
             now = time.monotonic()
             # Without patience every engine is tried once, even if it has failed recently.
@@ -366,11 +360,10 @@ def _fail(all_calls: Sequence[_ScoreCall], error: Exception) -> None:
 
 
 async def _loads(members: Sequence[_PooledEngine]) -> list[int]:
-    """Number of samples at each engine, by its own queue.
+    """Number of samples at each engine, by its own queue; by the pool's counts if one is silent.
 
-    If one engine does not answer, the pool's own counts are used. Samples that were sent while the
-    queue length was requested are added: when slots are freed, many requests are made at the same
-    time, and none has arrived when the first one requests the queue length.
+    Samples that were sent while the queue length was requested are added: when slots are freed,
+    many requests are made at the same time, and none has arrived at the first query.
     """
     states = await asyncio.gather(*(member.queue_state() for member in members))
     if any(length is None for length, _ in states):

@@ -187,8 +187,7 @@ async def _of_each(
 ) -> dict[str, Value]:
     """Run the coroutines concurrently and return their results by engine name.
 
-    Raises:
-        EnginesSilent: some coroutines did not end within `deadline_s`.
+    Raises EnginesSilent if some did not end within `deadline_s`.
     """
     if not parts:
         return {}
@@ -205,7 +204,6 @@ async def _of_each(
 
 
 async def _own_samples(name: str, engine: ScoringModel, plan: Plan, info: EngineInfo) -> Prefills:
-    """Let an engine sample after the probes' prompts, and score its samples by prefill."""
     return await prefill(name, engine, plan, await sample_probes(engine, plan), info)
 
 
@@ -240,7 +238,6 @@ def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -
 def _against_copy(
     answers: EngineAnswers, title: str, copied: Sequence[FloatArray]
 ) -> list[Comparison]:
-    """Compare a teacher's engine with another source of its distributions, on the probes."""
     return [
         compare(
             title,
@@ -255,7 +252,7 @@ def _against_copy(
 
 
 def probe_row(tokens_T: TokenArray, start: int, temperature: float) -> TrainingRow:
-    """Row of which the learner scores the tokens from `start` on."""
+    """Row whose tokens from `start` on are scored."""
     mask_T = np.arange(len(tokens_T)) >= start
     return row_to_score(tokens_T, mask_T, temperature, "handshake probe")
 
@@ -263,8 +260,7 @@ def probe_row(tokens_T: TokenArray, start: int, temperature: float) -> TrainingR
 def naming_heads(report: CalibrationReport, heads: Mapping[str, str]) -> CalibrationReport:
     """Name the head as the cause of an unexplained disagreement of an engine that returns states.
 
-    Args:
-        heads: `setting=checkpoint` of the head, by name of the engine that returns the states.
+    Heads are given as `setting=checkpoint`, by name of the engine.
     """
 
     def explained(comparison: Comparison) -> Comparison:

@@ -15,7 +15,6 @@ class LedgerSettings:
     """Settings of a run's ledger.
 
     Attributes:
-        groups_per_step: number of groups of each step.
         max_staleness: maximum number of weight versions between a group's first lease and its
             training.
         total_groups: live groups of the whole run, those trained earlier included.
@@ -58,7 +57,6 @@ class LedgerSettings:
         return self.groups_in_flight or self.groups_per_step * (self.max_staleness + 1)
 
     def rule(self) -> StepRule:
-        """Create the step rule of the run."""
         return StepRule(self.max_staleness, self.window, late=self.on_stale == "train_late")
 
 
@@ -76,7 +74,6 @@ class Kept(NamedTuple):
     started: int
 
     def lease(self, group_id: int) -> Lease:
-        """The lease that delivered the group."""
         return Lease(group_id=group_id, attempt=self.attempt, epoch=self.epoch)
 
 
@@ -104,9 +101,7 @@ def adopted(
 class NextStep(NamedTuple):
     """Finished groups that a later step would take in the current state.
 
-    Attributes:
-        group_ids: ids of the groups.
-        whole: True if they are the complete step, which could start now.
+    `whole` is True if they are the complete step, which could start now.
     """
 
     group_ids: list[int]

@@ -53,12 +53,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Groups of the next step.
-
-    Attributes:
-        ids: groups to train, in order of id.
-        replaced: constant groups that the step skips, in order of id.
-    """
+    """Groups that the next step trains, and constant ones that it skips, in order of id."""
 
     ids: list[int]
     replaced: list[int]
@@ -97,7 +92,6 @@ class StepRule:
     late: bool = False
 
     def room(self, view: View) -> int:
-        """Number of groups that may start now."""
         return self.window - view.in_progress
 
     def choose(self, view: View) -> Choice | None:
@@ -161,7 +155,7 @@ class StepRule:
 
 
 def _oldest(group_ids: Iterable[int], view: View) -> Choice:
-    """Choose the oldest of some groups for a step; fewer than P if there are too few."""
+    """Choose the oldest of some groups for a step, at most P."""
     choice = Choice([], [])
     most = view.groups_per_step + view.most_replaced
     for _, group_id in heapq.nsmallest(most, ((view.started[i], i) for i in group_ids)):

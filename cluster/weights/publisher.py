@@ -13,10 +13,9 @@ A run has a `Publisher` for its policy engines and, with a lagged or EMA teacher
 the teacher's engines, which frees no slots.
 
 If every transport sends a copy of the weights (and `on_overlap` is given), the learner continues
-once the copies are made, and a thread does the rest, from the acknowledgements on. `on_overlap`
-informs the queue immediately, so that the next step may be taken. Only one push is in progress at a
-time: every other request waits for it first. The expected answers of the check are computed before
-the learner continues.
+once the copies are made and the check's expected answers are computed; a thread does the rest, from
+the acknowledgements on. `on_overlap` informs the queue immediately, so that the next step may be
+taken. Only one push is in progress at a time: every other request waits for it first.
 
 An error of the learner's own work (gathering, lending) is raised unchanged, and no engine is
 terminated because of it. A push that fails leaves an engine at its old weights, or the engine must
@@ -162,8 +161,7 @@ class Attempt:
 class Publisher:
     """Publisher of weights to one pool of engines, Ray handles by name.
 
-    Only `join` may be called from a second thread. All methods except `describe` and `check` wait
-    for a push in progress.
+    Only `join` may be called from a second thread.
     """
 
     def __init__(
@@ -203,7 +201,6 @@ class Publisher:
         self._found: dict[str, float] = {}  # metrics for the next push to return
 
     def describe(self) -> str:
-        """Human-readable list of the transports and their engines."""
         return "; ".join(
             f"{transport.describe()} to {', '.join(transport.engines)}"
             for transport in self._transports or []
@@ -251,10 +248,7 @@ class Publisher:
         return metrics
 
     def wait(self) -> None:
-        """Wait for a push that overlaps the step, and raise its error, if any.
-
-        The next push returns the metrics of this one.
-        """
+        """Wait for a push that overlaps the step, and raise its error, if any."""
         if self._overlapping is None:
             return
         began = time.perf_counter()
@@ -328,7 +322,6 @@ class Publisher:
             self._terminate(list(answers.failures), "did not release its memory")
 
     def remove_engines(self, names: Sequence[str]) -> None:
-        """Remove engines, which then receive no more weights."""
         self.wait()
         with self._turn():
             for name in names:
@@ -366,9 +359,7 @@ class Publisher:
     ) -> dict[str, float]:
         """Complete a push, from the acknowledgements until slots are freed; return its metrics.
 
-        Args:
-            weights: the pushed weights; if the attempt `has_copies`, they may have changed since.
-            started: start time of the push (`time.perf_counter`).
+        If the attempt `has_copies`, the weights may have changed since.
         """
         pauses = self._pauses(attempt, weights)
         self._last = attempt
@@ -384,7 +375,7 @@ class Publisher:
     def _pauses(self, attempt: Attempt, weights: Weights) -> dict[str, float]:
         """Pause of each engine that loaded the weights, at the first or second attempt.
 
-        Other engines are terminated.
+        Terminates the others.
         """
         version, answers = attempt.version, attempt.answers()
         if not answers.failures:
