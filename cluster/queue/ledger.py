@@ -207,13 +207,9 @@ class Ledger:
         self._leased[group_id] = _Held(worker, attempt, now, now)
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
 
-    def _is_over(self, group_id: int) -> bool:
-        """True if the group is in the learner's weights or was set aside."""
-        return group_id in self.trained or group_id in self.set_aside
-
     def _is_new(self, group_id: int) -> bool:
         """True if the group has not started; it may have, after a rewind or in an earlier job."""
-        return group_id not in self._started and not self._is_over(group_id)
+        return not any(group_id in ids for ids in (self._started, self.trained, self.set_aside))
 
     def _is_held(self, lease: Lease) -> bool:
         held = self._leased.get(lease.group_id)
@@ -291,19 +287,33 @@ class Ledger:
         group_id = lease.group_id
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
-        self._count_failure(group_id, reason)
-        self._meter()
-
-    def _count_failure(self, group_id: int, reason: str) -> None:
-        del self._leased[group_id]
         self._requeue(group_id, self.faults.failed(group_id, reason))
+        self._meter()
 
     def _requeue(self, group_id: int, verdict: str | None) -> None:
         """Make a group pending again, or set it aside if `verdict` gives a reason."""
         if verdict is None:
-            self._pending.add(group_id)
+            self._make_pending([group_id])
         else:
-            self._mark_set_aside(group_id, verdict)
+            self._drop([group_id])
+            self.set_aside[group_id] = self._last_reason = verdict
+            self._consecutive_set_aside += 1
+            self.record("set_aside", id=group_id, reason=verdict)
+
+    def _make_pending(self, ids: Collection[int]) -> None:
+        """Return leased or delivered groups to the pending ones."""
+        self._pending.update(ids)
+        for group_id in ids:
+            self._leased.pop(group_id, None)
+            self._delivered.discard(group_id)
+            self._constant.pop(group_id, None)
+
+    def _drop(self, ids: Collection[int]) -> None:
+        """Remove groups from the live ones."""
+        self._make_pending(ids)
+        for group_id in ids:
+            self._started.pop(group_id, None)
+            self._pending.discard(group_id)
 
     def report_user_code(self, worker: str, problems: Mapping[int, str]) -> None:
         """See `Faults`. Not journalled: a restarted queue suspects all groups of a dead worker that
@@ -393,10 +403,7 @@ class Ledger:
         self._rescored |= self.kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=ids, reason=self._last_reason)
-        for group_id in ids:
-            self._delivered.discard(group_id)
-            self._constant.pop(group_id, None)
-            self._pending.add(group_id)
+        self._make_pending(ids)
         return ids
 
     def _skip_constant(self, stay: Set[int]) -> list[int]:
@@ -408,11 +415,8 @@ class Ledger:
         constant, most = self._view().constant, self._settings.most_replaced
         missed = min(len(constant), most) - min(len(constant & stay), most)
         skipped = sorted(constant - stay)[:missed]
-        for group_id in skipped:
-            del self._started[group_id]
-            self._delivered.discard(group_id)
-            self._constant.pop(group_id)
-            self.set_aside[group_id] = CONSTANT_REWARD
+        self._drop(skipped)
+        self.set_aside |= dict.fromkeys(skipped, CONSTANT_REWARD)
         self._forget_kept(skipped)
         return skipped
 
@@ -429,11 +433,9 @@ class Ledger:
             self.record("forfeit", worker=worker, ids=ids, inside=in_user_code, reason=reason)
             if death.cause is not None:
                 why = killed(death.in_user_code.get(death.cause, ""), reason)
-                self._count_failure(death.cause, why)
+                self._requeue(death.cause, self.faults.failed(death.cause, why))
             else:
-                for group_id in ids:
-                    del self._leased[group_id]
-                self._pending.update(ids)
+                self._make_pending(ids)
             self._meter()
         return ids
 
@@ -461,16 +463,8 @@ class Ledger:
 
     def _requeue_lost(self, ids: list[int], reason: str) -> None:
         for group_id in ids:
-            self._leased.pop(group_id, None)
             self._requeue(group_id, self.faults.lost(group_id, reason))
         self._meter()
-
-    def _mark_set_aside(self, group_id: int, reason: str) -> None:
-        del self._started[group_id]
-        self.set_aside[group_id] = reason
-        self._consecutive_set_aside += 1
-        self._last_reason = reason
-        self.record("set_aside", id=group_id, reason=reason)
 
     def rewind(self, trained: TrainedGroups, reason: str) -> None:
         """Reset to a checkpoint that the learner returned to.
@@ -537,9 +531,8 @@ class Ledger:
         self.record("begin_again", epoch=self.epoch, ids=list(ids))
         self.provenance.discard_rewards(ids)
         self._forget_kept(ids)
+        self._make_pending(ids)
         for group_id in ids:
-            self._leased.pop(group_id, None)
-            self._pending.add(group_id)
             self._over[group_id] = self._attempts[group_id]
             self._started[group_id] = self._steps
             self._restarts[group_id] += 1
@@ -637,9 +630,6 @@ class Ledger:
         if gone:
             self._last_reason = reason
             self.record("lost", epoch=self.epoch, ids=gone, reason=reason)
-            for group_id in gone:
-                self._delivered.discard(group_id)
-                self._constant.pop(group_id, None)
             self.provenance.drop(gone)
             self._forget_kept(gone)
             self._requeue_lost(gone, reason)
@@ -706,12 +696,8 @@ class Ledger:
         taken = self._taken
         passed = taken.replaced if taken is not None and taken.group_ids == ids else {}
         aside = skipped | dict.fromkeys(passed, CONSTANT_REWARD)
+        self._drop((*ids, *aside))
         for group_id in (*ids, *aside):
-            self._started.pop(group_id, None)
-            self._pending.discard(group_id)
-            self._leased.pop(group_id, None)
-            self._delivered.discard(group_id)
-            self._constant.pop(group_id, None)
             for of_it in (self._attempts, self._over, self._restarts):
                 of_it.pop(group_id, None)
         self.set_aside = {i: r for i, r in self.set_aside.items() if i not in trained} | aside
@@ -758,12 +744,10 @@ class Ledger:
         self._leased = {i: replace(h, since=now, began=now) for i, h in self._leased.items()}
         self._seconds.clear()  # durations from a replay, not from real time
         lost = self._delivered - stay
-        self._pending |= lost
+        self._make_pending(lost)
         self.resampled.clear()
         taken = set(self._taken.group_ids if self._taken else ())
         self.provenance.drop(lost - taken)  # taken groups may still be trained
-        self._constant = {i: reward for i, reward in self._constant.items() if i in stay}
-        self._delivered = stay
         above = {i: r for i, r in self.set_aside.items() if i >= self.trained.watermark}
         again = {"kept": sorted(here)} if here else {}
         self.record(
