@@ -468,19 +468,11 @@ async def _until(
     changed: asyncio.Condition, ready: Callable[[], Value], poll_s: float
 ) -> Value | None:
     """Wait for a true value of `ready` and return it; None after `poll_s` seconds."""
-    if found := ready():
-        return found
-    found_later: list[Value] = []  # kept even if the deadline passes at the same moment
-
-    def check() -> bool:
-        if found := ready():
-            found_later.append(found)
-        return bool(found_later)
-
     async with changed:
         with suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait_for(check), poll_s)
-    return found_later[0] if found_later else None
+            async with asyncio.timeout(poll_s):  # in this task, so that no value is lost
+                return await changed.wait_for(ready)
+    return None
 
 
 async def _wake(changed: asyncio.Condition) -> None:
