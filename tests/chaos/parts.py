@@ -32,7 +32,7 @@ _HANG_AFTER_S = 10.0
 _ENDLESS = 1_000_000
 _DISK_MIB = 48
 _DISK_FULL_S = 12.0
-_CORRUPTED_STEPS = 25
+_CORRUPTED_ANSWERS = 12
 _CORRUPTED_SHARE = 0.15
 
 
@@ -124,11 +124,12 @@ def corrupted(out: Path, seed: int) -> Monkey | str:
         environment = {"ISOTHERM_TEACHER_API_KEY": key}
         with struck(out / "corrupted", arguments, seed, environment=environment) as monkey:
             proxy.share = _CORRUPTED_SHARE
-            monkey.run.wait_for_steps(_CORRUPTED_STEPS)
+            monkey.run.wait(
+                lambda: proxy.spoilt.total() >= _CORRUPTED_ANSWERS,
+                f"{_CORRUPTED_ANSWERS} corrupted answers",
+            )
             proxy.share = 0.0
             monkey.print_line(f"answers spoilt: {dict(proxy.spoilt)}, passed on: {proxy.passed}")
-            if len(proxy.spoilt) < 3:
-                monkey.problems.append(f"too few answers were spoilt: {dict(proxy.spoilt)}")
             monkey.finish(PROMPTS_PER_STEP)
     return monkey
 
