@@ -24,51 +24,33 @@ class RosterChange:
     """Engines that joined and left, by pool. A restarted engine counts as joined.
 
     Attributes:
-        joined: handles of engines that joined.
-        left: names of engines that left.
-        complete: True if `joined` is the complete roster.
+        engines: handle of each engine that joined, and None for each that left, by name.
+        complete: True if `engines` is the complete roster.
         replicas: numbers for `Score.scored_by` of the engines that joined, if they have one.
     """
 
-    joined: Roster
-    left: Mapping[str, Sequence[str]]
+    engines: Roster
     complete: bool
     replicas: Mapping[str, int]
 
     @classmethod
     def between(cls, old: Roster, new: Roster, replicas: Mapping[str, int]) -> RosterChange:
         """Change from roster `old` to `new`; `complete` if `old` is empty."""
-        joined = {
-            role: {
-                name: handle
-                for name, handle in members.items()
-                if old.get(role, {}).get(name) != handle
-            }
-            for role, members in new.items()
-        }
-        return cls(
-            joined=joined,
-            replicas={
-                name: replicas[name]
-                for members in joined.values()
-                for name in members
-                if name in replicas
-            },
-            left={
-                role: [name for name in members if name not in new.get(role, {})]
-                for role, members in old.items()
-            },
-            complete=not old,
-        )
+        engines: dict[str, dict[str, Any]] = {}
+        for role in {**old, **new}:
+            before, after = old.get(role, {}), new.get(role, {})
+            names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+            engines[role] = {name: after.get(name) for name in names}
+        changed = {name for members in engines.values() for name in members}
+        return cls(engines, not old, {n: i for n, i in replicas.items() if n in changed})
 
     def applied(self, old: Roster) -> dict[str, dict[str, Any]]:
         """Roster after the change. It has the roles of both."""
-        roles = dict.fromkeys([*old, *self.joined])
-        kept = {role: {} if self.complete else dict(old.get(role, {})) for role in roles}
-        for role, names in self.left.items():
-            for name in names:
-                kept[role].pop(name, None)
-        return {role: kept[role] | dict(self.joined.get(role, {})) for role in roles}
+        roster = {role: {} if self.complete else dict(members) for role, members in old.items()}
+        for role, members in self.engines.items():
+            all_of = roster.get(role, {}) | dict(members)
+            roster[role] = {name: handle for name, handle in all_of.items() if handle is not None}
+        return roster
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,8 @@ class Worker:
         return WorkerStatus(groups=(), requests={"heard": len(self.heard)})
 
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
-        self.heard.append(sum(map(len, change.joined.values())))
+        handles = [handle for pool in change.engines.values() for handle in pool.values()]
+        self.heard.append(sum(handle is not None for handle in handles))
         self.roster = change.applied(self.roster)
 
 
