@@ -84,18 +84,11 @@ class EvaluationSchedule:
 
 
 class Evaluations(NoEvaluations):
-    """All evaluations of one run.
+    """All evaluations of one run, which has held-out problems."""
 
-    Args:
-        problems: number of held-out problems; with 0 there is no evaluation.
-    """
-
-    def __init__(
-        self, config: RolloutConfig, context: RunContext, fleet: Fleet, *, problems: int
-    ) -> None:
+    def __init__(self, config: RolloutConfig, context: RunContext, fleet: Fleet) -> None:
         self._config, self._context, self._fleet = config, context, fleet
-        self._has_problems = problems > 0
-        self._schedule = EvaluationSchedule(config.eval.every if problems else 0, config.steps)
+        self._schedule = EvaluationSchedule(config.eval.every, config.steps)
         self._create_task = fleet.driver.background.create_task
         self._running: asyncio.Task[Evaluation] | None = None  # during steps
         self._pinned: Mapping[str, Any] = {}  # its engines
@@ -108,8 +101,6 @@ class Evaluations(NoEvaluations):
 
         A resumed run restores the policy's metrics of an earlier attempt instead.
         """
-        if not self._has_problems:
-            return
         if self._context.first_step:
             self._evaluate_teachers()
             self._context.recalls("eval", "before", 0)
@@ -126,7 +117,7 @@ class Evaluations(NoEvaluations):
 
     def after_steps(self, step: int) -> None:
         """Evaluate the trained policy, unless a killed attempt has recorded that already."""
-        if self._has_problems and not self._context.recalls("eval", "after", step):
+        if not self._context.recalls("eval", "after", step):
             self._context.record_evaluation(self._evaluate("after", step), step)
 
     def _evaluate_teachers(self) -> None:

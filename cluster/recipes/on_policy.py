@@ -101,7 +101,7 @@ def _planned(
 
 def _parts(
     config: RolloutConfig, inputs: RolloutInputs, context: RunContext, places: Places
-) -> tuple[Fleet, Evaluations]:
+) -> tuple[Fleet, NoEvaluations]:
     directory, print_line = context.directory, context.progress.note
     if config.only_keeps:
         context.progress.hidden.add("staleness/max")  # groups are never stale
@@ -119,8 +119,9 @@ def _parts(
         start_model=config.model.path if start is None else start.model_dir,
         found=context.found,
     )
-    problems = 0 if config.only_keeps else len(inputs.held_out)
-    return fleet, Evaluations(config, context, fleet, problems=problems)
+    if config.only_keeps or not len(inputs.held_out):
+        return fleet, NoEvaluations()
+    return fleet, Evaluations(config, context, fleet)
 
 
 def _parts_on_kept(

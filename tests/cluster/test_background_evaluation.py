@@ -89,7 +89,7 @@ class House:
             record_late=lambda _metrics, step: self.recorded.append(step),
         )  # fmt: skip
         config = opd(eval_every=5, eval_engines=2, steps=20)
-        self.evaluations = Evaluations(config, context, fleet, problems=4)
+        self.evaluations = Evaluations(config, context, fleet)
 
     async def _ask(self, _what: str, make: Callable[[Any], Any]) -> Any:
         evaluator: Any = SimpleNamespace(
