@@ -92,7 +92,6 @@ class Run:
 
     Args:
         actors: `Fleet` or `LearnerAlone`, not started yet.
-        evaluations: evaluations before, between, during and after the steps.
     """
 
     def __init__(

@@ -33,9 +33,6 @@ class Checkpoints:
 
     A checkpoint is due at a fixed interval of steps, after each step whose evaluation may be the
     best, and after the last step.
-
-    Args:
-        actors: the learner, the driver that waits for it, and the queue, which is notified.
     """
 
     def __init__(

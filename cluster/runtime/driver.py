@@ -2,9 +2,7 @@
 
 The run is sequential code that waits (`call`, `run`). Coroutines (`background`) advance while it
 waits; they await `answer` in place of `call`. `cluster/run.py` lists the waits of a run and their
-deadlines. Between two steps the learner is idle. Engines that need the weights from the learner
-itself are admitted then; engines that can read a copy join at any time
-(cluster/runtime/admission.py).
+deadlines.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import LearnerActors, LearnerStart
-from cluster.hosts.rollout_actor import Roster, WorkerStatus
+from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import (
     EVALUATION,
     LEARNER,
@@ -74,7 +74,6 @@ class Fleet(LearnerAlone):
 
     Args:
         handshake: handshake of the first engines, and of those that join.
-        print_line: prints a line on the console.
         found: called with findings on scorers that drifted and on groups that fail.
     """
 
@@ -109,6 +108,11 @@ class Fleet(LearnerAlone):
         self._engine_roles = [role for role in engines if role != EVALUATION]
         # Roles that workers call. A reward model is no engine: it has no log-probs for a handshake.
         self._asked_roles = [*self._engine_roles, *([REWARD] if REWARD in self._specs else [])]
+        self._scorers = [role for role in self._engine_roles if role != POLICY]
+        self._frozen = [role for role in self._scorers if role != self._following]
+        # Their scores are trained on; a reference may be an opponent alone.
+        scores = config.scored_by_reference
+        self._watched = [role for role in self._frozen if role != REFERENCE or scores]
         self.canaries = Canaries(
             self, self.queue, config, self._watched, found=found, trusted=self._mark_proven
         )
@@ -137,26 +141,6 @@ class Fleet(LearnerAlone):
     @property
     def statuses(self) -> dict[str, WorkerStatus]:
         return self.workers.statuses
-
-    @property
-    def scorers(self) -> list[str]:
-        """Roles of teachers and the reference."""
-        return [role for role in self._engine_roles if role != POLICY]
-
-    @property
-    def frozen(self) -> list[str]:
-        """Roles of scorers whose weights never change."""
-        return [role for role in self.scorers if role != self._following]
-
-    @property
-    def _watched(self) -> list[str]:
-        """Frozen roles whose scores are trained on: a reference may be an opponent alone."""
-        scores = self._config.scored_by_reference
-        return [role for role in self.frozen if role != REFERENCE or scores]
-
-    @property
-    def roster(self) -> Roster:
-        return {role: self.supervisor.serving(role) for role in self._asked_roles}
 
     def _make_learners(self, start: LearnerStart) -> LearnerActors:
         policies, teachers = self._pushed_to(POLICY), self._pushed_to(self._following)
@@ -207,11 +191,13 @@ class Fleet(LearnerAlone):
         if adapter or config.teacher_rule is not None:
             self._push_first()
             self.admission.push_to_evaluators()
-            self._handshake.before_steps(self, self.scorers)
+            self._handshake.before_steps(self, self._scorers)
         else:
-            self._handshake.before_steps(self, self.scorers)
+            self._handshake.before_steps(self, self._scorers)
             self._push_first()
-        members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
+        members = [
+            m for role in self._scorers for m in self.supervisor.members(role, State.SERVING)
+        ]
         if refused := self.canaries.join(members):
             raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
         self.canaries.join_learner()
@@ -271,9 +257,8 @@ class Fleet(LearnerAlone):
             await asyncio.sleep(_CHANGES_S)
 
     def _announce(self) -> None:
-        self.workers.announce(
-            self.roster, self._groups_a_worker(), self._epoch, self.canaries.replicas
-        )
+        roster = {role: self.supervisor.serving(role) for role in self._asked_roles}
+        self.workers.announce(roster, self._groups_a_worker(), self._epoch, self.canaries.replicas)
         self.canaries.ask_new_reward_models()
 
     async def _follow_queue(self) -> None:
@@ -390,7 +375,7 @@ class Fleet(LearnerAlone):
             for member in self.supervisor.members(role, State.DRAINING):
                 if any(status.requests.get(member.name) for status in self.statuses.values()):
                     continue
-                if role in self.frozen:
+                if role in self._frozen:
                     self.canaries.ask_last([member])
                 else:
                     left = self.learner.remove_engines.remote([member.name])

@@ -30,13 +30,7 @@ _WRITING_S = 600.0
 
 
 class LearnerAlone:
-    """Lifecycle of a learner; the loss of one of its workers is the loss of all.
-
-    Args:
-        places: of the run's actors.
-        make: creates the learner's workers.
-        print_line: prints a line on the console.
-    """
+    """Lifecycle of a learner; the loss of one of its workers is the loss of all."""
 
     def __init__(
         self,

@@ -33,13 +33,7 @@ from distill.tokenizer import fingerprint, probe_tokenizer
 
 
 class RunHandshake:
-    """Compares the parties of a run on the same tokens.
-
-    Args:
-        directory: where calibration.json is written.
-        console: shows the table of parties that disagree.
-        print_line: prints a line on the console.
-    """
+    """Compares the parties of a run on the same tokens."""
 
     def __init__(
         self,

@@ -66,12 +66,8 @@ class Scaling:
         down_after_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pools, self._directory, self._print_line, self._clock = (
-            pools,
-            directory,
-            print_line,
-            clock,
-        )
+        self._pools, self._directory = pools, directory
+        self._print_line, self._clock = print_line, clock
         self._roles: dict[PoolName, list[str]] = {"policy": [POLICY], "rollout": [ROLLOUT]}
         others = (POLICY, ROLLOUT, EVALUATION)
         if teachers := [role for role in pools.bounds if role not in others]:

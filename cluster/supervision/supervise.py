@@ -154,7 +154,6 @@ class Supervisor:
     """Supervisor of the actors of a run.
 
     Args:
-        print_line: prints a line on the console.
         record: writes an event: its kind and fields.
         on_death: called at every death, after the actor is removed from its role.
         hang_after_s: an actor that answers no heartbeat for this time is terminated.
