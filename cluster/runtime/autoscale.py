@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,21 +59,6 @@ _WAIT_HIGH = 0.2
 _WAIT_LOW = 0.02
 # Workers without credit for more than this share of the time are too many.
 _STARVED_HIGH = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """Least and largest number of members of a pool."""
-
-    name: PoolName
-    minimum: int
-    maximum: int
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.minimum <= self.maximum, self
-
-    def clamp(self, size: int) -> int:
-        return max(self.minimum, min(size, self.maximum))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +157,8 @@ class Autoscaler:
     """Autoscaling policy with a memory; see the module's docstring for its rules.
 
     Args:
-        pools: pools that may change. Other pools are left alone, whatever their stage holds.
+        bounds: smallest and largest size of each pool that may change. Other pools are left alone,
+            whatever their stage holds.
         up_after_s: time that the learner waits before a pool grows.
         down_after_s: time that workers lack credit before a pool shrinks; at least `up_after_s`.
         cooldown_s: least time between two decisions that change a pool.
@@ -183,7 +169,7 @@ class Autoscaler:
 
     def __init__(
         self,
-        pools: Iterable[Pool],
+        bounds: Mapping[PoolName, tuple[int, int]],
         *,
         up_after_s: float,
         down_after_s: float,
@@ -193,7 +179,8 @@ class Autoscaler:
     ) -> None:
         assert 0 <= up_after_s <= down_after_s, "growth takes precedence"
         assert min(cooldown_s, memory_s) >= 0
-        self._pools: dict[PoolName, Pool] = {pool.name: pool for pool in pools}
+        assert all(0 <= least <= most for least, most in bounds.values()), bounds
+        self._bounds = bounds
         self._cooldown_s = cooldown_s
         self._memory_s = memory_s
         self._settling_windows, self._unsettled = settling_windows, 0
@@ -204,7 +191,7 @@ class Autoscaler:
         self._ready: dict[str, int] = {}
         self._shortage = _RecentWindows(up_after_s)
         self._surplus = _RecentWindows(down_after_s)
-        self._memory: dict[PoolName, _Memory] = {name: _Memory() for name in self._pools}
+        self._memory: dict[PoolName, _Memory] = {name: _Memory() for name in bounds}
         self._growth: _Growth | None = None
         self._futile_until: dict[PoolName, float] = {}
 
@@ -216,7 +203,7 @@ class Autoscaler:
         self._now += observation.seconds
         self._gather(observation)
         if not self._targets:
-            self._targets = {name: observation.sizes[name] for name in self._pools}
+            self._targets = {name: observation.sizes[name] for name in self._bounds}
             changes = self._within_limits()
         elif observation.exhausted:
             changes = self._end(observation)
@@ -262,10 +249,14 @@ class Autoscaler:
 
     def _within_limits(self) -> list[Resize]:
         return [
-            Resize(name, pool.clamp(self._targets[name]), "its size is outside its limits")
-            for name, pool in self._pools.items()
-            if pool.clamp(self._targets[name]) != self._targets[name]
+            Resize(name, size, "its size is outside its limits")
+            for name, now in self._targets.items()
+            if (size := self._clamped(name, now)) != now
         ]
+
+    def _clamped(self, name: PoolName, size: int) -> int:
+        least, most = self._bounds[name]
+        return max(least, min(size, most))
 
     def _end(self, observation: Observation) -> list[Resize]:
         """Changes at the end of the run, when no group is left to start.
@@ -284,26 +275,25 @@ class Autoscaler:
                 f"no group is left to start, and at most {needed[name]} groups may still reach "
                 "this pool",
             )
-            for name, pool in self._pools.items()
-            if (size := pool.clamp(needed[name])) < self._targets[name]
+            for name, now in self._targets.items()
+            if (size := self._clamped(name, needed[name])) < now
         ]
 
     def _grow(self, observation: Observation) -> list[Resize]:
         self._judge_last_growth(observation)
         name = max(_STAGES, key=self._urgency)
         groups, wait = self._shortage.groups(name), self._shortage.wait
-        pool = self._pools.get(name)
-        if pool is None or not groups:
+        if name not in self._bounds or not groups:
             return []  # no group is in progress, or only in stages whose pools are fixed
-        now = self._targets[name]
-        if now >= pool.maximum or self._is_futile(name) or observation.ready[name] < now:
+        now, (_, most) = self._targets[name], self._bounds[name]
+        if now >= most or self._is_futile(name) or observation.ready[name] < now:
             return []
         why = (
             f"the learner waits {wait:.0%} of the time, and most groups ({groups:.1f} on average) "
             f"are {_STAGES[name]}"
         )
         size = max(now + 1, min(math.ceil(now / self._shortage.supply), 2 * now))
-        return [Resize(name, pool.clamp(size), why)]
+        return [Resize(name, min(size, most), why)]
 
     def _urgency(self, name: PoolName) -> tuple[bool, float]:
         groups = self._shortage.groups(name)
@@ -325,7 +315,7 @@ class Autoscaler:
 
     def _shrink(self, observation: Observation) -> list[Resize]:
         """Pool with the fewest groups per member among those that may shrink."""
-        able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
+        able: list[PoolName] = [name for name in self._bounds if self._may_shrink(name)]
         if not able:
             return []
         name = min(able, key=lambda pool: self._surplus.groups(pool) / self._targets[pool])
@@ -343,7 +333,7 @@ class Autoscaler:
     def _may_shrink(self, name: PoolName) -> bool:
         smaller, memory = self._targets[name] - 1, self._memory[name]
         known_too_few = smaller <= memory.too_few and self._now < memory.until
-        return smaller >= self._pools[name].minimum and not known_too_few
+        return smaller >= self._bounds[name][0] and not known_too_few
 
     def _remember(self, change: Resize) -> None:
         """Update the pool's memory; call it before the change."""

@@ -22,7 +22,7 @@ from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import EVALUATION, POLICY, ROLLOUT
 from cluster.queue.ledger_types import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName
+from cluster.runtime.autoscale import Autoscaler, Observation, PoolName
 from cluster.supervision.supervise import State, Supervisor
 
 # Least length of a window.
@@ -72,16 +72,15 @@ class Scaling:
         others = (POLICY, ROLLOUT, EVALUATION)
         if teachers := [role for role in pools.bounds if role not in others]:
             self._roles["teacher"] = teachers
-        sizes = [
-            Pool(
-                name=name,
-                minimum=sum(pools.bounds[role][0] for role in roles),
-                maximum=sum(pools.bounds[role][1] for role in roles),
+        bounds = {
+            name: (
+                sum(pools.bounds[role][0] for role in roles),
+                sum(pools.bounds[role][1] for role in roles),
             )
             for name, roles in self._roles.items()
-        ]
+        }
         self._autoscaler = Autoscaler(
-            [pool for pool in sizes if pool.maximum > pool.minimum],
+            {name: (least, most) for name, (least, most) in bounds.items() if most > least},
             up_after_s=up_after_s,
             down_after_s=max(up_after_s, down_after_s),
             cooldown_s=2 * up_after_s,

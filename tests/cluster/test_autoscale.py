@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName, Resize
+from cluster.runtime.autoscale import Autoscaler, Observation, PoolName, Resize
 
 NAMES: tuple[PoolName, ...] = ("policy", "teacher", "rollout")
 WINDOW_S = 5.0
@@ -19,8 +19,8 @@ WINDOW_S = 5.0
 LONG_WINDOW_S = 15.0
 
 
-def pools(minimum: int = 1, maximum: int = 8) -> list[Pool]:
-    return [Pool(name=name, minimum=minimum, maximum=maximum) for name in NAMES]
+def pools(minimum: int = 1, maximum: int = 8) -> dict[PoolName, tuple[int, int]]:
+    return dict.fromkeys(NAMES, (minimum, maximum))
 
 
 def seen(sizes: Mapping[Any, int] | None = None, **changes: Any) -> Observation:
@@ -38,7 +38,9 @@ def seen(sizes: Mapping[Any, int] | None = None, **changes: Any) -> Observation:
 class Rig:
     """An autoscaler whose decisions take effect at once."""
 
-    def __init__(self, sizes: int = 2, limits: list[Pool] | None = None, **times: Any) -> None:
+    def __init__(
+        self, sizes: int = 2, limits: dict[PoolName, tuple[int, int]] | None = None, **times: Any
+    ) -> None:
         self.sizes: dict[str, int] = dict.fromkeys(NAMES, sizes)
         times = {"up_after_s": 10, "down_after_s": 30, "cooldown_s": 20, "memory_s": 300} | times
         self.scaler = Autoscaler(limits or pools(), **times)
@@ -122,7 +124,7 @@ def test_a_pool_that_is_needed_does_not_shrink(broken: dict[str, float]) -> None
 
 def test_trials_of_a_size_that_was_too_small_become_rarer() -> None:
     """The load needs one member and a half; workers starve whenever the learner does not wait."""
-    rig = Rig(sizes=1, limits=[Pool(name="policy", minimum=1, maximum=8)])
+    rig = Rig(sizes=1, limits={"policy": (1, 8)})
     changes, now = [], 0.0
     while now < 20_000:
         enough = rig.sizes["policy"] >= 2
@@ -180,10 +182,7 @@ def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
     late: bool,
     times: dict[str, Any],
 ) -> None:
-    made = [
-        Pool(name=name, minimum=least, maximum=least + more)
-        for name, (least, more) in zip(NAMES, limits, strict=True)
-    ]
+    made = {name: (least, least + more) for name, (least, more) in zip(NAMES, limits, strict=True)}
     scaler = Autoscaler(made, **times)
     sizes: dict[PoolName, int] = dict.fromkeys(NAMES, first)
     ready = dict(sizes)
@@ -195,14 +194,14 @@ def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
             resized = scaler.observe(seen(before, **window, ready=ready))
             now += window["seconds"]
             sizes |= {change.pool: change.size for change in resized}
-            assert all(pool.minimum <= sizes[pool.name] <= pool.maximum for pool in made)
+            assert all(least <= sizes[name] <= most for name, (least, most) in made.items())
             moved = {name for name in NAMES if sizes[name] != before[name]}
             assert moved == {change.pool for change in resized}
             if moved:
                 assert now - changed >= times["cooldown_s"]
                 changed = now
             for name in NAMES:
-                if sizes[name] > before[name] and before[name] in range(*limits_of(made, name)):
+                if sizes[name] > before[name] and made[name][0] <= before[name] <= made[name][1]:
                     assert sizes[name] <= max(2 * before[name], 1)
                     assert ready[name] == before[name], "grew while members were starting"
                 if sizes[name] < before[name] and not window["exhausted"]:
@@ -210,11 +209,6 @@ def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
                 if sizes[name] > before[name]:
                     grown[name] = now
             ready = {n: min(sizes[n], ready[n] + 1) if late else sizes[n] for n in NAMES}
-
-
-def limits_of(made: Sequence[Pool], name: str) -> tuple[int, int]:
-    (pool,) = (pool for pool in made if pool.name == name)
-    return pool.minimum, pool.maximum + 1
 
 
 @dataclass
