@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -278,7 +278,7 @@ class RolloutCast:
                 followers[follower.serve.remote()] = follower
             return followers
 
-        spec = self._role(
+        return self._role(
             role,
             lambda index: f"{role} engine {index}",
             create,
@@ -288,9 +288,8 @@ class RolloutCast:
             gated=True,
             start_is=start_is,
             model=model,
+            turns=turns,
         )
-        # Each start is a turn.
-        return replace(spec, start_deadline_s=turns * spec.start_deadline_s)
 
     def _served(self, engine: EngineConfig) -> EngineConfig:
         """Engine class whose server, if any, can be started without torch."""
@@ -309,14 +308,16 @@ class RolloutCast:
         create: Callable[[int, int], Any] | None,
         heartbeat: Callable[[Any], Any] = ready_call,
         model: str | None = None,
+        turns: int = 1,
         **changes: Any,
     ) -> ActorSpec:
+        """Spec with the start deadline of a model. Each start on GPUs that are shared is a turn."""
         return ActorSpec(
             name=name,
             title=title,
             create=create,
             heartbeat=heartbeat,
-            start_deadline_s=self.config.cluster.start_deadline_of(model),
+            start_deadline_s=turns * self.config.cluster.start_deadline_of(model),
             **changes,
         )
 

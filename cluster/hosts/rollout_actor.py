@@ -78,13 +78,20 @@ class RolloutActor:
     ) -> None:
         """
         Args:
-            build: builds the worker from its pools by name and the dataset.
+            build: builds the worker from the dataset and a function that returns a pool by name.
             patience_s: longest time that a request waits for an engine that responds.
         """
-        self._pools = _EnginePools(patience_s)
+        self._pools: dict[str, EnginePool] = {}
+        self._patience_s = patience_s
         self._roster: dict[str, dict[str, Any]] = {}
         self._replicas: dict[str, int] = {}
-        self._worker = build(self._pools, dataset=dataset)
+        self._worker = build(self._pool, dataset=dataset)
+
+    def _pool(self, name: str) -> EnginePool:
+        """Pool with this name, created at its first use."""
+        if name not in self._pools:
+            self._pools[name] = EnginePool(name, {}, self._patience_s)
+        return self._pools[name]
 
     async def run(self) -> None:
         """Run the worker until the queue closes or the worker is drained."""
@@ -95,7 +102,7 @@ class RolloutActor:
         self._roster = change.applied(self._roster)
         self._replicas |= change.replicas
         for name, members in self._roster.items():
-            self._pools[name].update(members, self._replicas)
+            self._pool(name).update(members, self._replicas)
         self._worker.max_groups = max_groups
         self._worker.forget(epoch)
 
@@ -106,7 +113,7 @@ class RolloutActor:
 
         See `EnginePool.score_with_next_batch`.
         """
-        return await self._pools[role].score_with_next_batch(engine, requests, patience_s)
+        return await self._pool(role).score_with_next_batch(engine, requests, patience_s)
 
     async def cancel_restarted(self, over: Mapping[int, int], epoch: int) -> None:
         """Cancel restarted groups of the queue's `epoch`; see `RolloutWorker.cancel_restarted`."""
@@ -130,7 +137,7 @@ class RolloutActor:
 
 
 def build_worker(
-    pools: Mapping[str, EnginePool],
+    pool: Callable[[str], EnginePool],
     *,
     policy: str,
     teachers: Mapping[str, str],
@@ -140,20 +147,9 @@ def build_worker(
 ) -> RolloutWorker:
     """Build the worker in its actor. Role arguments, and values of mappings, are pool names."""
     return RolloutWorker(
-        policy=pools[policy],
-        teachers={name: pools[role] for name, role in teachers.items()},
-        reference=None if reference is None else pools[reference],
-        models={name: pools[role] for name, role in models.items()},
+        policy=pool(policy),
+        teachers={name: pool(role) for name, role in teachers.items()},
+        reference=None if reference is None else pool(reference),
+        models={name: pool(role) for name, role in models.items()},
         **settings,
     )
-
-
-class _EnginePools(dict[str, EnginePool]):
-    """Pools by name, each created at its first lookup."""
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-
-    def __missing__(self, name: str) -> EnginePool:
-        self[name] = pool = EnginePool(name, {}, self._patience_s)
-        return pool

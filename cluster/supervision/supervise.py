@@ -21,7 +21,6 @@ import asyncio
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -133,13 +132,11 @@ class Budget:
     """Restart budget of one actor: the delay of the next restart, and the limit of restarts."""
 
     max_restarts: int
-    _deaths: deque[float] = field(default_factory=deque)
+    _deaths: list[float] = field(default_factory=list)
 
     def delay(self, now: float) -> float | None:
         """Seconds until the restart after a death now; None if the hour's budget is spent."""
-        while self._deaths and self._deaths[0] < now - _WINDOW_S:
-            self._deaths.popleft()
-        self._deaths.append(now)
+        self._deaths = [*(death for death in self._deaths if death >= now - _WINDOW_S), now]
         if len(self._deaths) > self.max_restarts:
             return None
         recent = sum(death > now - _QUIET_S for death in self._deaths)
