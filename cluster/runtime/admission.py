@@ -44,7 +44,6 @@ class Admission:
 
     Args:
         actors: actors of the run. A recovery replaces their learner.
-        roles: roles of the engines that are admitted; other actors serve without admission.
         examine: handshake of some engines with the learner.
         following: role of the lagged or EMA teacher, which also receives weights from the learner.
         join: gets the first canary answers of scorers that passed the handshake; returns the
@@ -59,14 +58,13 @@ class Admission:
         self,
         actors: LearnerAlone,
         *,
-        roles: Sequence[str],
         examine: Examine,
         require_handshake: bool,
         following: str | None = None,
         join: Callable[[Sequence[Member]], Mapping[str, str]] = lambda _members: {},
     ) -> None:
         self._supervisor, self._driver = actors.supervisor, actors.driver
-        self._actors, self._roles, self._examine = actors, roles, examine
+        self._actors, self._examine = actors, examine
         self._require_handshake, self._join = require_handshake, join
         self._following = following
         self.joining: Sequence[Member] = ()
@@ -118,7 +116,7 @@ class Admission:
             return "pushes during their handshake"
         if not self._agree(report):
             return report.message()
-        self._print_admitted([m for m in self.joining if m in self._supervisor.waiting()], report)
+        self._serve([m for m in self.joining if m in self._supervisor.waiting()], report)
         return None
 
     async def _compared(
@@ -143,7 +141,8 @@ class Admission:
         """Admit waiting engines, and terminate those that fail; call it while the learner is idle.
 
         Engines that died together come back one after the other. The first ones wait briefly for
-        the last, since each round delays training.
+        the last, since each round delays training. Evaluation engines are admitted by
+        `push_to_evaluators`.
 
         Raises:
             LearnerLost: the learner died meanwhile.
@@ -151,7 +150,7 @@ class Admission:
         waiting = [
             m
             for m in self._supervisor.waiting()
-            if m.spec.name in self._roles and m not in self.joining
+            if m.spec.name != EVALUATION and m not in self.joining
         ]
         self._admit(self._together([m for m in waiting if m.spec.name == POLICY]))
         if self._supervisor.serving(POLICY):  # otherwise there are no samples to score
@@ -216,7 +215,7 @@ class Admission:
                 for member in members:
                     if member.name in refused:
                         self._refuse(member, refused[member.name])
-                self._print_admitted([m for m in members if m.name not in refused], report)
+                self._serve([m for m in members if m.name not in refused], report)
                 return
             why = report.message()
         if len(members) == 1:
@@ -236,7 +235,7 @@ class Admission:
     def _agree(self, report: CalibrationReport) -> bool:
         return report.agrees or not self._require_handshake
 
-    def _print_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
+    def _serve(self, members: Sequence[Member], report: CalibrationReport) -> None:
         if not members:
             return
         for member in members:

@@ -118,7 +118,6 @@ class Fleet(LearnerAlone):
         )
         self.admission = Admission(
             self,
-            roles=self._engine_roles,
             examine=partial(handshake.examine, self),
             require_handshake=config.verify.handshake,
             following=self._following,

@@ -110,7 +110,6 @@ class House:
         self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60)
         self._admission = Admission(
             self,  # pyright: ignore[reportArgumentType] - what it needs of a fleet
-            roles=(POLICY, REFERENCE),
             examine=self._examine,
             require_handshake=True,
         )
