@@ -50,12 +50,15 @@ _ENDING = (
 
 
 class Signals:
-    """Records the first SIGINT, SIGTERM or SIGHUP; the driver checks for it between waits."""
+    """Records the first SIGINT, SIGTERM or SIGHUP; the driver checks for it between waits.
+
+    `ending` is True during work that a first signal does not end.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.ending = False
         self._received_at = 0.0
-        self._ending = False
 
     def installed(self) -> AbstractContextManager[None]:
         """Context with the handlers. A second signal ends the process immediately."""
@@ -63,17 +66,8 @@ class Signals:
 
     def check(self) -> None:
         """Raise Interrupted if a signal has come in, except while the run is `ending`."""
-        if self.received is not None and not self._ending:
+        if self.received is not None and not self.ending:
             raise Interrupted(self.received)
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Context of the work after a first signal. A second signal ends it immediately."""
-        self._ending = True
-        try:
-            yield
-        finally:
-            self._ending = False
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -118,11 +112,11 @@ class Driver:
     def ending(self, deadline_s: float) -> Iterator[None]:
         """Context of calls after the first signal, each of which may take `deadline_s` at most."""
         usual, self.deadline_s = self.deadline_s, min(self.deadline_s, deadline_s)
+        self._signals.ending = True
         try:
-            with self._signals.ending():
-                yield
+            yield
         finally:
-            self.deadline_s = usual
+            self.deadline_s, self._signals.ending = usual, False
 
     def _check(self) -> None:
         """Raise the error of a background coroutine that failed.

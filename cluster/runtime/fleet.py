@@ -295,7 +295,6 @@ class Fleet(LearnerAlone):
 
     def wait_for_groups(self) -> float:
         started = time.monotonic()
-        self.scaling.waiting()
         try:
             while True:
                 self.canaries.check()
@@ -309,7 +308,7 @@ class Fleet(LearnerAlone):
                         self._status, self.statuses, self.supervisor.since_progress_s()
                     )
         finally:
-            self.scaling.waited()
+            self.scaling.waited(time.monotonic() - started)
 
     def check_push(self, *, wait: bool) -> None:
         """Raise the error of the last push, if it failed; call it while the learner is idle.

@@ -46,7 +46,7 @@ class Pools(Protocol):
 
 
 class Scaling:
-    """Calls the autoscaler. Call `update` often; `waiting` and `waited` around learner's waits.
+    """Calls the autoscaler. Call `update` often, and `waited` after each wait of the learner.
 
     Args:
         steps_in_flight: number of steps whose groups are in progress or finished at the same time.
@@ -89,24 +89,19 @@ class Scaling:
         )
         self._window_s = min(_WINDOW_S, up_after_s / 2)
         self._began: float | None = None
-        self._wait_began = 0.0
         self._waited_s = 0.0
         self._ended: tuple[float, float] | None = None  # seconds of a window, and of its waits
         self._samples: list[Counter[str]] = []  # moments of a window: groups by stage
         self._before: QueueStatus | None = None  # the window began
         self._recorded: dict[str, object] = {}
 
-    def waiting(self) -> None:
-        """Record that the learner begins to wait for a step's groups."""
-        self._wait_began = self._clock()
-
-    def waited(self) -> None:
-        """Record that the step's groups are complete."""
+    def waited(self, seconds: float) -> None:
+        """Record that a step's groups are complete, for which the learner waited."""
         now = self._clock()
         if self._began is None:
             self._began = now
             return
-        self._waited_s += now - self._wait_began
+        self._waited_s += seconds
         if now - self._began >= self._window_s:
             self._ended = now - self._began, self._waited_s
             self._began, self._waited_s = now, 0.0

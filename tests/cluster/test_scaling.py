@@ -128,9 +128,8 @@ class Run:
 
         `starved` is the share of the time in which workers lack credit.
         """
-        self.scaling.waiting()
         self.look(waits_s, depth, starved)
-        self.scaling.waited()
+        self.scaling.waited(waits_s)
         self.look(learns_s, depth, starved)
 
     def look(self, seconds: float, depth: int = 0, starved: float = 0) -> None:
