@@ -46,11 +46,10 @@ from cluster.queue.group_queue import QueueClosed
 from cluster.recipes.checkpoints import Checkpoints
 from cluster.recipes.context import Observer, RunContext
 from cluster.recipes.opening import placed, run_context
-from cluster.recipes.plan import RunPlan, is_over
+from cluster.recipes.plan import NoEvaluations, RunPlan, is_over
 from learner.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from cluster.recipes.validation import NoEvaluations
     from cluster.runtime.learner_alone import LearnerAlone
 
 Value = TypeVar("Value")

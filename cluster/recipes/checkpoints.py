@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.base.outcomes import LearnerFailed, LearnerLost, RunFailed
 from cluster.recipes.context import RunContext
-from cluster.recipes.validation import NoEvaluations
+from cluster.recipes.plan import NoEvaluations
 from cluster.runtime.learner_alone import LearnerAlone
 from cluster.supervision.supervise import JOIN_GROUP
 from distill.durable_files import Retries, is_full

@@ -28,7 +28,7 @@ from cluster.placement.roles import (
     teacher_roles,
 )
 from cluster.recipes.context import RunContext
-from cluster.recipes.validation import NoEvaluations
+from cluster.recipes.plan import NoEvaluations
 from cluster.run_files.tracking import measured_line
 from cluster.runtime.fleet import Fleet
 from distill.errors import CheckpointError

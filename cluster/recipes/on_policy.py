@@ -23,8 +23,7 @@ from cluster.placement.places import Places
 from cluster.recipes.context import RunContext
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.opening import opened
-from cluster.recipes.plan import RunPlan, kept_line, learner_line
-from cluster.recipes.validation import NoEvaluations
+from cluster.recipes.plan import NoEvaluations, RunPlan, kept_line, learner_line
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.fleet import Fleet

@@ -26,8 +26,37 @@ _LR_TIMES = 10
 
 if TYPE_CHECKING:
     from cluster.recipes.context import RunContext
-    from cluster.recipes.validation import NoEvaluations
     from cluster.runtime.learner_alone import LearnerAlone
+
+
+class NoEvaluations:
+    """Evaluations of a run without any. `cluster.run` calls these methods for every kind of run."""
+
+    def before_steps(self) -> None:
+        """Evaluate the weights before the first step, or restore an earlier attempt's metrics."""
+
+    def collect(self) -> None:
+        """Record an evaluation that ran during training, if it has ended."""
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Evaluate the weights of a step if due; returns metrics for the step's line."""
+        return {}
+
+    def wants_checkpoint(self, step: int) -> bool:
+        """True if the weights of `step` are evaluated during training, and may be the best."""
+        return False
+
+    def finish(self) -> None:
+        """Wait for the evaluation that runs during training, after the last step."""
+
+    def abandon(self, why: str) -> None:
+        """Abandon the evaluation that runs during training."""
+
+    def rewound(self, step: int) -> None:
+        """Abandon evaluations of steps after `step`, to which the learner has returned."""
+
+    def after_steps(self, step: int) -> None:
+        """Evaluate the weights after the last step, if no earlier attempt has recorded that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

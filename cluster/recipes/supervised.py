@@ -22,8 +22,7 @@ from cluster.placement.device_choice import with_device
 from cluster.placement.places import Places
 from cluster.recipes.context import RunContext
 from cluster.recipes.opening import opened
-from cluster.recipes.plan import RunPlan, kept_line, learner_line
-from cluster.recipes.validation import NoEvaluations, Validation
+from cluster.recipes.plan import NoEvaluations, RunPlan, kept_line, learner_line
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.learner_alone import LearnerAlone
@@ -122,3 +121,39 @@ def _parts(
     if not config.eval.runs:
         return learner, NoEvaluations()
     return learner, Validation(config, context, learner)
+
+
+class Validation(NoEvaluations):
+    """Evaluations by the learner itself, on held-out rows, between steps."""
+
+    def __init__(self, config: SupervisedConfig, context: RunContext, actors: LearnerAlone) -> None:
+        self._config, self._context, self._actors = config, context, actors
+
+    def before_steps(self) -> None:
+        if self._context.first_step == 0:
+            self._context.record_evaluation(self._validate("before"), 0)
+        else:
+            self._context.recalls("validation", "before", 0)
+
+    def after_step(self, step: int) -> dict[str, float]:
+        every = self._config.eval.every
+        due = every > 0 and step % every == 0 and step < self._config.steps
+        return self._validate(f"step {step}") if due else {}
+
+    def after_steps(self, step: int) -> None:
+        if not self._context.recalls("validation", "after", step):
+            self._context.record_evaluation(self._validate("after"), step)
+
+    def _validate(self, when: str) -> dict[str, float]:
+        context = self._context
+        asked = self._actors.learner.evaluate.remote()
+        metrics: dict[str, float] = self._actors.driver.ask_learner("an evaluation", asked)
+        context.summary[f"validation {when}"] = metrics
+        context.directory.append_event("evaluation", who=when, seconds=metrics["time/validation"])
+        shown = "  ".join(
+            f"{name.removeprefix('validation/')} {value:.4g}"
+            for name, value in metrics.items()
+            if name.startswith("validation/")
+        )
+        context.progress.note(f"held-out rows, {when}: {shown}")
+        return metrics

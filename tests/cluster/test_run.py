@@ -16,7 +16,8 @@ import distill.durable_files
 from cluster.base.background import Background
 from cluster.base.outcomes import Interrupted, LearnerFailed, LearnerLost, RunFailed
 from cluster.handles.local_actor import LocalActor
-from cluster.recipes.validation import NoEvaluations, Validation
+from cluster.recipes.plan import NoEvaluations
+from cluster.recipes.supervised import Validation
 from cluster.run import Run
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.learner_alone import LearnerAlone
