@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 from cluster.base.outcomes import LearnerFailed, LearnerLost, RunFailed
@@ -108,9 +109,12 @@ class Checkpoints:
             self._context.unsaved(CheckpointError(why), will_retry=False)
 
     def before_recovery(self, lost: LearnerLost) -> None:
-        """Finish the checkpoint of a failed learner that is alive, before it is replaced."""
+        """Finish the checkpoint of a learner that is alive, before the learner is replaced."""
         if isinstance(lost, LearnerFailed):
             self.finish_after_failure()
+        elif lost.before is not None and self._writing is not None:
+            with suppress(RunFailed, IsothermError):  # an unwritten checkpoint does not exist
+                self._await_written()  # written later, it would count as the newest
         self._writing = None
         self._seconds.clear()
 
@@ -127,18 +131,19 @@ class Checkpoints:
             self._note(self._ask(self._actors.learner.written.remote(wait)))
 
     def _finish(self) -> None:
-        """Wait for the checkpoint that is being written, without polling.
-
-        Its thread does not depend on the current step, such as one that waits for a failed worker.
-        """
+        """Wait for the checkpoint that is being written, without polling."""
         if self._writing is None:
             return
-        written = self._actors.learner.written.options(concurrency_group=JOIN_GROUP).remote(True)
         try:
-            self._note(self._driver.value("writing a checkpoint", written, timeout=_LAST_S))
+            self._note(self._await_written())
         except CheckpointError as error:
             self._writing = None
             self._context.unsaved(error, will_retry=False)
+
+    def _await_written(self) -> Written | None:
+        """Wait for the writer, which a step that waits for a failed worker does not delay."""
+        written = self._actors.learner.written.options(concurrency_group=JOIN_GROUP).remote(True)
+        return self._driver.value("writing a checkpoint", written, timeout=_LAST_S)
 
     def _ask(self, reference: Any) -> Any:
         """The learner's answer; None if it could not write."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from cluster.base.outcomes import LearnerLost
 from cluster.config.common import CommonConfig
-from cluster.handles import calls, errors
 from cluster.handles.engine_pool import EnginePool
 from cluster.hosts.learners import LearnerActors, LearnerStart, learner_spec
 from cluster.placement.places import Places
@@ -24,9 +22,6 @@ from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import Member, Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
-
-# Longest time for which a learner may finish a checkpoint before it is replaced.
-_WRITING_S = 600.0
 
 
 class LearnerAlone:
@@ -116,9 +111,7 @@ class LearnerAlone:
         """Terminate all workers and create new ones; returns the checkpoint that they load."""
         assert self._learners is not None
         title = self._learner_spec.title(0)
-        if lost.before is not None:
-            self._end_writing()
-        elif len(self.supervisor.members(LEARNER)) == len(self._learners.all):
+        if lost.before is None and len(self.supervisor.members(LEARNER)) == len(self._learners.all):
             # A call of it failed before its heartbeat did.
             self._directory.append_event("death", who=title, why=str(lost))
         delay = self.supervisor.allow(LEARNER, 0, str(lost))
@@ -137,11 +130,6 @@ class LearnerAlone:
         self._directory.append_event("rewind", step=step)
         self._create_learner(checkpoint)
         return checkpoint
-
-    def _end_writing(self) -> None:
-        """Wait for the checkpoint that is being written; later it would count as the newest."""
-        with suppress(errors.RayError, CheckpointError):  # an unwritten checkpoint does not exist
-            calls.get(self.learner.written.remote(True), timeout=_WRITING_S)
 
     # methods for engines, scorers and queue, which `Fleet` overrides
 

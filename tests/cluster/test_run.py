@@ -373,11 +373,14 @@ def test_a_learner_lost_after_the_last_step_is_restarted_for_its_evaluation() ->
     assert run.events[-4:] == ["evaluated", "recorded 3", "complete 3", "closed"]
 
 
-def test_a_lost_learner_loses_the_checkpoint_under_way() -> None:
-    run = Scene(takes=9)
-    run.actors.before[3] = LearnerLost("gone")
+@pytest.mark.parametrize("first_bad", [None, 2])
+def test_a_lost_learner_loses_the_checkpoint_under_way(first_bad: int | None) -> None:
+    """One with bad weights, whose learner is alive, is written before it is looked for."""
+    run, lost = Scene(takes=9), LearnerLost("gone")
+    lost.before = first_bad
+    run.actors.before[3] = lost
     run.train(steps=3)
     assert run.events == [
-        *("step 1", "step 2", "saving 2", "recovered"),
+        *("step 1", "step 2", "saving 2", *(["waited for 2"] if first_bad else []), "recovered"),
         *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),
     ]
