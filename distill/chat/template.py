@@ -279,8 +279,11 @@ def _as_known(message: dict[str, Any], template: str) -> dict[str, Any]:
     return message
 
 
-# Roles of other formats, for which a template would render a wrong turn or none.
-_OPENAI_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+# Roles of other formats, and in capitals, for which a template would render a wrong turn or none.
+_OPENAI_ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {
+    "human": "user",
+    **dict.fromkeys(("gpt", "bot", "chatgpt", "model", "ai"), "assistant"),
+}
 
 
 def check_messages(value: object, field: str) -> list[Message]:
@@ -307,7 +310,7 @@ def _checked(message: Any, field: str) -> Message:
         raise DataError(
             f"`{field}` must be an object with a `role`{remedy}, got {message!r}", field=field
         )
-    if (role := _OPENAI_ROLES.get(message["role"])) is not None:
+    if (role := _OPENAI_ROLES.get(message["role"].lower(), message["role"])) != message["role"]:
         raise DataError(
             f'`{field}.role` is "{message["role"]}", a role of another format; write "{role}"',
             field=f"{field}.role",

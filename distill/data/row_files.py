@@ -6,8 +6,8 @@
     .parquet                   Apache Parquet
     .arrow, .feather           Apache Arrow: IPC files and streams
 
-The text formats are UTF-8, with or without a byte order mark and with any line ends, and may be
-compressed (`.gz`, `.zst`).
+The text formats are UTF-8, UTF-16 or UTF-32, with or without a byte order mark and with any line
+ends, and may be compressed (`.gz`, `.zst`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def require_file(path: str) -> None:
     if Path(path).exists():
         return
     where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-    raise DataError(f"cannot read {path!r}: the file does not exist{where}{path_meant(path)}")
+    what = "it is not a file; download it" if "://" in path else f"the file does not exist{where}"
+    raise DataError(f"cannot read {path!r}: {what}{path_meant(path)}")
 
 
 def suffix_of(path: str) -> str:
@@ -77,9 +78,12 @@ def _text_of(path: str) -> str:
             content = gzip.decompress(content)
         elif packed == ".zst":
             content = _unpacked_zstd(content)
-        return content.decode("utf-8-sig")
+        return content.decode(json.detect_encoding(content)).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(f"cannot read {path!r}: {error}; save it as UTF-8") from error
+        raise DataError(
+            f"cannot read {path!r}: {error}; save it as UTF-8, or name it by its format "
+            f"({', '.join(sorted(_ARROW))}, .gz, .zst)"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path!r}: {error}") from error
 
@@ -108,7 +112,9 @@ def _json_rows(path: str) -> Rows:
             if isinstance(error, json.JSONDecodeError):
                 why = f"{error.msg.removesuffix(' at')} in column {error.colno}"
                 if error.msg.startswith("Unterminated") or error.pos == len(line.rstrip()):
-                    why += "; the line is cut off"
+                    why += "; the line is cut off: write each object on one line"
+                else:
+                    why += f", at {line[error.pos : error.pos + 20].rstrip()!r}"
             raise DataError(f"{path}:{number}: not valid JSON: {why}{what}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")

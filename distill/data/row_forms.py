@@ -60,7 +60,7 @@ def check_pair(row: Mapping[str, Any]) -> None:
     """
     refuse_misspelt(row, PAIR_FIELDS)
     for side in SIDES:
-        if not row.get(side):
+        if row.get(side) is None:
             raise _missing(side, row)
 
 

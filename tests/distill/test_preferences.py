@@ -127,6 +127,7 @@ def test_equal_sides_are_refused(load, row: dict) -> None:
         ({"messages": [USER], "chosen": [{}], "rejected": "5"}, "chosen[0]"),
         ({"messages": "hi", "chosen": "4", "rejected": "5"}, "messages"),
         ({"messages": [USER], "chosen": "4", "rejected": 5}, "rejected"),
+        ({"messages": [USER], "chosen": [], "rejected": "5"}, "chosen"),
         ({"prompt": "a", "chosen": "b", "rejected": "x" * 63}, "data.max_length"),
         ({"messages": [USER], "chosen": "b", "rejected": "x" * 64}, "data.max_length"),
     ],

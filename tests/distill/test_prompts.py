@@ -67,6 +67,7 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
         ('{"messages": ["hi"]}', "messages[0]"),
         ('{"messages": [{"content": "hi"}]}', "messages[0]"),
         ('{"messages": [{"role": "human", "content": "hi"}]}', "messages[0].role"),
+        ('{"messages": [{"role": "User", "content": "hi"}]}', "messages[0].role"),
         (json.dumps({"prompt": json.dumps([{"from": "human", "value": "hi"}])}), "messages[0]"),
         (json.dumps({"prompt": "x" * 121}), "sampling.max_new_tokens"),
         (r'{"prompt": "\ud800"}', None),
