@@ -11,7 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from distill.chat.template import encode
 from distill.errors import DataError
@@ -21,8 +21,6 @@ from distill.types import Tokenizer
 if TYPE_CHECKING:
     from semantic_text_splitter import MarkdownSplitter
 
-ChunkKind = Literal["heading", "code", "paragraph", "sentence", "fragment"]
-
 # The splitter's time is quadratic in the number of chunks of a text. So a long text is first cut
 # into windows of `_WINDOW` characters per token of the budget, and a longer one before that into
 # windows larger by the factor `_WINDOW_STEP`, and so on.
@@ -31,10 +29,6 @@ _WINDOW, _WINDOW_STEP = 64, 16
 # counted. It decides if it is over budget by more than its cut end can account for.
 _READ_AHEAD = 8
 
-_FENCED = re.compile(
-    r"^[ \t]*(?P<fence>`{3,}|~{3,})(?:.*\n)*?(?:[ \t]*(?P=fence)[`~]*[ \t]*$|.*\Z)", re.MULTILINE
-)
-_HEADING = re.compile(r" {0,3}#{1,6}(?:[ \t]|$)|[^\n]+\n {0,3}(?:=+|-{2,})[ \t]*$", re.MULTILINE)
 # Only headings or the first line of a code block: a chunk of little use without the text after it.
 _LEAD = re.compile(r"(?:[ \t]*(?:#{1,6}(?:[ \t]|$)|`{3,}|~{3,}).*\s*)+", re.MULTILINE)
 # Closing quotation marks and brackets. A sentence ends with punctuation that needs no space after
@@ -51,14 +45,11 @@ class Chunk:
 
     Attributes:
         text: the chunk's text, `[start:stop]` of the whole text.
-        kind: kind of its beginning: a heading; a fenced code block or a line of one; a paragraph or
-            a line of one, such as a list item; a sentence; or a fragment of a sentence.
         start, stop: positions in the whole text, in characters.
         num_tokens: number of tokens of the chunk.
     """
 
     text: str
-    kind: ChunkKind
     start: int
     stop: int
     num_tokens: int
@@ -95,9 +86,8 @@ def chunk_text(text: str, *, tokenizer: Tokenizer, max_tokens: int) -> list[Chun
     count_tokens(tokenizer, text)  # raises DataError, which the splitter would not
     splitter = _splitter_class().from_callback(_size(tokenizer, max_tokens), max_tokens)
     spans = _split(splitter, text, _windows(text, _WINDOW * max_tokens))
-    kinds = _Kinds.of(text)
     return [
-        _chunk(text, span, kinds, tokenizer, max_tokens)
+        _chunk(text, span, tokenizer, max_tokens)
         for span in _join_headings(spans, text, tokenizer, max_tokens)
     ]
 
@@ -184,13 +174,7 @@ def _size(tokenizer: Tokenizer, max_tokens: int) -> Callable[[str], int]:
     return size
 
 
-def _chunk(
-    text: str,
-    span: tuple[int, int],
-    kinds: _Kinds,
-    tokenizer: Tokenizer,
-    max_tokens: int,
-) -> Chunk:
+def _chunk(text: str, span: tuple[int, int], tokenizer: Tokenizer, max_tokens: int) -> Chunk:
     start, stop = span
     num_tokens = count_tokens(tokenizer, text[start:stop])
     if num_tokens > max_tokens:
@@ -199,38 +183,4 @@ def _chunk(
             f"{text[start:stop][:40]!r}; give at least that many",
             field="max_tokens",
         )
-    return Chunk(
-        text=text[start:stop], kind=kinds.at(start), start=start, stop=stop, num_tokens=num_tokens
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kinds:
-    """Positions of fenced blocks and sentence ends in a text. The fenced blocks are in order."""
-
-    text: str
-    fence_starts: Sequence[int]
-    fence_stops: Sequence[int]
-    sentence_ends: frozenset[int]
-
-    @classmethod
-    def of(cls, text: str) -> _Kinds:
-        fences = [found.span() for found in _FENCED.finditer(text)]
-        return cls(
-            text=text,
-            fence_starts=[start for start, _ in fences],
-            fence_stops=[stop for _, stop in fences],
-            sentence_ends=frozenset(found.end() for found in _SENTENCE_END.finditer(text)),
-        )
-
-    def at(self, start: int) -> ChunkKind:
-        fence = bisect_right(self.fence_starts, start) - 1
-        if fence >= 0 and start < self.fence_stops[fence]:
-            return "code"
-        before = start
-        while before and self.text[before - 1].isspace():
-            before -= 1
-        starts_line = not before or "\n" in self.text[before:start]
-        if starts_line:
-            return "heading" if _HEADING.match(self.text, start) else "paragraph"
-        return "sentence" if before in self.sentence_ends else "fragment"
+    return Chunk(text=text[start:stop], start=start, stop=stop, num_tokens=num_tokens)

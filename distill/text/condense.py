@@ -215,7 +215,6 @@ class ModelCondenser:
         instruction: text before the focus and the chunk in each prompt.
         chunk_tokens: size of a chunk, which must fit the model's context together with the
             instruction and the summary.
-        seed: seed of every request.
 
     Raises:
         ConfigError: chunks are too small for summaries.
@@ -227,7 +226,6 @@ class ModelCondenser:
     sampling: Sampling
     instruction: str = INSTRUCTION
     chunk_tokens: int = 2048
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 16:
@@ -253,7 +251,7 @@ class ModelCondenser:
             prompt_tokens_T=self._prompt(text, focus, max_tokens),
             sampling=self.sampling,
             num_samples=1,
-            seed=self.seed,
+            seed=0,
         )
         [sample] = await self.sampler.generate(request)
         response = read_response(self.tokenizer, request.prompt_tokens_T, sample)

@@ -54,20 +54,16 @@ def encodable(text: str, tokenizer: Tokenizer) -> str:
 
 def longest_prefix(text: str, max_tokens: int, tokenizer: Tokenizer) -> str:
     """Longest prefix of an `encodable` text with at most `max_tokens` tokens."""
-    if count_tokens(text, tokenizer) <= max_tokens:
+    if len(_ids(text, tokenizer)) <= max_tokens:
         return text
     fits, too_long = 0, len(text)
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if count_tokens(text[:middle], tokenizer) <= max_tokens:
+        if len(_ids(text[:middle], tokenizer)) <= max_tokens:
             fits = middle
         else:
             too_long = middle
     return text[:fits]
-
-
-def count_tokens(text: str, tokenizer: Tokenizer) -> int:
-    return len(_ids(text, tokenizer))
 
 
 def _is_known(text: str, tokenizer: Tokenizer) -> bool:

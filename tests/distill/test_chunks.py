@@ -99,17 +99,6 @@ def test_a_section_that_fits_is_whole() -> None:
     assert texts(GUIDE, size) == [first.strip(), ("## Installation" + second).strip()]
 
 
-def test_kinds() -> None:
-    kinds = {chunk.text: chunk.kind for chunk in chunks(GUIDE, 24)}
-    assert kinds["## Installation\n\nRun this:"] == kinds[GUIDE[:37]] == "heading"
-    [(code, kind)] = [(text, kind) for text, kind in kinds.items() if "Not a heading" in text]
-    assert kind == "code" and "def double" in code
-    assert kinds["- one item of the list\n- another item of it"] == "paragraph"
-    assert [c.kind for c in chunks("Title\n=====\n", 90)] == ["heading"]
-    assert [c.kind for c in chunks("# comment", 90)] == ["heading"]
-    assert [c.kind for c in chunks("~~~\n# comment", 90)] == ["code"]
-
-
 def test_a_heading_stays_with_what_follows() -> None:
     rng = random.Random(0)
     for _ in range(100):
@@ -125,7 +114,7 @@ def test_sentences_without_spaces(text: str) -> None:
     longest = max(count_tokens(BYTES, part + "。") for part in text.split("。"))
     found = chunks(text, longest)
     assert len(found) > 1
-    assert [chunk.kind for chunk in found] == ["paragraph", *["sentence"] * (len(found) - 1)]
+    assert all(chunk.text.endswith("。") for chunk in found)
 
 
 def test_less_than_a_word() -> None:
