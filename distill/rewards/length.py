@@ -17,13 +17,11 @@ class LengthRules:
         mask_truncated: if True, rewards of episodes that ended by length do not count.
         overlong_buffer: number of tokens before `max_new_tokens` over which the penalty grows; 0:
             no penalty.
-        overlong_penalty: penalty of a turn of `max_new_tokens`.
     """
 
     max_new_tokens: int
     mask_truncated: bool = False
     overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
 
     @classmethod
     def of(cls, objective: ObjectiveConfig, max_new_tokens: int) -> LengthRules | None:
@@ -41,11 +39,9 @@ class LengthRules:
         return not (self.mask_truncated and stop_reason is StopReason.LENGTH)
 
     def penalty(self, length: int) -> float:
-        """Penalty of a turn of `length` tokens: 0 up to the buffer, growing linearly within it.
+        """Penalty of a turn of `length` tokens: 0 up to the buffer, within it growing to 1.
 
         DAPO's soft overlong punishment (Yu et al. 2025, equation 13), negated.
         """
-        if not self.overlong_buffer:
-            return 0.0
         over = length - (self.max_new_tokens - self.overlong_buffer)
-        return self.overlong_penalty * min(max(over, 0) / self.overlong_buffer, 1.0)
+        return min(max(over, 0) / self.overlong_buffer, 1.0)

@@ -67,7 +67,7 @@ def read_tests(answer: str) -> ProgramTests:
     """
     try:
         data = _literal(answer)
-        return _from_python(answer, None) if data is None else _from_data(data)
+        return _from_python(answer) if data is None else _from_data(data)
     except DataError as error:
         raise DataError(f"the answer {answer[:80]!r} {error}", field="answer") from error
     except (SyntaxError, ValueError) as error:
@@ -97,7 +97,7 @@ def _from_data(data: Any) -> ProgramTests:
     """Tests in decoded JSON. An object may have them under a key, next to the function's name."""
     if isinstance(data, str):
         nested = _literal(data)
-        return _from_python(data, None) if nested is None else _from_data(nested)
+        return _from_python(data) if nested is None else _from_data(nested)
     if isinstance(data, dict):
         entry = _entry(data)
         for key in _WRAPPERS:
@@ -106,7 +106,7 @@ def _from_data(data: Any) -> ProgramTests:
                 return replace(tests, entry=tests.entry or entry)
         return _from_columns(data, entry)
     if data and all(isinstance(each, str) for each in data):
-        return _from_python("\n".join(data), None)
+        return _from_python("\n".join(data))
     if data and all(isinstance(each, dict) for each in data):
         return _from_cases(data)
     raise DataError("has no tests: a list of asserts or of objects with `input` and `output`")
@@ -191,7 +191,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _from_python(source: str, entry: str | None) -> ProgramTests:
+def _from_python(source: str) -> ProgramTests:
     source = _without_pytest_main(source)
     body = ast.parse(source).body
     if not body:
@@ -232,9 +232,7 @@ def _from_python(source: str, entry: str | None) -> ProgramTests:
             "has no tests; any program would pass them: they use only names that they define "
             "themselves"
         )
-    return ProgramTests(
-        source=source, functions=collected, classes=classes, checks=checks, entry=entry
-    )
+    return ProgramTests(source=source, functions=collected, classes=classes, checks=checks)
 
 
 def _without_pytest_main(source: str) -> str:

@@ -159,12 +159,11 @@ def test_a_function_of_the_user_s_sees_rewards_whose_mean_is_no_noise(
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"), [(1, 0.0), (60, 0.0), (70, 0.5), (80, 1.0), (100, 2.0), (130, 2.0)]
+    ("length", "penalty"), [(1, 0.0), (60, 0.0), (70, 0.25), (80, 0.5), (100, 1.0), (130, 1.0)]
 )
 def test_the_penalty_grows_through_the_buffer(length: int, penalty: float) -> None:
-    rules = LengthRules(max_new_tokens=100, overlong_buffer=40, overlong_penalty=2.0)
+    rules = LengthRules(max_new_tokens=100, overlong_buffer=40)
     assert rules.penalty(length) == pytest.approx(penalty)
-    assert LengthRules(max_new_tokens=100).penalty(length) == 0.0
 
 
 CODE = """
