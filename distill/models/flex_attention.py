@@ -68,9 +68,9 @@ class FlexPass:
         row_L = np.repeat(np.arange(len(lengths)), lengths)
         starts = np.cumsum([0, *lengths])[:-1]
         position_L = np.arange(len(row_L)) - starts[row_L] + np.asarray(firsts)[row_L]
-        self._tokens = _Tokens(row_L, np.asarray(continues)[row_L], position_L)
+        self._columns = row_L, np.asarray(continues)[row_L], position_L
         self._row_L, self._before_L, self._position_L = (
-            torch.from_numpy(each).to(device) for each in self._tokens.columns
+            torch.from_numpy(each).to(device) for each in self._columns
         )
         self._masks: dict[int | None, BlockMask] = {}
 
@@ -93,7 +93,7 @@ class FlexPass:
     def mask(self, window: int | None) -> BlockMask:
         """Block mask of layers with this window, cached for all of these layers."""
         if window not in self._masks:
-            some, full = self._tokens.blocks(window)
+            some, full = _blocks(*self._columns, window)
             partial_count, partial = _listed(some & ~full, self._device)
             full_count, whole = _listed(full, self._device)
             self._masks[window] = BlockMask.from_kv_blocks(
@@ -103,58 +103,41 @@ class FlexPass:
                 whole,
                 BLOCK_SIZE=BLOCK,
                 mask_mod=_sees(self._row_L, self._before_L, self._position_L, window),
-                seq_lengths=(len(self._tokens.row_L), len(self._tokens.row_L)),
+                seq_lengths=(len(self._row_L), len(self._row_L)),
             )
         return self._masks[window]
 
 
-class _Tokens:
-    """Row, continued row and position of each token, and the blocks that attend to each other.
+def _blocks(
+    row_L: np.ndarray, before_L: np.ndarray, position_L: np.ndarray, window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two masks (query blocks, key blocks): some token attends to some key; all to all keys.
 
     There are far fewer rows than tokens, and each row is contiguous, so blocks are compared by
     rows, not by tokens.
+
+    Args:
+        row_L, before_L, position_L: each token's row, the row that it continues, and its position.
     """
-
-    def __init__(self, row_L: np.ndarray, before_L: np.ndarray, position_L: np.ndarray) -> None:
-        self.row_L, self.before_L, self.position_L = row_L, before_L, position_L
-
-    @property
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self.row_L, self.before_L, self.position_L
-
-    def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Two masks (query blocks, key blocks): some token attends to some key; all to all keys."""
-        reach = len(self.row_L) if window is None else window
-        pieces = self._pieces()
-        block, row, before, first, last = map(np.array, zip(*pieces, strict=True))
-        kin = (row[None, :] == row[:, None]) | (row[None, :] == before[:, None])
-        some = kin & (first[None, :] <= last[:, None]) & (last[None, :] > first[:, None] - reach)
-        full = kin & (last[None, :] <= first[:, None]) & (first[None, :] > last[:, None] - reach)
-        starts = np.flatnonzero(np.diff(block, prepend=-1))
-        seen, whole = (
-            combine.reduceat(combine.reduceat(of, starts, axis=0), starts, axis=1)
-            for combine, of in ((np.logical_or, some), (np.logical_and, full))
-        )
-        if len(self.row_L) % BLOCK:  # the last block is not full
-            whole[-1] = whole[:, -1] = False
-        return seen, whole
-
-    def _pieces(self) -> list[tuple[int, int, int, int, int]]:
-        """(block, row, continued row, first and last position) of each row's part of a block."""
-        length = len(self.row_L)
-        begins = np.flatnonzero(np.diff(self.row_L, prepend=-1))
-        cuts = np.union1d(begins, np.arange(0, length, BLOCK))
-        ends = [*cuts[1:], length]
-        return [
-            (
-                int(cut) // BLOCK,
-                int(self.row_L[cut]),
-                int(self.before_L[cut]),
-                int(self.position_L[cut]),
-                int(self.position_L[end - 1]),
-            )
-            for cut, end in zip(cuts, ends, strict=True)
-        ]
+    length = len(row_L)
+    reach = length if window is None else window
+    # The part of each row in each block: its first token, and its last.
+    begins = np.flatnonzero(np.diff(row_L, prepend=-1))
+    cuts = np.union1d(begins, np.arange(0, length, BLOCK))
+    ends = np.append(cuts[1:], length) - 1
+    block, row, before = cuts // BLOCK, row_L[cuts], before_L[cuts]
+    first, last = position_L[cuts], position_L[ends]
+    kin = (row[None, :] == row[:, None]) | (row[None, :] == before[:, None])
+    some = kin & (first[None, :] <= last[:, None]) & (last[None, :] > first[:, None] - reach)
+    full = kin & (last[None, :] <= first[:, None]) & (first[None, :] > last[:, None] - reach)
+    starts = np.flatnonzero(np.diff(block, prepend=-1))
+    seen, whole = (
+        combine.reduceat(combine.reduceat(of, starts, axis=0), starts, axis=1)
+        for combine, of in ((np.logical_or, some), (np.logical_and, full))
+    )
+    if length % BLOCK:  # the last block is not full
+        whole[-1] = whole[:, -1] = False
+    return seen, whole
 
 
 def _sees(row_L: Tensor, before_L: Tensor, position_L: Tensor, window: int | None) -> Any:

@@ -83,25 +83,30 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
     if weight_files(path):
         parameters = sum(map(prod, tensor_shapes(path).values()))
         require_main_memory(parameters * dtype.itemsize, f"loading {path} whole")
-    try:
-        with MAKING:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation=attention,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:  # corrupt files raise many types of errors
-        raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
-    model, report = loaded
-    require_complete(model, path, report["missing_keys"])
+    model = load_complete(AutoModelForCausalLM, path, dtype=dtype, attn_implementation=attention)
     if any(
         model.get_parameter(head) is not model.get_parameter(embedding)
         for head, embedding in _declared_ties(model).items()
     ):
         _untie(model.config)
     return cast(PreTrainedModel, model.to(device))
+
+
+def load_complete(auto: Any, path: str, fresh: Collection[str] = (), **settings: Any) -> Any:
+    """Load a checkpoint by an auto class of transformers. Only tensors of `fresh` may be missing.
+
+    Raises:
+        CheckpointError: missing, corrupt or incomplete weights.
+    """
+    try:
+        with MAKING:
+            model, report = auto.from_pretrained(
+                path, trust_remote_code=False, output_loading_info=True, **settings
+            )
+    except Exception as error:  # corrupt files raise many types of errors
+        raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
+    require_complete(model, path, set(report["missing_keys"]).difference(fresh))
+    return model
 
 
 def require_complete(model: PreTrainedModel, path: str, missing: Collection[str]) -> None:

@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.errors import CheckpointError, first_line
+from distill.errors import CheckpointError
 from distill.models.loading import (
     MAKING,
     exact_attention,
+    load_complete,
     load_config,
-    require_complete,
 )
 from distill.types import Tokenizer
 
@@ -155,20 +155,15 @@ def _load(
     """Load the model. Only the tensors named in `fresh` may be missing; they get random values."""
     attention = exact_attention(load_config(path))
     settings = {} if padding is None else {"num_labels": 1, "pad_token_id": padding}
-    try:
-        with MAKING, _quiet():
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation=attention,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **settings,
-            )
-    except Exception as error:  # corrupt files raise many types of errors
-        raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
-    model, report = loaded
-    require_complete(model, path, set(report["missing_keys"]).difference(fresh))
+    with _quiet():
+        model = load_complete(
+            AutoModelForSequenceClassification,
+            path,
+            fresh,
+            dtype=dtype,
+            attn_implementation=attention,
+            **settings,
+        )
     if score_head(model) is None:
         raise CheckpointError(f"{path!r} is not a reward model: it has no scalar `{HEAD}`")
     return cast(PreTrainedModel, model.to(device))
