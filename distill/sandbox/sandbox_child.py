@@ -3,10 +3,10 @@
     launcher ── first process of the namespaces ── the program
     (waits)     (builds the root, waits, reports)   (an interpreter of its own)
 
-This script needs only the standard library: `python -I -S sandbox_child.py LENGTH REPORT`. Standard
-input has LENGTH bytes of JSON (see `sandbox.py`), followed by the program's own input. The script
-writes one JSON object to the file descriptor REPORT: `{"error": ...}`, or the program's `exit_code`
-(minus the signal that ended it) and `cpu_s`.
+This script needs only the standard library, and `seccomp.py` beside it: `python -I -S
+sandbox_child.py LENGTH REPORT`. Standard input has LENGTH bytes of JSON (see `sandbox.py`),
+followed by the program's own input. The script writes one JSON object to the file descriptor
+REPORT: `{"error": ...}`, or the program's `exit_code` (minus the signal that ended it) and `cpu_s`.
 
 If the first process of a process namespace dies, the kernel kills all its other processes, and the
 first process dies with the launcher. A separate process outside writes the user and group ids of
@@ -24,12 +24,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+sys.path.insert(0, os.path.dirname(__file__))  # which an isolated interpreter (-I) leaves out
+from seccomp import install  # pyright: ignore[reportMissingImports]
+
 NOBODY = 65534
 OLD = "/.old"
 PROGRAM = "/program.py"
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
@@ -254,7 +256,7 @@ def _become_program(spec: dict[str, Any], path: str, directory: str, others: int
     _limit(resource.RLIMIT_NPROC, spec["processes"] + others)
     _limit(resource.RLIMIT_AS, spec["memory_mb"] << 20)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _filter(bytes.fromhex(spec["filter"]))
+    install(bytes.fromhex(spec["filter"]))
     environment = {
         "HOME": directory,
         "LANG": "C.UTF-8",
@@ -265,17 +267,6 @@ def _become_program(spec: dict[str, Any], path: str, directory: str, others: int
     }
     python = spec["python"]
     os.execve(python, [python, "-I", "-B", "-X", "utf8", path], environment)
-
-
-def _filter(steps: bytes) -> None:
-    """Install the filter of system calls of `seccomp.py`, which cannot be imported here."""
-    if steps:
-        program = _Filter(len(steps) // 8, steps)
-        _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
-
-
-class _Filter(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
 
 def _limit(what: int, soft: int, hard: int | None = None) -> None:
