@@ -239,41 +239,36 @@ class TableGroupBuilder(EnvGroupBuilder):
     """Builder of the seats of a group, all on games with the same opening.
 
     Attributes:
-        new_game: creates the game in its state before either player's first move.
+        opening: number of the opening; the policy's seat alternates with it if it has an opponent.
         new_opponent: creates the policy's opponent from a seed and the run's models; None: the
             policy itself.
-        seat: the policy's seat, if it has an opponent.
-        seed: seed of the first game's opponent; the next games have the following numbers.
-        rules: if True, the first message of a seat includes the rules.
-        forfeit_reward: reward of a seat that makes an illegal move.
     """
 
-    new_game: Callable[[], Game]
+    config: TwoPlayerConfig
+    opening: int
     new_opponent: NewOpponent | None
-    seat: int
-    seed: int
     setting: ChatSetting
     group_size: int
-    rules: bool
-    forfeit_reward: float
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         seats: list[Seat] = []
+        rules = self.config.rules
         if self.new_opponent is None:
             # An evaluation may request one episode, but a game has two.
             for _ in range((self.group_size + 1) // SEATS):
-                table = Table(self.new_game(), self.forfeit_reward)
-                seats += [Seat(table, seat, None, rules=self.rules) for seat in range(SEATS)]
+                table = self.config.new_table(self.opening)
+                seats += [Seat(table, seat, None, rules=rules) for seat in range(SEATS)]
         else:
-            for seed in range(self.seed, self.seed + self.group_size):
-                table = Table(self.new_game(), self.forfeit_reward)
+            first = _OPPONENT_SEED * self.opening
+            for seed in range(first, first + self.group_size):
+                table = self.config.new_table(self.opening)
                 opponent = self.new_opponent(seed, models)
-                seats.append(Seat(table, self.seat, opponent, rules=self.rules))
+                seats.append(Seat(table, self.opening % SEATS, opponent, rules=rules))
         return [ChatEnv(seat, self.setting, models) for seat in seats]
 
 
 class TableDataset(EnvDataset):
-    """Dataset of openings; the policy's seat alternates if it has an opponent."""
+    """Dataset of openings."""
 
     def __init__(
         self,
@@ -299,14 +294,11 @@ class TableDataset(EnvDataset):
         return TableGroupBuilder(
             teacher=self._teacher,
             feedback=self._feedback,
-            new_game=partial(self._config.new_game, problem),
+            config=self._config,
+            opening=problem,
             new_opponent=self._new_opponent,
-            seat=problem % SEATS,
-            seed=_OPPONENT_SEED * problem,
             setting=self._setting,
             group_size=group_size,
-            rules=self._config.rules,
-            forfeit_reward=self._config.forfeit_reward,
         )
 
 
@@ -365,6 +357,9 @@ class TwoPlayerConfig(ChatConfig):
     def new_game(self, opening: int) -> Game:
         """Create a game in its state before the policy's first move."""
 
+    def new_table(self, opening: int) -> Table:
+        return Table(self.new_game(opening), self.forfeit_reward)
+
     def check_group(self, group_size: int) -> None:
         if self.opponent == "self" and group_size % SEATS:
             raise ConfigError(
@@ -386,7 +381,7 @@ class TwoPlayerConfig(ChatConfig):
 
     def __call__(self, path: str | None, setting: EnvContext) -> TableDataset:
         chat = self.chat_setting(setting)
-        table = Table(self.new_game(0), self.forfeit_reward)
+        table = self.new_table(0)
         seat = Seat(table, table.game.to_move, None, rules=self.rules)
         length = first_length(seat, chat)
         require_room("a game", length, chat, setting.max_new_tokens)
