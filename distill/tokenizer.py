@@ -6,6 +6,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from distill.errors import CheckpointError, ConfigError, first_line
 from distill.model_paths import run_remedy
@@ -46,14 +47,18 @@ class Fingerprint:
 
 
 def fingerprint(tokenizer: Tokenizer) -> Fingerprint:
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     template = tokenizer.chat_template
     return Fingerprint(
-        vocab_hash=_hash(vocabulary),
+        vocab_hash=vocabulary_hash(tokenizer),
         vocab_len=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         chat_template_hash=None if template is None else _hash(json.dumps(template)),
     )
+
+
+@lru_cache(maxsize=4)
+def vocabulary_hash(tokenizer: Tokenizer) -> str:
+    return _hash(json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False))
 
 
 def _hash(text: str) -> str:

@@ -31,7 +31,7 @@ from cluster.store.kept_groups import KeptGroup
 from distill.chat.token_text import decode
 from distill.errors import CheckpointError, DataError
 from distill.rules import JSONL, setting
-from distill.tokenizer import fingerprint
+from distill.tokenizer import vocabulary_hash
 from distill.types import Tokenizer, Trajectory
 
 
@@ -119,7 +119,7 @@ def _tokenizer(run: RunFiles) -> Tokenizer:
 
 def _rows(taken: Sequence[_Taken], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """One row per segment. Of segments with equal tokens and masks, only the first is a row."""
-    vocab_hash = fingerprint(tokenizer).vocab_hash
+    vocab_hash = vocabulary_hash(tokenizer)
     written: set[tuple[bytes, bytes]] = set()
     for each in taken:
         for segment in each.member.segments:

@@ -156,6 +156,30 @@ class FeedbackContext:
         ]
         return render_messages(self.tokenizer, messages, tools=self.tools)
 
+    def check(self, max_new_tokens: int) -> None:
+        """Check the context's length with the longest response.
+
+        Raises:
+            DataError: the template uses an answer that the row lacks, or the context would be too
+                long.
+        """
+        placeholders = self.template.placeholders
+        if self.answer is None and "answer" in placeholders:
+            raise DataError(
+                "teacher.feedback uses {answer}, but the row has no `answer`",
+                field="teacher.feedback",
+            )
+        responses = 2 if "response" in placeholders else 1
+        length = len(self.tokens_T(Outcome(reward=0.0)))
+        if length + responses * max_new_tokens > self.room:
+            raise TooLong(
+                f"the prompt in teacher.feedback has {length:,} tokens, and {responses} x "
+                f"max_new_tokens={max_new_tokens} more exceed the teacher's context of "
+                f"{self.room:,}; shorten the template or lower max_new_tokens",
+                length=length,
+                field="teacher.feedback",
+            )
+
     def context_T(self, outcome: Outcome, later: int) -> TokenArray | None:
         """Tokens of an episode's context, or None if they leave no room for `later` tokens."""
         made_T = self.tokens_T(outcome)
@@ -180,52 +204,3 @@ def last_of_user(messages: Sequence[Message]) -> int:
         "teacher.feedback replaces the last user message, but there is no user message",
         field="teacher.feedback",
     )
-
-
-def feedback_context(
-    template: FeedbackTemplate,
-    tokenizer: Tokenizer,
-    *,
-    text: str,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    answer: str | None,
-    room: int,
-    max_new_tokens: int,
-    per_episode: bool = False,
-) -> FeedbackContext:
-    """Build the `FeedbackContext` of a prompt, and check its length with the longest response.
-
-    Args:
-        text: the plain prompt; unused if there are messages.
-        room, per_episode: see `FeedbackContext`.
-
-    Raises:
-        DataError: the template uses an answer that the row lacks, or the context would be too long.
-    """
-    if answer is None and "answer" in template.placeholders:
-        raise DataError(
-            "teacher.feedback uses {answer}, but the row has no `answer`", field="teacher.feedback"
-        )
-    prompt = messages[last_of_user(messages)]["content"] if messages else text
-    made = FeedbackContext(
-        template=template,
-        tokenizer=tokenizer,
-        prompt=prompt,
-        answer=answer,
-        messages=messages,
-        tools=tools,
-        room=room,
-        per_episode=per_episode,
-    )
-    responses = 2 if "response" in template.placeholders else 1
-    length = len(made.tokens_T(Outcome(reward=0.0)))
-    if length + responses * max_new_tokens > room:
-        raise TooLong(
-            f"the prompt in teacher.feedback has {length:,} tokens, and {responses} x "
-            f"max_new_tokens={max_new_tokens} more exceed the teacher's context of {room:,}; "
-            "shorten the template or lower max_new_tokens",
-            length=length,
-            field="teacher.feedback",
-        )
-    return made

@@ -21,7 +21,7 @@ from distill.chat.template import (
 from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
 from distill.data.columns import fields_of, refuse_misspelt, with_chats
-from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
+from distill.data.feedback import FeedbackContext, FeedbackTemplate, last_of_user
 from distill.data.row_conversion import LongRows, TooLong
 from distill.data.row_files import Rows, read_rows
 from distill.errors import DataError
@@ -154,21 +154,23 @@ class PromptContext:
             per_episode: True if each episode begins with messages of its own, similar to these.
 
         Raises:
-            DataError: see `feedback_context`.
+            DataError: there is no user message whose content is text; or see
+                `FeedbackContext.check`.
         """
         if self.feedback is None:
             return None
-        return feedback_context(
-            self.feedback,
-            self.tokenizer_of(teacher),
-            text=text,
-            messages=messages,
-            tools=tools,
+        made = FeedbackContext(
+            template=self.feedback,
+            tokenizer=self.tokenizer_of(teacher),
+            prompt=messages[last_of_user(messages)]["content"] if messages else text,
             answer=answer,
             room=self.teacher_room,
-            max_new_tokens=self.max_new_tokens,
+            messages=messages,
+            tools=tools,
             per_episode=per_episode,
         )
+        made.check(self.max_new_tokens)
+        return made
 
 
 def load_prompts(path: str, context: PromptContext, chat: ChatStyle | None = None) -> list[Prompt]:

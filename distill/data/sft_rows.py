@@ -31,7 +31,8 @@ from distill.data.row_forms import check_example
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
-from distill.tokenizer import fingerprint
+from distill.tokenizer import vocabulary_hash
+from distill.types import Tokenizer
 
 # The supervised likelihood is that of the model's unscaled distribution, softmax(z).
 SFT_TEMPERATURE = UNSCALED
@@ -52,10 +53,9 @@ def load_sft_rows(
     Raises:
         DataError: a row is wrong; the message names the source, the row and the fault.
     """
-    vocab_hash = fingerprint(encoder.tokenizer).vocab_hash
 
     def chains_of(number: int, example: Mapping[str, Any]) -> tuple[int, list[MaskedTokens]]:
-        return number, _chains(encoder, example, vocab_hash)
+        return number, _chains(encoder, example)
 
     examples = (long or LongRows()).converted(path, read(path), chains_of)
     return [
@@ -63,9 +63,7 @@ def load_sft_rows(
     ]
 
 
-def _chains(
-    encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
-) -> list[MaskedTokens]:
+def _chains(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[MaskedTokens]:
     form, example = check_example(example)
     if form == "messages":
         messages = check_messages(example["messages"], "messages")
@@ -75,7 +73,7 @@ def _chains(
         tools, context = check_tools(example), len(messages)
         return encoder.written_conversation([*messages, *answer], tools, context=context)
     if form == "tokens":
-        _check_tokenizer(example, vocab_hash)
+        _check_tokenizer(example, encoder.tokenizer)
         ids = _check_ids(example)
         return [encoder.as_sampled(ids, _check_runs(example, len(ids)))]
     return _answered(encoder, example)
@@ -98,7 +96,8 @@ def _answer(example: Mapping[str, Any]) -> list[Message]:
     return [{"role": "assistant", "content": check_text(example, "completion")}]
 
 
-def _check_tokenizer(example: Mapping[str, Any], vocab_hash: str) -> None:
+def _check_tokenizer(example: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    vocab_hash = vocabulary_hash(tokenizer)
     if example.get("tokenizer") != vocab_hash:
         raise DataError(
             f"`tokens` must be ids of the model's tokenizer, with the fingerprint {vocab_hash!r}, "

@@ -38,7 +38,7 @@ from distill.envs.base import (
 )
 from distill.envs.single_turn import facts_of
 from distill.errors import ConfigError
-from distill.tokenizer import fingerprint
+from distill.tokenizer import vocabulary_hash
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def write_sft_rows(
     seed: int,
 ) -> None:
     """Write a JSONL file of token ids for fine-tuning: a chain per start, without an end token."""
-    rng, vocab_hash = np.random.default_rng(seed), fingerprint(tokenizer).vocab_hash
+    rng, vocab_hash = np.random.default_rng(seed), vocabulary_hash(tokenizer)
     rows = []
     for start in starts:
         text, trained = chain_of(

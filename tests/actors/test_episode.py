@@ -12,8 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from actors.rollout.episode import EpisodesFailed, rollout_group
-from distill.chat.template import render_messages
-from distill.data.feedback import FeedbackTemplate, Outcome, feedback_context
+from distill.chat.template import Message, render_messages
+from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome
+from distill.data.prompts import PromptContext
 from distill.engine import GenerateRequest, Sample, SamplingModel
 from distill.envs.base import Env, EnvGroupBuilder, Episode, StepResult
 from distill.errors import DataError
@@ -160,6 +161,24 @@ def test_the_privileged_context_is_on_every_member_s_segments_of_its_own_prompt(
     assert plain.metrics == {}
 
 
+def feedback_on(
+    template: FeedbackTemplate,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    room: int,
+    **given: Any,
+) -> FeedbackContext:
+    """Feedback of a run whose turns have at most two tokens."""
+    context = PromptContext(
+        tokenizer=tokenizer, vocab_size=len(tokenizer), context_length=room, max_new_tokens=2,
+        feedback=template,
+    )  # fmt: skip
+    made = context.feedback_on(messages, teacher="", per_episode=False, **given)
+    assert made is not None
+    return made
+
+
 def test_feedback_has_the_result_of_each_member(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -180,10 +199,8 @@ def test_feedback_has_the_result_of_each_member(
             return [0.0, 10.0]
 
     text = "{reward}{outcome}{answer}({response})[{feedback}]{prompt}"
-    feedback = feedback_context(
-        FeedbackTemplate(text=text, correct_reward_threshold=11.0), tokenizer,
-        text="P", messages=(), tools=None, answer="A", room=60, max_new_tokens=2,
-    )  # fmt: skip
+    template = FeedbackTemplate(text=text, correct_reward_threshold=11.0)
+    feedback = feedback_on(template, tokenizer, [], text="P", answer="A", room=60)
     envs = [Says([ids(5)]), Says([ids(5), ids(5, 40, 51, 6)])]
     ended: list[Sequence[Segment]] = []
     builder = Ranked(envs=envs, feedback=feedback)
@@ -217,18 +234,13 @@ def test_feedback_of_a_chat_replaces_the_last_user_message() -> None:
         {"role": "system", "content": "S"}, {"role": "user", "content": "U"},
         {"role": "assistant", "content": "A"}, {"role": "user", "content": "Q"},
     ]  # fmt: skip
-    made = feedback_context(
-        FeedbackTemplate(text="{{{prompt}}} {outcome}", correct_reward_threshold=1.0), tokenizer,
-        text="", messages=chat, tools=None, answer=None, room=200, max_new_tokens=2,
-    )  # fmt: skip
+    template = FeedbackTemplate(text="{{{prompt}}} {outcome}", correct_reward_threshold=1.0)
+    made = feedback_on(template, tokenizer, chat, room=200)
     shown = [*chat[:3], {"role": "user", "content": "{Q} right"}]
     expected_T = render_messages(tokenizer, shown)
     assert made.tokens_T(Outcome(reward=1.0)).tolist() == expected_T.tolist()
     with refuses(DataError, "teacher.feedback"):
-        feedback_context(
-            FeedbackTemplate(text="{prompt}", correct_reward_threshold=1.0), tokenizer,
-            text="", messages=chat[:1], tools=None, answer=None, room=200, max_new_tokens=2,
-        )  # fmt: skip
+        feedback_on(template, tokenizer, chat[:1], room=200)
 
 
 def test_a_group_is_rewarded_by_comparison_and_closes_its_environments() -> None:
@@ -312,13 +324,11 @@ def test_environments_may_ask_the_models_of_the_run() -> None:
 @pytest.mark.parametrize("stop", [StopReason.EOS, StopReason.LENGTH])
 def test_long_turns_cost_and_truncated_ones_do_not_count(stop: StopReason) -> None:
     """Every turn has two tokens."""
-    rules = LengthRules(
-        max_new_tokens=5, mask_truncated=True, overlong_buffer=4, overlong_penalty=3.0
-    )
+    rules = LengthRules(max_new_tokens=5, mask_truncated=True, overlong_buffer=4)
     builder = ScriptedBuilder(envs=[ScriptedEnv([ids(5), ids(5, 40, 50, 6)])])
     [made] = rollout(builder, CountingEngine(stop), rules).trajectories_G
-    assert made.reward == 2 - 3 / 4
-    assert made.metrics == {"turns": 2, "overlong": 3 / 4}
+    assert made.reward == 2 - 1 / 4
+    assert made.metrics == {"turns": 2, "overlong": 1 / 4}
     assert made.reward_counts == (stop is StopReason.EOS)
 
 
