@@ -47,7 +47,7 @@ from cluster.config.env import RewardSettings
 from cluster.config.evaluation import LengthSettings
 from cluster.config.rows import ROWS, reader_of, unweighted_sources
 from cluster.jsonl_log import write_rows
-from distill.chat.responses import read_response
+from distill.chat.responses import THINK, Response, ThinkingMarks, read_response, thinking_marks
 from distill.chat.template import (
     Message,
     answered,
@@ -57,7 +57,6 @@ from distill.chat.template import (
     render_messages,
     render_text,
 )
-from distill.chat.thinking import THINK, Response, ThinkingMarks, thinking_marks
 from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
 from distill.data.columns import PromptColumns, with_chats

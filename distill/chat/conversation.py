@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from distill.chat.continuation import added_text, added_tokens, served_continuation
-from distill.chat.responses import read_response
+from distill.chat.responses import Response, read_response, thinking_marks
 from distill.chat.template import Message, chat_text, encode_chat
-from distill.chat.thinking import Response, thinking_marks
 from distill.chat.token_text import agreement, decode
 from distill.chat.tool_calls import (
     ParsedTurn,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from distill.chat.responses import THINK, ThinkingMarks
 from distill.chat.template import chat_text
-from distill.chat.thinking import THINK, ThinkingMarks
 from distill.chat.token_text import agreement
 from distill.chat.tool_formats import GRAMMARS, Grammar, ToolFormat
 from distill.chat.tool_readers import Piece, Schemas, ToolCall

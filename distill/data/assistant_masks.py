@@ -16,8 +16,8 @@ import numpy as np
 
 from distill.chat.continuation import added_tokens, served_continuation
 from distill.chat.messages import is_trained
+from distill.chat.responses import thinking_marks
 from distill.chat.template import Message, chat_text, encode_chat
-from distill.chat.thinking import thinking_marks
 from distill.errors import DataError
 from distill.types import BoolArray, TokenArray, Tokenizer
 

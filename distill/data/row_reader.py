@@ -11,8 +11,7 @@ from typing import Any
 from distill.data.columns import Columns, has_column
 from distill.data.normal_rows import normal_row
 from distill.data.row_files import Rows, read_rows
-from distill.data.shards import is_saved, shard_rows
-from distill.data.sources import Kind, Source, kind_of
+from distill.data.sources import Kind, Source, is_saved, kind_of, shard_rows
 from distill.errors import ConfigError, DataError, IsothermError, described
 from distill.libraries import require_library
 from distill.lookup import resolve_function

@@ -21,8 +21,8 @@ from typing import Any
 
 import chz
 
+from distill.chat.responses import Response
 from distill.chat.template import Message, check_text, render_messages
-from distill.chat.thinking import Response
 from distill.data.answers import answer_text
 from distill.data.columns import refuse_misspelt
 from distill.data.prompts import prompt_key
@@ -32,8 +32,8 @@ from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import DataError
-from distill.rewards.key_facts import first_mentions, key_fact_bonuses
 from distill.rewards.registry import RewardFunction, answer_of, verdict
+from distill.rewards.token_rewards import first_mentions, key_fact_bonuses
 from distill.rules import at_least, needs, readable_as, setting
 from distill.text.chunks import chunk_text, require_splitter
 from distill.text.condense import Condenser, load_condenser

@@ -10,8 +10,7 @@ from typing import Any
 import chz
 import numpy as np
 
-from distill.chat.responses import read_response
-from distill.chat.thinking import Response
+from distill.chat.responses import Response, read_response
 from distill.data.prompts import FIELDS, Prompt, check_form, prompt_key
 from distill.engine import Sample, SamplingModel
 from distill.envs.base import (

@@ -7,8 +7,8 @@ from functools import partial
 
 import chz
 
+from distill.chat.responses import Response
 from distill.chat.template import Message
-from distill.chat.thinking import Response
 from distill.data.prompts import FIELDS, ChatStyle, Prompt, check_form
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
@@ -96,7 +96,7 @@ class ToolUse(ChatEnvConfig):
             from distill.rewards.conversations import accepted_prompts  # torch: not for workers
 
             prompts_P = accepted_prompts(
-                reward.path, source, prompts_P, setting.max_new_tokens, schemas, setting.long
+                reward.path, source, prompts_P, setting.max_new_tokens, schemas, long=setting.long
             )
             scored = {"compare_by": partial(score_chats, tools=schemas), "judged": True}
             reward = None

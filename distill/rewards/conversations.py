@@ -61,14 +61,15 @@ def accepted_prompts(
     prompts_P: Sequence[Prompt],
     max_new_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
-    long: LongRows | None = None,
+    *,
+    long: LongRows,
 ) -> list[Prompt]:
     """Prompts of `source` after which the reward model at `path` has room for a response.
 
     Loads the model's config and tokenizer, but no weights.
 
     Args:
-        long: treatment of the other prompts; None: they are refused.
+        long: treatment of the other prompts.
 
     Raises:
         CheckpointError: the checkpoint is not a reward model.
@@ -95,4 +96,4 @@ def accepted_prompts(
         return prompt
 
     rows = [(prompt.line, prompt) for prompt in prompts_P]
-    return (long or LongRows()).converted(source, rows, checked)
+    return long.converted(source, rows, checked)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distill.chat.thinking import Response
+from distill.chat.responses import Response
 from distill.errors import DataError, described
 from distill.libraries import require_library
 from distill.lookup import require_arguments, resolve_function
@@ -27,7 +27,7 @@ from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.model_reward import ModelReward
 from distill.rewards.program_tests import read_tests
 from distill.rewards.unit_tests import tested, unit_tests
-from distill.rewards.verdict import LONGEST_WORDS, Verdict, against
+from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.sandbox.bounded_calls import OverLimit, in_thread
 from distill.sandbox.sandbox import require_sandbox
 
@@ -167,8 +167,10 @@ def _verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
     if reward is unit_tests:
         return tested(response, answer)
     earned = reward(response, answer)
-    expected = _EXPECTED.get(reward)
-    return Verdict(reward=earned) if expected is None else against(earned, expected.format(answer))
+    if reward not in _EXPECTED:
+        return Verdict(reward=earned)
+    wrong = f"Wrong. {_EXPECTED[reward].format(answer)}"
+    return Verdict(reward=earned, feedback="Right." if earned > 0 else wrong)
 
 
 class _RewardCall(NamedTuple):

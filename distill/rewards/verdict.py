@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 # Maximum number of characters of feedback, because a context has little room.
 LONGEST_WORDS = 1000
-RIGHT = "Right."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +14,3 @@ class Verdict:
 
     reward: float
     feedback: str = ""
-
-
-def against(reward: float, expected: str) -> Verdict:
-    """Verdict on a response that is right or wrong; if wrong, the feedback has `expected`."""
-    return Verdict(reward=reward, feedback=RIGHT if reward > 0 else f"Wrong. {expected}")

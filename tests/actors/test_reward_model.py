@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from actors.embedded.reward_model import EmbeddedRewardModel
 from distill.data.prompts import Prompt
-from distill.data.row_conversion import TooLong
+from distill.data.row_conversion import LongRows, TooLong
 from distill.errors import DataError, EngineError
 from distill.models.reward import start_reward_model
 from distill.rewards.conversations import ConversationEncoder, accepted_prompts
@@ -143,7 +143,7 @@ async def test_its_heartbeat_counts_rows(checkpoint: str) -> None:
 
 def test_prompts_are_checked_before_a_run(checkpoint: str, tmp_path: Path) -> None:
     def check(*prompts: Prompt, path: str = checkpoint, max_new_tokens: int = 8) -> None:
-        accepted_prompts(path, "prompts.jsonl", prompts, max_new_tokens)
+        accepted_prompts(path, "prompts.jsonl", prompts, max_new_tokens, long=LongRows())
 
     plain = Prompt(tokens_T=ids(3), answer=None, line=1, text="a" * 100)
     check(plain)

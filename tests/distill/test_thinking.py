@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.conversation import Conversation
-from distill.chat.responses import read_response, response_text
+from distill.chat.responses import THINK, read_response, response_text
 from distill.chat.template import chat_text, encode_chat, render_messages
-from distill.chat.thinking import THINK
 from distill.data.prompts import Prompt
 from distill.engine import Sample
 from distill.envs.base import StepResult

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.token_text import decode, token_texts
-from distill.rewards.key_facts import key_fact_bonuses
-from distill.rewards.token_rewards import phrase_bonuses
+from distill.rewards.token_rewards import key_fact_bonuses, phrase_bonuses
 from tests.tiny import token_id
 
 
