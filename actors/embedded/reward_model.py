@@ -56,7 +56,7 @@ class _Waiting:
 
 
 class EmbeddedRewardModel:
-    """A `RewardScorer` (distill/rewards/model_reward.py) inside the caller's process.
+    """A reward model (`distill.rewards.model_reward.scores_of`) inside the caller's process.
 
     A score depends on the weights and the conversation only, up to float rounding: rows are padded
     on the right, where causal attention ignores the padding.

@@ -35,7 +35,7 @@ from actors.rollout.user_code_file import UserCodeFile
 from distill.chat.responses import read_response
 from distill.chat.token_text import decode
 from distill.engine import ScoringModel
-from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode, source_of
+from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode
 from distill.errors import DataError, EngineError, IsothermError, described
 from distill.rewards.accuracy import interval, majority, pass_at_k, ratio_interval
 from distill.sampling import EvalSampling, TrainSampling
@@ -197,7 +197,7 @@ class Evaluator:
             num_turns=len(episode.turns),
             correct=episode.reward if builder.judged else None,
             metrics=episode.metrics,
-            source=source_of(self._problems, problem),
+            source=self._problems.source(problem),
             answer=builder.answer,
         )
 

@@ -367,8 +367,7 @@ def _check_some(config: RolloutConfig, train: EnvDataset) -> None:
     """Raise ConfigError if there are no problems to train on, or none from one of the sources."""
     if not len(train):
         raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
-    parts = train.parts if isinstance(train, Mixture) else ()
-    if empty := [part.name for part in parts if not part.size]:
+    if empty := [part.name for part in train.parts if not part.size]:
         raise ConfigError(
             f"prompts={config.data.source}: {empty[0]} has no problem to train on; leave it out",
             field="data.source",

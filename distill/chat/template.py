@@ -38,29 +38,28 @@ def render_text(tokenizer: Tokenizer, text: str) -> TokenArray:
     Raises:
         DataError: the tokenizer cannot encode the text.
     """
-    plain = encode(tokenizer, text, add_special_tokens=False)
-    whole = encode(tokenizer, text, add_special_tokens=True)
-    count = len(plain)
-    starts = range(len(whole) - count + 1)
-    start = next((i for i in starts if whole[i : i + count] == plain), None)
-    if start is None:
-        raise DataError(
-            f"the tokenizer encodes {text[:40]!r} differently when it adds special tokens; give a "
-            "tokenizer whose post-processor only adds tokens before and after a text"
-        )
-    added = whole[:start]
-    has_them = plain[: len(added)] == added
-    return np.asarray(plain if has_them else [*added, *plain], dtype=np.int32)
+    encoded = _encoded(tokenizer, text, return_special_tokens_mask=True)
+    ids_T = np.asarray(encoded["input_ids"], np.int32)
+    added_T = np.asarray(encoded["special_tokens_mask"], np.bool_)
+    if added_T.all():
+        return ids_T[:0]
+    plain_T, before_T = ids_T[~added_T], ids_T[: np.argmin(added_T)]
+    has_them = np.array_equal(plain_T[: len(before_T)], before_T)
+    return plain_T if has_them else np.concatenate([before_T, plain_T])
 
 
-def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`.
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of `text`, without special tokens that the tokenizer would add.
 
     Raises:
         DataError: the tokenizer does not support a character, or one is invalid (a surrogate).
     """
+    return _encoded(tokenizer, text, add_special_tokens=False)["input_ids"]
+
+
+def _encoded(tokenizer: Tokenizer, text: str, **options: bool) -> Mapping[str, Any]:
     try:
-        return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return tokenizer(text, **options)
     except Exception as error:  # tokenizers raises bare Exceptions, or TypeError for surrogates
         broken = re.search("[\ud800-\udfff]", text)
         if broken:
@@ -131,7 +130,7 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> TokenArray:
     Raises:
         DataError: the tokenizer cannot encode the text.
     """
-    return np.asarray(encode(tokenizer, text, add_special_tokens=False), dtype=np.int32)
+    return np.asarray(encode(tokenizer, text), dtype=np.int32)
 
 
 def chat_text(

@@ -59,7 +59,7 @@ def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
         chain = encoder.completion(prompt.text, text)
     tokens_T = chain.tokens_T[chain.loss_mask_T]
     if prompt.messages and is_begun(prompt.messages):
-        spoken = encode(encoder.tokenizer, text, add_special_tokens=False)
+        spoken = encode(encoder.tokenizer, text)
         end_T = tokens_T[-1:] if tokens_T[-1] in encoder.ends else tokens_T[:0]
         tokens_T = np.concatenate([np.asarray(spoken, np.int32), end_T])
     if len(tokens_T) and tokens_T[-1] in encoder.ends:

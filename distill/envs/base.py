@@ -250,6 +250,15 @@ class EnvDataset(ABC):
         """Text that names the problem's row in messages, with its source if there are several."""
         return str(self.line(problem))
 
+    @property
+    def parts(self) -> Sequence[MixedPart]:
+        """The sources of the problems, one after another, as they are mixed."""
+        return [MixedPart(size=len(self))]
+
+    def source(self, problem: int) -> str:
+        """Name of the problem's source; empty if there is only one."""
+        return self.parts[part_of(self.parts, problem)[0]].name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvContext(PromptContext):
@@ -394,11 +403,15 @@ class Mixture(EnvDataset):
 
     def __init__(self, datasets: Sequence[EnvDataset], sources: Sequence[Source]) -> None:
         self._datasets, self._sources = list(datasets), list(sources)
-        self.parts = [
+        self._parts = [
             MixedPart(name=source.name, size=len(dataset), weight=source.weight)
             for dataset, source in zip(datasets, sources, strict=True)
         ]
         self.answer = datasets[0].answer  # depends on the reward only: the same in all datasets
+
+    @property
+    def parts(self) -> Sequence[MixedPart]:
+        return self._parts
 
     def __len__(self) -> int:
         return sum(part.size for part in self.parts)
@@ -418,19 +431,10 @@ class Mixture(EnvDataset):
         source, inner = part_of(self.parts, problem)
         return f"{self._sources[source].place}:{self._datasets[source].label(inner)}"
 
-    def source(self, problem: int) -> str:
-        """Name of the problem's source."""
-        return self.parts[part_of(self.parts, problem)[0]].name
-
 
 def mixture(datasets: Sequence[EnvDataset], sources: Sequence[Source]) -> EnvDataset:
     """The problems of all sources; a single dataset is returned unchanged."""
     return datasets[0] if len(datasets) == 1 else Mixture(datasets, sources)
-
-
-def source_of(dataset: EnvDataset, problem: int) -> str:
-    """Name of the problem's source; empty if there is only one."""
-    return dataset.source(problem) if isinstance(dataset, Mixture) else ""
 
 
 class EnvStream:
@@ -443,15 +447,14 @@ class EnvStream:
         self, dataset: EnvDataset, *, group_size: int, seed: int, title: str = "the data"
     ) -> None:
         self._dataset, self._group_size, self._title = dataset, group_size, title
-        mixed = isinstance(dataset, Mixture)
-        self._order = MixedStream(dataset.parts if mixed else [MixedPart(size=len(dataset))], seed)
+        self._order = MixedStream(dataset.parts, seed)
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
         return self._dataset.builder(self._order.index(group_id), self._group_size)
 
     def source(self, group_id: int) -> str:
         """Name of the source of the group's problem; empty if there is only one."""
-        return source_of(self._dataset, self._order.index(group_id))
+        return self._dataset.source(self._order.index(group_id))
 
     def describe(self, group_id: int) -> str:
         """Text that names the group's problem in messages."""

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -348,11 +347,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: there are no such files at `path`, or one cannot be read.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for file in _some_weight_files(path):
-        with reading(file):
-            tensors |= load_file(file)
-    return tensors
+    return read_tensors(path, tensor_layouts(path))
 
 
 def weight_files(path: str) -> list[Path]:

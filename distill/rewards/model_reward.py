@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 from distill.chat.template import Message
 from distill.data.prompts import Prompt
@@ -47,22 +47,13 @@ def whole_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
     return RewardInput(response=messages[last], messages=messages[:last], tools=tools or None)
 
 
-class RewardScorer(Protocol):
-    """A reward model that the run hosts."""
-
-    async def rewards(self, conversations: Sequence[RewardInput]) -> list[float]:
-        """Score conversations, in order.
-
-        Raises:
-            DataError: the model's tokenizer, template or context cannot accept a conversation.
-        """
-        ...
-
-
 async def scores_of(models: Mapping[str, Any], conversations: Sequence[RewardInput]) -> list[float]:
-    """Score conversations with the run's reward model, which is one of the `models`."""
-    scorer = cast(RewardScorer, models[REWARD_MODEL])
-    return await scorer.rewards(conversations)
+    """Score conversations, in order, with the run's reward model, which is one of the `models`.
+
+    Raises:
+        DataError: the model's tokenizer, template or context cannot accept a conversation.
+    """
+    return await models[REWARD_MODEL].rewards(conversations)
 
 
 async def score_chats(

@@ -66,7 +66,7 @@ def count_tokens(tokenizer: Tokenizer, text: str) -> int:
     Raises:
         DataError: the tokenizer cannot encode the text.
     """
-    return len(encode(tokenizer, text, add_special_tokens=False))
+    return len(encode(tokenizer, text))
 
 
 def chunk_text(text: str, *, tokenizer: Tokenizer, max_tokens: int) -> list[Chunk]:

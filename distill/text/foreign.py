@@ -54,12 +54,12 @@ def encodable(text: str, tokenizer: Tokenizer) -> str:
 
 def longest_prefix(text: str, max_tokens: int, tokenizer: Tokenizer) -> str:
     """Longest prefix of an `encodable` text with at most `max_tokens` tokens."""
-    if len(_ids(text, tokenizer)) <= max_tokens:
+    if len(encode(tokenizer, text)) <= max_tokens:
         return text
     fits, too_long = 0, len(text)
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if len(_ids(text[:middle], tokenizer)) <= max_tokens:
+        if len(encode(tokenizer, text[:middle])) <= max_tokens:
             fits = middle
         else:
             too_long = middle
@@ -69,7 +69,7 @@ def longest_prefix(text: str, max_tokens: int, tokenizer: Tokenizer) -> str:
 def _is_known(text: str, tokenizer: Tokenizer) -> bool:
     """True if the text encodes without the unknown token."""
     try:
-        ids = _ids(text, tokenizer)
+        ids = encode(tokenizer, text)
     except DataError:
         return False
     return tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids
@@ -78,7 +78,7 @@ def _is_known(text: str, tokenizer: Tokenizer) -> bool:
 def _first(candidates: tuple[str, ...], tokenizer: Tokenizer) -> str:
     """First candidate that the tokenizer encodes as known tokens; empty if there is none."""
     for text in candidates:
-        if _is_known(text, tokenizer) and _ids(text, tokenizer):
+        if _is_known(text, tokenizer) and encode(tokenizer, text):
             return text
     return ""
 
@@ -95,7 +95,7 @@ def _control_spans(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
         return spans
     # A normalizer may turn other spellings into a token, such as capitals or full-width letters.
     ids = set(added.values())
-    if ids.isdisjoint(_ids(text, tokenizer)):
+    if ids.isdisjoint(encode(tokenizer, text)):
         return []
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pairs = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
@@ -106,7 +106,3 @@ def _control_spans(text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
 def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
     """Pattern of the tokens; of several that begin at one position, the longest matches."""
     return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)))
-
-
-def _ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    return encode(tokenizer, text, add_special_tokens=False)

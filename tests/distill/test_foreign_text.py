@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.text.foreign import count_tokens, encodable, longest_prefix, neutralised
+from distill.text.chunks import count_tokens
+from distill.text.foreign import encodable, longest_prefix, neutralised
 from distill.tokenizer import load_tokenizer
 from tests.distill.test_token_rewards import byte_tokenizer
 from tests.tiny import save_tokenizer
@@ -100,6 +101,6 @@ def test_the_longest_prefix_fits_and_no_longer_one_does(name: str) -> None:
     tokenizer = tokenizers()[name]
     text = "the start of a tool call, the end of it. " * 20
     kept = longest_prefix(text, 50, tokenizer)
-    assert text.startswith(kept) and count_tokens(kept, tokenizer) <= 50
-    assert count_tokens(text[: len(kept) + 1], tokenizer) > 50
+    assert text.startswith(kept) and count_tokens(tokenizer, kept) <= 50
+    assert count_tokens(tokenizer, text[: len(kept) + 1]) > 50
     assert longest_prefix(text, 10**6, tokenizer) == text

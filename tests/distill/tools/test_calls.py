@@ -9,7 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import encode
 from distill.chat.tool_readers import ToolCall
-from distill.text.foreign import count_tokens
+from distill.text.chunks import count_tokens
 from distill.tools.base import Tool, ToolError
 from distill.tools.calculator import Calculator
 from distill.tools.calls import ToolLimits, ToolOutcome, run_calls
@@ -252,7 +252,7 @@ def test_long_results_are_cut(run, tokenizer: PreTrainedTokenizerBase) -> None:
     (outcome,) = run(call(), does=lambda arguments: text, max_tokens=100)
     start, note = outcome.message["content"].rsplit("\n", 1)
     assert outcome.truncated and text.startswith(start)
-    assert count_tokens(start, tokenizer) == 100
+    assert count_tokens(tokenizer, start) == 100
     assert "100" in note and str(len(text)) in note
     (outcome,) = run(call(), does=lambda arguments: text, max_tokens=len(text))
     assert not outcome.truncated and outcome.message["content"] == text
