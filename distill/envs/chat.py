@@ -135,13 +135,13 @@ class Condensing:
     """Condense a history when the next observation exceeds the limit: see `condense_history`.
 
     Attributes:
-        condenser: creates the condenser from the models that may be queried.
+        condenser: creates the condenser from the policy, if it may be queried.
         max_tokens: maximum number of tokens of the condensed history.
         keep_last: number of last messages that are never condensed.
         recall: True if the model has a tool that reads the original of a condensed message.
     """
 
-    condenser: Callable[[Mapping[str, SamplingModel]], Condenser]
+    condenser: Callable[[SamplingModel | None], Condenser]
     max_tokens: int
     keep_last: int
     recall: bool = False
@@ -156,7 +156,7 @@ class Condensing:
     ) -> Sequence[Message]:
         return await condense_history(
             messages,
-            condenser=self.condenser(models),
+            condenser=self.condenser(models.get("policy")),
             tokenizer=tokenizer,
             max_tokens=self.max_tokens,
             keep_last=self.keep_last,

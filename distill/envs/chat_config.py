@@ -50,7 +50,7 @@ from distill.text.condense import (
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.tools.read_block import Blocks, ReadBlock
-from distill.types import Tokenizer, shared_fields
+from distill.types import shared_fields
 
 # (the messages of each member; empty for one that never had a turn) -> additional reward of each
 Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
@@ -123,17 +123,16 @@ class ChatDataset(EnvDataset):
         problems_P: Sequence[MessageProblem],
         setting: ChatSetting,
         *,
-        teacher: str = "",
-        answer: Callable[[str], Hashable | None] | None = None,
-        longest_prompt: int = 0,
+        answer: Callable[[str], Hashable | None] | None,
+        longest_prompt: int,
     ) -> None:
         """
         Args:
-            teacher: name of the teacher of problems that name no teacher.
+            problems_P: problems that have a line.
             answer: extracts a response's answer; see `EnvDataset.answer`.
             longest_prompt: largest number of tokens that a problem begins with.
         """
-        self._problems_P, self._setting, self._teacher = problems_P, setting, teacher
+        self._problems_P, self._setting = problems_P, setting
         self._longest_prompt, self.answer = longest_prompt, answer
 
     def __len__(self) -> int:
@@ -142,7 +141,6 @@ class ChatDataset(EnvDataset):
     def builder(self, problem: int, group_size: int) -> ChatGroupBuilder:
         chosen = self._problems_P[problem]
         facts = shared_fields(ProblemFacts, chosen)
-        facts["teacher"] = chosen.teacher or self._teacher
         facts["pays_bonuses"] = chosen.pays_bonuses or self._setting.malformed_penalty > 0
         return ChatGroupBuilder(
             **facts, problem=chosen, setting=self._setting, group_size=group_size
@@ -153,12 +151,11 @@ class ChatDataset(EnvDataset):
 
     def subset(self, problems: Sequence[int]) -> ChatDataset:
         chosen = copy(self)
-        chosen._problems_P = [replace(self._problems_P[p], line=self.line(p)) for p in problems]
+        chosen._problems_P = [self._problems_P[p] for p in problems]
         return chosen
 
     def line(self, problem: int) -> int:
-        line = self._problems_P[problem].line
-        return problem + 1 if line is None else line
+        return int(self._problems_P[problem].line or 0)
 
 
 # With `env.condenser` set to this name, the policy itself condenses.
@@ -237,12 +234,6 @@ class ChatConfig(EnvConfig):
         doc="condenser=model: instruction, to which the latest message and the text are appended; "
         "default: to summarise",
     )
-
-    def _condenser_sampling(self, max_new_tokens: int) -> EvalSampling:
-        return EvalSampling(
-            temperature=self.condenser_temperature,
-            max_new_tokens=self.condenser_tokens or max_new_tokens,
-        )
 
     def _counts_and(self, *own: str, tools: bool = False) -> Collection[str]:
         """Names of the counts of every episode of messages, and of an environment's own metrics."""
@@ -325,13 +316,14 @@ class ChatConfig(EnvConfig):
             recall=self.recall,
         )
 
-    def _condenser(
-        self, setting: EnvContext, target: int
-    ) -> Callable[[Mapping[str, SamplingModel]], Condenser]:
+    def _condenser(self, setting: EnvContext, target: int) -> Callable[[Any], Condenser]:
         assert self.condenser is not None
         if self.condenser != BY_POLICY:
             return partial(_fixed_condenser, load_condenser(self.condenser, setting.tokenizer))
-        sampling = self._condenser_sampling(setting.max_new_tokens)
+        sampling = EvalSampling(
+            temperature=self.condenser_temperature,
+            max_new_tokens=self.condenser_tokens or setting.max_new_tokens,
+        )
         room = setting.context_length - sampling.max_new_tokens
         if room < 2:
             raise ConfigError(
@@ -340,32 +332,16 @@ class ChatConfig(EnvConfig):
                 field="env.condenser_tokens",
             )
         return partial(
-            _policy_condenser,
-            setting.tokenizer,
-            sampling,
-            max(1, min(target, room // 2)),
-            self.condenser_prompt or INSTRUCTION,
+            ModelCondenser,
+            tokenizer=setting.tokenizer,
+            sampling=sampling,
+            instruction=self.condenser_prompt or INSTRUCTION,
+            chunk_tokens=max(1, min(target, room // 2)),
         )
 
 
-def _fixed_condenser(condenser: Condenser, _models: Mapping[str, SamplingModel]) -> Condenser:
+def _fixed_condenser(condenser: Condenser, _policy: object) -> Condenser:
     return condenser
-
-
-def _policy_condenser(
-    tokenizer: Tokenizer,
-    sampling: EvalSampling,
-    chunk_tokens: int,
-    instruction: str,
-    models: Mapping[str, SamplingModel],
-) -> Condenser:
-    return ModelCondenser(
-        sampler=models["policy"],
-        tokenizer=tokenizer,
-        sampling=sampling,
-        instruction=instruction,
-        chunk_tokens=chunk_tokens,
-    )
 
 
 @chz.chz
@@ -386,21 +362,24 @@ class ChatEnvConfig(ChatConfig):
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         chat = self.chat_setting(setting)
         problems = self.problems(path, setting)
+        unnamed = any(not problem.teacher for problem in problems)
+        teacher = only_teacher(setting) if unnamed else ""
+
+        def named(line: int, problem: MessageProblem) -> tuple[MessageProblem, int]:
+            problem = replace(problem, line=line, teacher=problem.teacher or teacher)
+            return self._checked(problem, chat, setting)
+
         checked = setting.long.converted(
             path or type(self).__name__,
             [(each.line or number, each) for number, each in enumerate(problems, 1)],
-            lambda _line, problem: self._checked(problem, chat, setting),
+            named,
             threads=1,  # environments may be of a custom class, which need not be safe in threads
         )
-        problems_P = [problem for problem, _ in checked]
-        longest = max((length for _, length in checked), default=0)
-        unnamed = any(not problem.teacher for problem in problems_P)
         return ChatDataset(
-            problems_P,
+            [problem for problem, _ in checked],
             chat,
-            teacher=only_teacher(setting) if unnamed else "",
             answer=self.answer(setting),
-            longest_prompt=longest,
+            longest_prompt=max((length for _, length in checked), default=0),
         )
 
     def _checked(
@@ -441,7 +420,7 @@ class ChatEnvConfig(ChatConfig):
         env = problem.make()
         feedback = setting.feedback_on(
             env.initial_messages(),
-            teacher=problem.teacher or only_teacher(setting),
+            teacher=problem.teacher,
             answer=problem.answer,
             tools=schemas_of(env, chat),
         )

@@ -201,7 +201,7 @@ def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
     return "".join(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelCondenser:
     """Condenser that summarises chunks with a model, and then the summaries until they fit.
 
