@@ -30,15 +30,6 @@ class MaskedTokens:
     loss_mask_T: BoolArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _RenderedTurn:
-    """Tokens up to the end of one assistant turn; tokens in [start, stop) are trained."""
-
-    tokens_T: TokenArray
-    start: int
-    stop: int
-
-
 def conversation_chains(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -74,11 +65,9 @@ def conversation_chains(
     chains: list[MaskedTokens] = []
     for turn in turns:
         if np.array_equal(turn.tokens_T, whole_T[: len(turn.tokens_T)]):
-            shared_mask_T[turn.start : turn.stop] = True
+            shared_mask_T[: len(turn.tokens_T)] |= turn.loss_mask_T
         else:
-            mask_T = np.zeros(len(turn.tokens_T), np.bool_)
-            mask_T[turn.start : turn.stop] = True
-            chains.append(MaskedTokens(tokens_T=turn.tokens_T, loss_mask_T=mask_T))
+            chains.append(turn)
     if shared_mask_T.any():
         chains.append(MaskedTokens(tokens_T=whole_T, loss_mask_T=shared_mask_T))
     return chains
@@ -105,8 +94,10 @@ def _turn(
     stop_ids: Collection[int],
     tools: Sequence[Mapping[str, Any]] | None,
     known: Mapping[str, TokenArray],
-) -> _RenderedTurn:
+) -> MaskedTokens:
     """Render assistant turn i as served: the context that the model gets, then its answer.
+
+    Only the answer is trained, up to its stop token.
 
     Args:
         known: texts whose tokens are known.
@@ -138,7 +129,9 @@ def _turn(
             if end in stop_ids:
                 tokens_T, spoken = np.append(tokens_T, np.int32(end)), spoken + 1
                 break
-    return _RenderedTurn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)
+    mask_T = np.zeros(len(tokens_T), np.bool_)
+    mask_T[len(prefix_T) : len(prefix_T) + spoken] = True
+    return MaskedTokens(tokens_T=tokens_T, loss_mask_T=mask_T)
 
 
 def _with_thinking(tokenizer: Tokenizer, prefix: str, upto: str, content: str, i: int) -> str:

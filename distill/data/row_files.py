@@ -18,7 +18,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -139,14 +139,10 @@ def _array_rows(path: str, text: str) -> Rows:
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise DataError(f"{path}:{line}: not a valid JSON array: {error}") from error
-    return _objects(path, array)
-
-
-def _objects(path: str, rows: Sequence[Any]) -> Rows:
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(array, start=1):
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: expected a JSON object, got {repr(row)[:40]}")
-    return list(enumerate(rows, start=1))
+    return list(enumerate(array, start=1))
 
 
 def _what_else(text: str) -> str:

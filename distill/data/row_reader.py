@@ -77,21 +77,17 @@ class RowReader:
 
     def _digest(self, place: str) -> str | None:
         if kind_of(place) is Kind.FILE:
-            with _opened(place) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                with Path(place).open("rb") as file:
+                    return hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise DataError(f"cannot read {place!r}: {error}") from error
         if place not in self._raw:
             return None
         hashed = hashlib.sha256()
         for _, row in self._raw[place]:
             hashed.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
         return hashed.hexdigest()
-
-
-def _opened(path: str) -> Any:
-    try:
-        return Path(path).open("rb")
-    except OSError as error:
-        raise DataError(f"cannot read {path!r}: {error}") from error
 
 
 def _directory_rows(path: str) -> Rows:

@@ -14,7 +14,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import chz
 
@@ -231,29 +230,25 @@ class FrozenPlayer:
         return self._conversation.response.answer
 
 
-NewOpponent = Callable[[int, Mapping[str, SamplingModel]], Player]
-
-
 @dataclass(frozen=True, kw_only=True)
 class TableGroupBuilder(EnvGroupBuilder):
     """Builder of the seats of a group, all on games with the same opening.
 
     Attributes:
         opening: number of the opening; the policy's seat alternates with it if it has an opponent.
-        new_opponent: creates the policy's opponent from a seed and the run's models; None: the
-            policy itself.
+        max_new_tokens: length of the longest turn, also of an opponent.
     """
 
     config: TwoPlayerConfig
     opening: int
-    new_opponent: NewOpponent | None
     setting: ChatSetting
     group_size: int
+    max_new_tokens: int
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
         seats: list[Seat] = []
         rules = self.config.rules
-        if self.new_opponent is None:
+        if self.config.opponent == "self":
             # An evaluation may request one episode, but a game has two.
             for _ in range((self.group_size + 1) // SEATS):
                 table = self.config.new_table(self.opening)
@@ -262,7 +257,7 @@ class TableGroupBuilder(EnvGroupBuilder):
             first = _OPPONENT_SEED * self.opening
             for seed in range(first, first + self.group_size):
                 table = self.config.new_table(self.opening)
-                opponent = self.new_opponent(seed, models)
+                opponent = self.config.new_opponent(seed, models, self.setting, self.max_new_tokens)
                 seats.append(Seat(table, self.opening % SEATS, opponent, rules=rules))
         return [ChatEnv(seat, self.setting, models) for seat in seats]
 
@@ -273,16 +268,16 @@ class TableDataset(EnvDataset):
     def __init__(
         self,
         config: TwoPlayerConfig,
-        new_opponent: NewOpponent | None,
         setting: ChatSetting,
         teacher: str,
         feedback: FeedbackContext | None,
         rules_tokens: int,
+        max_new_tokens: int,
     ) -> None:
         """`rules_tokens`: number of tokens that a seat sees before its first move."""
-        self._config, self._new_opponent = config, new_opponent
-        self._setting, self._teacher, self._feedback = setting, teacher, feedback
-        self._rules_tokens = rules_tokens
+        self._config, self._setting = config, setting
+        self._teacher, self._feedback = teacher, feedback
+        self._rules_tokens, self._max_new_tokens = rules_tokens, max_new_tokens
 
     def __len__(self) -> int:
         return self._config.games
@@ -296,9 +291,9 @@ class TableDataset(EnvDataset):
             feedback=self._feedback,
             config=self._config,
             opening=problem,
-            new_opponent=self._new_opponent,
             setting=self._setting,
             group_size=group_size,
+            max_new_tokens=self._max_new_tokens,
         )
 
 
@@ -387,32 +382,16 @@ class TwoPlayerConfig(ChatConfig):
         require_room("a game", length, chat, setting.max_new_tokens)
         teacher = only_teacher(setting)
         feedback = setting.feedback_on(seat.initial_messages(), teacher=teacher)
-        opponent = self._new_opponent(chat, setting)
-        return TableDataset(self, opponent, chat, teacher, feedback, length)
+        return TableDataset(self, chat, teacher, feedback, length, setting.max_new_tokens)
 
-    def _new_opponent(self, chat: ChatSetting, setting: EnvContext) -> NewOpponent | None:
-        if self.opponent == "self":
-            return None
-        if self.opponent == FROZEN:
-            assert self.opponent_temperature is not None
-            sampling = EvalSampling(
-                temperature=self.opponent_temperature, max_new_tokens=setting.max_new_tokens
-            )
-            return partial(_frozen, chat, sampling, self.rules)
-        return partial(_scripted, self.players()[self.opponent])
-
-
-def _frozen(
-    chat: ChatSetting,
-    sampling: EvalSampling,
-    rules: bool,
-    seed: int,
-    models: Mapping[str, SamplingModel],
-) -> Player:
-    return FrozenPlayer(models[FROZEN], chat, sampling, seed, rules=rules)
-
-
-def _scripted(
-    new_player: Callable[[int], Player], seed: int, _models: Mapping[str, SamplingModel]
-) -> Player:
-    return new_player(seed)
+    def new_opponent(
+        self, seed: int, models: Mapping[str, SamplingModel], chat: ChatSetting, max_new_tokens: int
+    ) -> Player:
+        """Create the policy's opponent, which is not the policy itself."""
+        if self.opponent != FROZEN:
+            return self.players()[self.opponent](seed)
+        assert self.opponent_temperature is not None
+        sampling = EvalSampling(
+            temperature=self.opponent_temperature, max_new_tokens=max_new_tokens
+        )
+        return FrozenPlayer(models[FROZEN], chat, sampling, seed, rules=self.rules)
