@@ -33,27 +33,29 @@ def continuation(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> Token
     return _in_parts(tokenizer, before_T, text) if tokens_T is None else tokens_T
 
 
-def require_continuation(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray:
+def require_continuation(
+    tokenizer: Tokenizer, before_T: TokenArray, text: str, *, exact: bool
+) -> TokenArray:
     """Like `continuation`, for text that must be encoded.
+
+    Args:
+        exact: False: if no encoding keeps the text, return its tokens when encoded by itself.
 
     Raises:
         DataError: no encoding keeps the text.
     """
     tokens_T = continuation(tokenizer, before_T, text)
     if tokens_T is None:
-        got = decode(tokenizer, encode_chat(tokenizer, text).tolist())
+        tokens_T = encode_chat(tokenizer, text)
+        if not exact:
+            return tokens_T
+        got = decode(tokenizer, tokens_T.tolist())
         at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), len(got))
         raise DataError(
             f"the tokenizer cannot encode this text exactly: {text[max(0, at - 20) : at + 20]!r} "
             f"becomes {got[max(0, at - 20) : at + 20]!r}; change the text, or leave the row out"
         )
     return tokens_T
-
-
-def closest_continuation(tokenizer: Tokenizer, before_T: TokenArray, text: str) -> TokenArray:
-    """Like `continuation`; if no encoding keeps the text, its tokens when encoded by itself."""
-    tokens_T = continuation(tokenizer, before_T, text)
-    return encode_chat(tokenizer, text) if tokens_T is None else tokens_T
 
 
 def added_tokens(tokenizer: Tokenizer) -> dict[int, str]:

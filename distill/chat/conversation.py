@@ -50,13 +50,11 @@ class PrefixBreak:
     """Break of the token prefix: the re-rendered history does not extend the model's tokens.
 
     Attributes:
-        turn: index of the assistant's turn after which the break happened, from 0.
         seen, served: the text that the model saw and the rendered text, both from shortly before
             they differ.
         reason: one of this module's `NO_TEXT`, `BEFORE`, `TURN`, `STOP`, `JOIN`.
     """
 
-    turn: int
     seen: str
     served: str
     reason: str
@@ -109,7 +107,7 @@ class Conversation:
         self._marks = thinking_marks(tokenizer)
         self._response: Response | None = None
         self._prefix_breaks: list[PrefixBreak] = []
-        self._turns = self._calls = 0
+        self._calls = 0
         self._seen = _NOTHING
         self._last_turn: tuple[int, dict[str, Any]] | None = None  # index, plain text
         self._observe([dict(message) for message in messages])
@@ -156,7 +154,6 @@ class Conversation:
         parsed = self._parsed(response)
         self._seen = self._after(sample)
         self._sample_due = False
-        self._turns += 1
         self._calls += len(parsed.calls)
         parsed_response = self._marks.response(parsed.content, response.opening)
         cut = sample.stop_reason is StopReason.LENGTH and bool(parsed.calls or parsed.malformed)
@@ -279,9 +276,7 @@ class Conversation:
         seen = self._seen
         at = seen.turn if reason == NO_TEXT else agreement(seen.text, served)
         shown = slice(max(0, at - _SHOWN_BEFORE), at + _SHOWN_AFTER)
-        prefix_break = PrefixBreak(
-            turn=self._turns - 1, seen=seen.text[shown], served=served[shown], reason=reason
-        )
+        prefix_break = PrefixBreak(seen=seen.text[shown], served=served[shown], reason=reason)
         self._prefix_breaks.append(prefix_break)
         key = (hash(str(self._tokenizer.chat_template)), reason)
         if key not in _logged:

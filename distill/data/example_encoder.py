@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distill.chat.continuation import closest_continuation, require_continuation
+from distill.chat.continuation import require_continuation
 from distill.chat.template import Message, check_vocabulary, render_text
 from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import MaskedTokens, check_stops, conversation_chains
@@ -46,10 +46,7 @@ class ExampleEncoder:
                 the model's vocabulary.
         """
         prompt_T = render_text(self.tokenizer, prompt)
-        if self.exact:
-            answer_T = require_continuation(self.tokenizer, prompt_T, completion)
-        else:
-            answer_T = closest_continuation(self.tokenizer, prompt_T, completion)
+        answer_T = require_continuation(self.tokenizer, prompt_T, completion, exact=self.exact)
         if not np.isin(answer_T[-1:], self.ends).any():
             answer_T = np.append(answer_T, np.int32(self.end))
         tokens_T = np.concatenate([prompt_T, answer_T])

@@ -55,9 +55,7 @@ class Document:
     text: str
     question: str
     answer: str
-    line: int
     facts: tuple[str, ...] = ()
-    tag: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,9 +273,7 @@ class Reading(ChatEnvConfig):
             text=text,
             question=question,
             answer=_answer(row),
-            line=number,
             facts=_facts(row),
-            tag=None if row.get("tag") is None else check_text(row, "tag"),
         )
         make_group = None
         if self.by == MODEL:
@@ -304,7 +300,7 @@ class Reading(ChatEnvConfig):
             make=make,
             make_group=make_group,
             line=number,
-            tag=document.tag,
+            tag=None if row.get("tag") is None else check_text(row, "tag"),
             answer=document.answer,
             prompt_key=prompt_key(f"{question}\0{text}".encode()),
             pays_bonuses=bool(self.fact_bonus and document.facts),

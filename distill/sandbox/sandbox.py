@@ -36,7 +36,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -116,7 +115,6 @@ class SandboxResult:
     stderr: str
     exit_code: int | None
     outcome: Outcome
-    seconds: float
 
 
 async def run_python(
@@ -131,7 +129,6 @@ async def run_python(
     """
     limits = limits or SandboxLimits()
     with _prepared(source, limits) as (spec, report, report_end):
-        began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *_command(spec, report_end, limits),
             stdin=asyncio.subprocess.PIPE,
@@ -145,7 +142,7 @@ async def run_python(
         finally:
             await run.end()
         os.set_blocking(report, False)
-        return run.result(_read_report(report), time.monotonic() - began)
+        return run.result(_read_report(report))
 
 
 def require_sandbox(isolation: Isolation = "namespaces") -> None:
@@ -313,14 +310,13 @@ class _SandboxedProgram:
         except TimeoutError:
             self._signal(strongest=True)
 
-    def result(self, report: dict[str, Any], seconds: float) -> SandboxResult:
+    def result(self, report: dict[str, Any]) -> SandboxResult:
         texts = {name: bytes(out).decode(errors="replace") for name, out in self._outputs.items()}
         exit_code = None if self._ended else report.get("exit_code")
         return SandboxResult(
             **texts,
             exit_code=exit_code,
             outcome=self._ended or self._outcome(exit_code, report, texts["stderr"]),
-            seconds=seconds,
         )
 
     def _outcome(self, exit_code: int | None, report: dict[str, Any], stderr: str) -> Outcome:

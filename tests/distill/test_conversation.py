@@ -138,7 +138,7 @@ def test_thinking_is_kept_in_the_tool_loop_and_goes_with_the_next_question() -> 
     stop = episode.stop
     assert trained(episode) == [[first + stop, second + stop], [f"You are welcome.{stop}"]]
     [found] = episode.talk.prefix_breaks
-    assert found.turn == 1 and "<think>\nadd" in found.seen and len(found.served) <= 120
+    assert "<think>\nadd" in found.seen and len(found.served) <= 120
 
 
 @pytest.mark.parametrize("text", ["hm</think>It is 3.", "</think>", "<think>", "a</think></think>"])
