@@ -37,9 +37,9 @@ from distill.envs.base import (
     Env,
     EnvConfig,
     EnvContext,
-    EnvDataset,
     EnvGroupBuilder,
     Episode,
+    ListedDataset,
     ProblemFacts,
     require_path,
 )
@@ -246,17 +246,15 @@ class AgentGroupBuilder(EnvGroupBuilder):
         return [AgentEpisode(self.problem, self.setting) for _ in range(self.group_size)]
 
 
-class AgentDataset(EnvDataset):
+class AgentDataset(ListedDataset):
     """Problems of an agent."""
 
     def __init__(self, problems_P: Sequence[AgentProblem], setting: AgentSetting) -> None:
-        self._problems_P, self._setting = problems_P, setting
-
-    def __len__(self) -> int:
-        return len(self._problems_P)
+        super().__init__(problems_P)
+        self._setting = setting
 
     def builder(self, problem: int, group_size: int) -> AgentGroupBuilder:
-        chosen = self._problems_P[problem]
+        chosen = self.problems_P[problem]
         facts = shared_fields(ProblemFacts, chosen)
         row = json.dumps(chosen.row, sort_keys=True, default=str)
         facts["prompt_key"] = prompt_key(row.encode())
@@ -266,9 +264,6 @@ class AgentDataset(EnvDataset):
 
     def longest_row(self, max_new_tokens: int) -> int:
         return min(self._setting.max_tokens, self._setting.max_turns * max_new_tokens)
-
-    def line(self, problem: int) -> int:
-        return self._problems_P[problem].line
 
 
 @chz.chz

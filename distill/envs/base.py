@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -368,6 +369,24 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
         raise ConfigError(
             f"env={type(env).__name__} cannot create its problems: {described(error)}", field="env"
         ) from error
+
+
+class ListedDataset(EnvDataset):
+    """Dataset whose problems are a list; each has its row in the source as `line`."""
+
+    def __init__(self, problems_P: Sequence[Any]) -> None:
+        self.problems_P = problems_P
+
+    def __len__(self) -> int:
+        return len(self.problems_P)
+
+    def subset(self, problems: Sequence[int]) -> EnvDataset:
+        chosen = copy(self)
+        chosen.problems_P = [self.problems_P[p] for p in problems]
+        return chosen
+
+    def line(self, problem: int) -> int:
+        return self.problems_P[problem].line
 
 
 class Subset(EnvDataset):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,9 +19,9 @@ from distill.envs.base import (
     Env,
     EnvConfig,
     EnvContext,
-    EnvDataset,
     EnvGroupBuilder,
     Episode,
+    ListedDataset,
     ProblemFacts,
     only_teacher,
 )
@@ -115,7 +114,7 @@ class ChatGroupBuilder(EnvGroupBuilder):
         return await compare(messages_G)
 
 
-class ChatDataset(EnvDataset):
+class ChatDataset(ListedDataset):
     """Dataset of problems whose episodes are exchanges of messages."""
 
     def __init__(
@@ -132,14 +131,11 @@ class ChatDataset(EnvDataset):
             answer: extracts a response's answer; see `EnvDataset.answer`.
             longest_prompt: largest number of tokens that a problem begins with.
         """
-        self._problems_P, self._setting = problems_P, setting
-        self._longest_prompt, self.answer = longest_prompt, answer
-
-    def __len__(self) -> int:
-        return len(self._problems_P)
+        super().__init__(problems_P)
+        self._setting, self._longest_prompt, self.answer = setting, longest_prompt, answer
 
     def builder(self, problem: int, group_size: int) -> ChatGroupBuilder:
-        chosen = self._problems_P[problem]
+        chosen = self.problems_P[problem]
         facts = shared_fields(ProblemFacts, chosen)
         facts["pays_bonuses"] = chosen.pays_bonuses or self._setting.malformed_penalty > 0
         return ChatGroupBuilder(
@@ -148,14 +144,6 @@ class ChatDataset(EnvDataset):
 
     def longest_row(self, max_new_tokens: int) -> int:
         return self._setting.limits.longest_row(self._longest_prompt, max_new_tokens)
-
-    def subset(self, problems: Sequence[int]) -> ChatDataset:
-        chosen = copy(self)
-        chosen._problems_P = [self._problems_P[p] for p in problems]
-        return chosen
-
-    def line(self, problem: int) -> int:
-        return int(self._problems_P[problem].line or 0)
 
 
 # With `env.condenser` set to this name, the policy itself condenses.

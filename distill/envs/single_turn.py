@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,8 @@ from distill.envs.base import (
     Env,
     EnvConfig,
     EnvContext,
-    EnvDataset,
     EnvGroupBuilder,
+    ListedDataset,
     StepResult,
     require_path,
 )
@@ -139,7 +138,7 @@ def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
     }
 
 
-class PromptDataset(EnvDataset):
+class PromptDataset(ListedDataset):
     """Dataset of prompts. Responses can vote on an answer if the reward can extract it."""
 
     def __init__(
@@ -149,17 +148,14 @@ class PromptDataset(EnvDataset):
         reward: Reward = exact_match,
         format: Format = NO_FORMAT,
     ) -> None:
-        self.prompts_P = prompts_P
+        super().__init__(prompts_P)
         self._tokenizer = tokenizer
         self._reward = reward
         self._format = format
         self.answer = answer_of(reward)
 
-    def __len__(self) -> int:
-        return len(self.prompts_P)
-
     def builder(self, problem: int, group_size: int) -> SingleTurnGroupBuilder:
-        prompt = self.prompts_P[problem]
+        prompt = self.problems_P[problem]
         facts = facts_of(prompt, self._format)
         if isinstance(self._reward, ModelReward):
             facts["judged"] = True
@@ -173,16 +169,8 @@ class PromptDataset(EnvDataset):
         )
 
     def longest_row(self, max_new_tokens: int) -> int:
-        longest = max((len(prompt.tokens_T) for prompt in self.prompts_P), default=0)
+        longest = max((len(prompt.tokens_T) for prompt in self.problems_P), default=0)
         return longest + max_new_tokens
-
-    def subset(self, problems: Sequence[int]) -> PromptDataset:
-        chosen = copy(self)
-        chosen.prompts_P = [self.prompts_P[p] for p in problems]
-        return chosen
-
-    def line(self, problem: int) -> int:
-        return self.prompts_P[problem].line
 
 
 def format_field() -> Any:

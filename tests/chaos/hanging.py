@@ -85,6 +85,6 @@ class Hanging(SingleTurn):
 
     def __call__(self, path: str | None, setting: EnvContext) -> PromptDataset:
         plain = super().__call__(path, setting)
-        made = _HangingDataset(plain.prompts_P, setting.tokenizer, setting.reward)
+        made = _HangingDataset(plain.problems_P, setting.tokenizer, setting.reward)
         made.tickets = self.tickets
         return made
