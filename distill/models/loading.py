@@ -78,11 +78,10 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
         CheckpointError: missing, corrupt or incomplete weights.
         ConfigError: the model does not fit into main memory, through which all weights pass.
     """
-    attention = exact_attention(load_config(path))
     if weight_files(path):
         parameters = sum(map(prod, tensor_shapes(path).values()))
         require_main_memory(parameters * dtype.itemsize, f"loading {path} whole")
-    model = load_complete(AutoModelForCausalLM, path, dtype=dtype, attn_implementation=attention)
+    model = load_complete(AutoModelForCausalLM, path, dtype=dtype)
     if any(
         model.get_parameter(head) is not model.get_parameter(embedding)
         for head, embedding in _declared_ties(model).items()
@@ -97,10 +96,15 @@ def load_complete(auto: Any, path: str, fresh: Collection[str] = (), **settings:
     Raises:
         CheckpointError: missing, corrupt or incomplete weights.
     """
+    attention = exact_attention(load_config(path))
     try:
         with MAKING:
             model, report = auto.from_pretrained(
-                path, trust_remote_code=False, output_loading_info=True, **settings
+                path,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **settings,
             )
     except Exception as error:  # corrupt files raise many types of errors
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error

@@ -153,16 +153,10 @@ def _load(
     padding: int | None = None,
 ) -> PreTrainedModel:
     """Load the model. Only the tensors named in `fresh` may be missing; they get random values."""
-    attention = exact_attention(load_config(path))
     settings = {} if padding is None else {"num_labels": 1, "pad_token_id": padding}
     with _quiet():
         model = load_complete(
-            AutoModelForSequenceClassification,
-            path,
-            fresh,
-            dtype=dtype,
-            attn_implementation=attention,
-            **settings,
+            AutoModelForSequenceClassification, path, fresh, dtype=dtype, **settings
         )
     if score_head(model) is None:
         raise CheckpointError(f"{path!r} is not a reward model: it has no scalar `{HEAD}`")
