@@ -165,3 +165,9 @@ def test_the_column_of_a_row_that_ends_too_early_is_where_it_ends(tmp_path: Path
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2\n{"a": 3}\n')
     with refuses(DataError, None, names="column 8"):
         read_rows(str(tmp_path / "a.jsonl"))
+
+
+def test_the_text_at_which_a_row_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1},\n{"a": 2},\n')
+    with refuses(DataError, None, names="','"):
+        read_rows(str(tmp_path / "a.jsonl"))
