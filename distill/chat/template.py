@@ -57,7 +57,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return _encoded(tokenizer, text, add_special_tokens=False)["input_ids"]
 
 
-def _encoded(tokenizer: Tokenizer, text: str, **options: bool) -> Mapping[str, Any]:
+def _encoded(tokenizer: Tokenizer, text: str, **options: Any) -> Mapping[str, Any]:
     try:
         return tokenizer(text, **options)
     except Exception as error:  # tokenizers raises bare Exceptions, or TypeError for surrogates
