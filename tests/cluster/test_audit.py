@@ -18,6 +18,7 @@ from cluster.inspect.audit import Audit, AuditConfig, audit, main, print_audit
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_types import LedgerSettings, adopted
+from cluster.queue.scoring import read_scoring
 from distill.errors import ConfigError, DataError
 from distill.records import Lease, TrainedGroups
 from learner.checkpoint import CheckpointStore
@@ -507,3 +508,55 @@ def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text('{"t": 1.0, "event": "start"}\n')
     with pytest.raises(DataError):
         audit(path)
+
+
+def scored_by_one(path: Path, trained: TrainedGroups | None = None) -> Run:
+    """Record the first step of a job, with one scorer and no canary."""
+    run = Run(path, trained=trained)
+    run.ledger.scorer(0, who="teacher engine 0")
+    for one in run.ledger.lease("a", 2):
+        run.ledger.deliver(one, "a", scored_by=[0])
+    run.step(1 + len(run.trained) // 2)
+    return run
+
+
+def test_groups_of_a_killed_job_without_a_last_canary_stay_unproven(path: Path) -> None:
+    again = scored_by_one(path, scored_by_one(path).trained)
+    again.ledger.ask([0])
+    again.ledger.canary(0, True, gap=0.0, rode=True)
+    scoring = read_scoring(path)
+    assert scoring is not None and not scoring.holds and not scoring.bad
+    assert scoring.gaps == {"teacher engine 0": [1]}
+    assert "step 1: groups of teacher engine 0" in scoring.verdict()
+
+
+def test_the_audit_finds_missing_and_invented_canaries(path: Path) -> None:
+    run = scored_by_one(path)
+    run.ledger.ask([0])
+    run.ledger.canary(0, True, gap=0.0, rode=True)
+    run.journal.close()
+    events = list(read_journal(path))
+    true = json.dumps(events)
+
+    def audited(**changes: Any) -> tuple[list[str], bool]:
+        kind, change = next(iter(changes.items()))
+        made = [change(e) if e["event"] == kind else e for e in json.loads(true)]
+        rewrite(path, [event for event in made if event])
+        found = audit(path)
+        assert found.scoring is not None
+        return found.problems, found.scoring.holds
+
+    assert audited(canary=lambda event: event) == ([], True)
+    assert audited(canary=lambda _: None) == ([], False)
+    assert audited(ask=lambda _: None) == ([], False)
+    assert audited(canary=lambda event: event | {"good": False, "why": "?"}) == ([], False)
+    problems, _ = audited(canary=lambda event: event | {"replica": 7})
+    assert len(problems) == 1 and "scorer 7" in problems[0]
+    problems, _ = audited(put=lambda event: event | {"by": [5]})
+    assert "group 0 was scored by [5]" in problems[0]
+    assert audited(put=lambda event: event | {"by": []}) == ([], False)
+    certificate = {"proven": True, "groups": {"trained": 2, "proven": 2, "unwatched": 0}}
+    (path.parent / "certificate.json").write_text(json.dumps(certificate))
+    assert audited(canary=lambda event: event) == ([], True)
+    [problem], _ = audited(canary=lambda _: None)
+    assert problem.startswith("certificate.json")

@@ -5,7 +5,7 @@ test_ledger.py compares the ledger's steps with the twin after any events.
 
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,10 @@ from benchmarks.scheduling import Outcome, Schedule, Simulation, Workload
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_types import LedgerSettings
+from cluster.queue.ledger_types import Kept, LedgerSettings, adopted
 from cluster.queue.step_rule import Choice, StepRule, View
-from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
-from tests.ledger_twins import next_step, oldest
-
-
-def view(step: int, started: dict[int, int], *finished: int) -> View:
-    return View(step=step, groups_per_step=2, started=started, finished=set(finished))
-
-
-def choose(rule: StepRule, view: View) -> list[int] | None:
-    """Ids of a step that replaces no group."""
-    if (choice := rule.choose(view)) is None:
-        return None
-    assert not choice.replaced
-    return choice.ids
+from distill.records import CONSTANT_REWARD, TrainedGroups
+from tests.ledger_twins import next_step, oldest, usable
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -60,28 +48,26 @@ def test_the_rule_chooses_what_its_slow_twin_chooses(seed: int) -> None:
         assert rule.room(made) == 12 - len(started) + skippable
 
 
-def test_finished_groups_overtake_older_ones_until_these_are_due() -> None:
-    rule = StepRule(horizon=2, window=6)
-    started = {0: 0, 1: 0, 2: 0, 3: 0}
-    assert choose(rule, view(0, started, 3)) is None
-    assert rule.waited_for(view(0, started, 3)) == [0, 1, 2]
-    assert choose(rule, view(0, started, 3, 2)) == [2, 3]
-    started = {0: 0, 1: 0, 4: 1, 5: 1, 6: 1, 7: 1}
-    assert choose(rule, view(1, started, 7, 5, 6)) == [5, 6]  # the oldest finished ones
-    # Groups 0 and 1 must be in this step.
-    started = {0: 0, 1: 0, 4: 1, 7: 1, 8: 2}
-    assert choose(rule, view(2, started, 1, 4, 7, 8)) is None
-    assert rule.waited_for(view(2, started, 1, 4, 7, 8)) == [0]
-    assert choose(rule, view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
-
-
-def test_groups_restart_only_if_the_step_can_then_start() -> None:
-    rule, started = StepRule(horizon=2, window=9), {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-    held_up = view(1, started, 4, 5)  # four groups of version 0 have two places left
-    assert rule.choose_restarts(held_up, [3, 5, 1, 0], 1) == [3, 1]
-    assert rule.choose_restarts(held_up, [3], 1) == [], "the step would still wait"
-    assert rule.choose_restarts(view(1, started, 0, 1), [3], 1) == []  # the step can start as it is
-    assert rule.choose_restarts(view(1, started, 4), [0, 1, 2, 3], 1) == []  # a group is missing
+@pytest.mark.parametrize("seed", range(5))
+def test_a_new_job_takes_back_the_kept_groups_of_its_slow_twin(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(400):
+        per_step, horizon, steps = (chance.randint(*bounds) for bounds in ((1, 3), (0, 3), (0, 3)))
+        aside = {0: "poison"} if steps and chance.random() < 0.5 else {}
+        watermark = steps * per_step + len(aside)
+        trained = TrainedGroups(watermark, aside)
+        if steps and chance.random() < 0.5:  # one of a step's groups is above the watermark
+            trained = TrainedGroups(watermark - 1, aside, above=[watermark + chance.randint(0, 2)])
+        rules = LedgerSettings(
+            groups_per_step=per_step, max_staleness=horizon, lease_s=60,
+            total_groups=len(trained) + chance.randint(0, 12),
+            groups_in_flight=chance.choice([0, chance.randint(per_step, per_step * (horizon + 1))]),
+            on_stale=chance.choice(["wait", "train_late"]),
+        )  # fmt: skip
+        ids = chance.sample(range(watermark + 12), chance.randint(0, watermark + 12))
+        kept = {i: Kept(1, 1, chance.randint(0, steps + 1)) for i in ids}
+        back = adopted(kept, trained, rules)
+        assert back == {i: kept[i] for i in usable(kept, trained, rules)}
 
 
 @given(
@@ -104,41 +90,14 @@ def test_the_smallest_sufficient_set_of_groups_is_restarted(
         return rule.choose(replace(made, started=started | dict.fromkeys(ids, 4))) is not None
 
     restarts = rule.choose_restarts(made, able, 4)
+    if len({started[group_id] for group_id in able}) == 1:
+        assert restarts == able[: len(restarts)], "not in the order of preference"
     assert set(restarts) <= set(able) and len(set(restarts)) == len(restarts)
     if restarts:
         assert goes(restarts)
         assert not any(goes(fewer) for fewer in combinations(restarts, len(restarts) - 1))
     elif not goes(()):
         assert not goes(able), "the step waits although restarts would let it start"
-
-
-def test_a_step_does_not_wait_for_groups_that_will_be_replaced() -> None:
-    """Three groups of one start are too many for the two places left, were all to train."""
-    rule = StepRule(horizon=1, window=4)
-    started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0}
-    made = View(step=0, groups_per_step=2, started=started, finished={0, 1, 4, 5}, most_replaced=2)
-    assert rule.choose(made) is None
-    assert rule.choose(replace(made, constant={4, 5})) == Choice([0, 1], [])
-    assert rule.choose(replace(made, constant={0, 4})) == Choice([1, 5], [0, 4])
-
-
-def test_a_replaced_group_is_sampled_again_after_a_rewind() -> None:
-    settings = LedgerSettings(
-        groups_per_step=1, max_staleness=0, total_groups=2, lease_s=60, most_replaced=2
-    )
-    ledger = Ledger(settings, TrainedGroups(), epoch=1)
-    [first] = ledger.lease("a", 9)
-    ledger.deliver(first, constant_reward=1.0)
-    [second] = ledger.lease("a", 9)
-    ledger.deliver(second)
-    step = ledger.take()
-    assert step is not None and (step.group_ids, step.replaced) == ([1], {0: 1.0})
-    trained = TrainedGroups().after([1], step.set_aside)
-    assert trained == TrainedGroups(2, {0: CONSTANT_REWARD}) and len(trained) == 1
-    ledger.publish(1, trained)
-    assert ledger.status().set_aside == 0  # no group has failed
-    ledger.rewind(TrainedGroups(), "the learner died")
-    assert [lease.group_id for lease in ledger.lease("a", 9)] == [0]
 
 
 def begun(directory: Path, **changes: Any) -> Journal:
@@ -163,86 +122,6 @@ def test_the_audit_finds_a_group_that_was_replaced_without_cause(tmp_path: Path)
     [problem] = found.problems
     assert "contradicts the lines before it" in problem
     assert any("2 skipped" in line for line in found.lines())
-
-
-def test_groups_trained_late_are_counted() -> None:
-    rules: dict[str, Any] = {"on_stale": "train_late"}
-    ledger = Ledger(
-        LedgerSettings(
-            groups_per_step=1, max_staleness=1, total_groups=4, lease_s=60, **rules
-        ),
-        TrainedGroups(),
-        epoch=1,
-    )  # fmt: skip
-    trained, counted = TrainedGroups(), []
-    slow, other = ledger.lease("a", 2)
-    for version in (1, 2, 3, 4):
-        if version == 4:
-            other = slow
-        ledger.deliver(other)
-        step = ledger.take(trained)
-        assert step is not None and step.group_ids == [other.group_id]
-        counted.append(step.overdue)
-        trained = step.after(trained)
-        ledger.publish(version, trained)
-        [other] = ledger.lease("a", 1) or [slow]
-    assert counted == [0, 0, 0, 1] and trained == TrainedGroups(4)
-
-
-def test_a_hanging_group_restarts_up_to_a_bound_and_is_then_awaited(tmp_path: Path) -> None:
-    """The deliveries of its earlier leases are dropped."""
-    now, path = 0.0, tmp_path / "ledger.jsonl"
-    rules: dict[str, Any] = {"on_stale": "restart", "max_restarts": 2,
-                             "restart_after": 4.0}  # fmt: skip
-    settings = LedgerSettings(
-        groups_per_step=1, max_staleness=1, total_groups=9, lease_s=1e9, **rules
-    )
-    journal = Journal(path)
-    journal.record("start", run="r", epoch=1, settings=asdict(settings), watermark=0, set_aside={})
-    ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: now, record=journal.record)
-    [slow] = ledger.lease("a", 1)
-    trained, restarted_at = TrainedGroups(), list[int]()
-    leases = [slow]
-
-    def step(one: Lease, version: int) -> StepGroups:
-        nonlocal trained
-        assert ledger.deliver(one)
-        taken = ledger.take(trained)
-        assert taken is not None
-        trained = taken.after(trained)
-        ledger.publish(version, trained)
-        return taken
-
-    for version in range(4):
-        [other] = ledger.lease("b", 1)
-        now += 10
-        assert ledger.overdue() == []  # nothing is finished that could be trained without it
-        if version == 0:
-            step(other, version + 1)
-            continue
-        assert ledger.deliver(other) and ledger.take(trained) is None
-        assert ledger.overdue() == [], "no longer in progress than others"
-        now += 35
-        overdue = ledger.overdue()
-        if version == 3:
-            assert overdue == [] and ledger.missing() == [0]  # it is waited for
-            last = step(leases[-1], version + 1)
-            assert last.group_ids == [0] and (last.start_max, last.restarts) == (1, 2)
-            break
-        assert overdue == [0]
-        ledger.restart_groups(overdue)
-        restarted_at.append(version)
-        assert not ledger.deliver(leases[-1], "a"), "a delivery of an earlier lease"
-        leases += ledger.lease("c", 1)
-        assert leases[-1] == Lease(group_id=0, attempt=len(leases), epoch=1)
-        taken = ledger.take(trained)
-        assert taken is not None and (taken.start_max or 0) <= 1
-        trained = taken.after(trained)
-        ledger.publish(version + 1, trained)
-    assert restarted_at == [1, 2]
-    found = audit(path)
-    assert found.problems == [] and found.duplicates == 2
-    assert sum(found.re_leases.values()) == 2
 
 
 def test_a_group_is_overdue_after_twice_the_usual_time_in_steps_of_many_groups() -> None:
