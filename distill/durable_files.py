@@ -6,19 +6,26 @@ sync_tree         make the contents of a directory durable, and compute its file
 sync_directory    make the names in a directory durable
 disk_remedy       remedy for a file that could not be written
 Retries           how often and how long a failed write is tried again
+with_retries      repeat a write while the disk is full
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+from distill.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 # Reading and hashing release the GIL; more threads than this only wait for the disk.
 _THREADS = 8
@@ -27,6 +34,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 # a full disk are tried again.
 PAUSE_S, _LONGEST_PAUSE_S, FULL_S = 3.0, 30.0, 1800.0
 _MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
+_LOOK_S = 0.25
+
+Value = TypeVar("Value")
 
 
 @contextmanager
@@ -154,3 +164,23 @@ class Retries:
     def wait_for_room(self, error: BaseException) -> bool:
         """True if the disk is full, and has been for less than `FULL_S`."""
         return is_full(error) and time.monotonic() - self._first < FULL_S
+
+
+def with_retries(write: Callable[[], Value], waiting: Callable[[], None]) -> Value:
+    """Call `write`, again and again while the disk is full; `waiting` is called in the pauses.
+
+    Raises:
+        CheckpointError: the disk stays full, or the write failed for another reason.
+    """
+    retries = Retries()
+    while True:
+        try:
+            return write()
+        except CheckpointError as error:
+            again_at = time.monotonic() + retries.pause_s()
+            if not retries.wait_for_room(error):
+                raise
+            logger.warning("%s. It is retried", error)
+        while time.monotonic() < again_at:
+            waiting()
+            time.sleep(_LOOK_S)

@@ -11,7 +11,6 @@ Steps are numbered because the ledger requires it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.store.kept_groups import KeptGroupWriter
 from cluster.store.replay_log import drop_groups_after, write_step
 from cluster.supervision.supervise import WorkDone
-from distill.durable_files import Retries, disk_remedy
+from distill.durable_files import disk_remedy, with_retries
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import group_metrics, token_table
@@ -34,8 +33,6 @@ from distill.pace import Progress
 from distill.records import StepGroups
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, trained_in
-
-logger = logging.getLogger(__name__)
 
 
 class GroupRecorder:
@@ -77,17 +74,8 @@ class GroupRecorder:
             CheckpointError: the groups could not be written, or the disk stays full.
             QueueClosed: the run ends; the groups of this step are not kept.
         """
-        started, retries = time.perf_counter() - waited_s, Retries()
-        while True:
-            try:
-                return self._step(started)
-            except CheckpointError as error:
-                pause_s = retries.pause_s()
-                if not retries.wait_for_room(error):
-                    raise
-                logger.warning("%s. It is retried", error)
-            self._progress.mark()
-            time.sleep(pause_s)
+        started = time.perf_counter() - waited_s
+        return with_retries(lambda: self._step(started), self._progress.mark)
 
     def _step(self, started: float) -> dict[str, float]:
         taken, groups_P = self._take()

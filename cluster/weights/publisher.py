@@ -34,14 +34,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from cluster.handles import calls
 from cluster.weights.check import Logprobs, PushCheck
 from cluster.weights.transport import Answers, PushSettings, Transport, collect
 from cluster.weights.transports import choose_transports
-from distill.durable_files import Retries
-from distill.errors import CheckpointError, EngineError, NonFiniteError
+from distill.durable_files import with_retries
+from distill.errors import EngineError, NonFiniteError
 from distill.pace import Progress, loading_s
 from distill.records import TrainedGroups
 from distill.weights.lending import LenderPlace
@@ -90,25 +91,12 @@ class Attempt:
         begun = cls(version, [], {}, timeout_s + loading_s(total_bytes(weights)), waiting)
         for transport in transports:
             try:
-                begun.started.append((transport, begun._start(transport, weights)))
+                start = partial(transport.start, weights, version)
+                begun.started.append((transport, with_retries(start, waiting)))
             except EngineError as error:
                 transport.abort()
                 begun.failures.update(dict.fromkeys(transport.engines, str(error)))
         return begun
-
-    def _start(self, transport: Transport, weights: Weights) -> dict[str, Any]:
-        retries = Retries()
-        while True:
-            try:
-                return transport.start(weights, self.version)
-            except CheckpointError as error:
-                again_at = time.monotonic() + retries.pause_s()
-                if not retries.wait_for_room(error):
-                    raise
-                logger.warning("%s. It is retried", error)
-            while time.monotonic() < again_at:
-                self.waiting()
-                time.sleep(0.25)
 
     @property
     def has_copies(self) -> bool:
