@@ -143,7 +143,7 @@ class KeptSteps:
         return read_object(_path(self._root, step, "json"))
 
 
-class KeptGroupSource:
+class KeptGroupSource(LocalGroups):
     """`GroupSource` that returns the groups of kept steps, one step after another.
 
     Each of the learner's workers has its own source. The leader's is called with `take`; a
@@ -151,19 +151,16 @@ class KeptGroupSource:
     """
 
     def __init__(self, kept: KeptSteps, steps: Sequence[int]) -> None:
+        super().__init__()
         self._kept, self._steps = kept, list(steps)
-        self._here = LocalGroups()
 
     def take(self, trained: TrainedGroups) -> StepGroups:
-        return self._kept.taken(self._steps.pop(0), self._here)
+        return self._kept.taken(self._steps.pop(0), self)
 
     def trajectories(self, places: Sequence[TrajectoryId], ahead: bool = False) -> Fetched:
-        while not all(place.group_id in self._here for place in places):
-            self._kept.taken(self._steps.pop(0), self._here)
-        return self._here.trajectories(places)
-
-    def mark_lost(self, lost: Mapping[int, str]) -> None:
-        self._here.mark_lost(lost)
+        while not all(place.group_id in self for place in places):
+            self._kept.taken(self._steps.pop(0), self)
+        return super().trajectories(places)
 
 
 def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:
