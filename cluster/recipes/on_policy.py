@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.config.adapter_push import adapter_push
 from cluster.config.estimator import state_bytes
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
@@ -20,6 +19,7 @@ from cluster.hosts.build import RolloutCast
 from cluster.hosts.learners import kept_learners
 from cluster.placement.checked import checked
 from cluster.placement.places import Places
+from cluster.placement.push_plan import adapter_push
 from cluster.recipes.context import RunContext
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.opening import opened

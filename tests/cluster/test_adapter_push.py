@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from actors.sglang.installed import sglang_installed
-from cluster.config.adapter_push import adapter_push
 from cluster.config.on_policy import OpdConfig
 from cluster.placement.engines import RunEngines
-from cluster.placement.push_plan import describe_push
+from cluster.placement.push_plan import adapter_push, describe_push
 from distill.errors import ConfigError
 from distill.settings import by_names, changed
 from distill.stops import StopTokens
