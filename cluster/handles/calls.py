@@ -47,7 +47,7 @@ def wait(
 
 
 def ended(references: Iterable[Any]) -> list[Any]:
-    """References of the calls that have ended, in order, without waiting."""
+    """References of the calls that have ended."""
     pending = list(references)
     return wait(pending, num_returns=len(pending), timeout=0)[0]
 
@@ -76,7 +76,6 @@ def get(reference: Any, timeout: float | None = None) -> Any:
 
 
 def put(value: Any) -> Any:
-    """Store `value` in Ray's object store, and return a reference."""
     import ray
 
     return ray.put(value)

@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandshakeProbe:
-    """A prompt, followed by tokens that a policy engine sampled at `temperature`."""
+    """A prompt, and tokens that a policy engine sampled after it."""
 
     temperature: float
     tokens_T: TokenArray
@@ -165,7 +165,7 @@ class Prefills:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineAnswers(Prefills):
-    """One engine's answers to the handshake's probes.
+    """One engine's answers to the handshake.
 
     Attributes:
         reference: log-probs of each probe's last tokens from the decode path.
@@ -241,7 +241,6 @@ class EngineAnswers(Prefills):
 async def examine(
     name: str, engine: ScoringModel, plan: Plan, probes: Sequence[HandshakeProbe], info: EngineInfo
 ) -> EngineAnswers:
-    """Collect all answers that an engine's comparisons need."""
     one_by_one = [
         ScoreRequest(
             tokens_T=probe.tokens_T,

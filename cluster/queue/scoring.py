@@ -23,7 +23,6 @@ class Replica:
     """One process lifetime of a scoring engine.
 
     Attributes:
-        who: name of the engine.
         start_event: the event of its start, with its first answers.
         canaries: number of good canaries after the first.
         batched: number of these that were sent together with a batch.
@@ -49,7 +48,7 @@ class Scoring:
 
     Attributes:
         trained: number of groups in the final weights.
-        proven: number of these that were scored between two good canaries of their scorers.
+        proven: number of these that meet this.
         unwatched: number of these for which the journal names no scorer.
         gaps: steps with groups that were scored after their scorer's last good canary, by scorer.
         bad: the same for scorers whose next canary was bad.

@@ -114,7 +114,7 @@ class CanaryRows:
         )
 
     def with_filler(self, number: int) -> list[ScoreRequest]:
-        """The canaries' requests, followed by `number` other requests of random tokens."""
+        """The canaries' requests, and `number` requests of random tokens after them."""
         rng = np.random.default_rng([_SEED, number])
         longest = max(2, min(_LONGEST_FILLER, self.context_length // 2))
         lengths = rng.integers(2, longest + 1, size=number)
@@ -222,12 +222,7 @@ class Gaps(NamedTuple):
 
 
 def allowed(measured: float, most: float) -> float:
-    """Limit for later answers.
-
-    Args:
-        measured: largest gap among the first answers.
-        most: limit for two kernels.
-    """
+    """Limit for later answers, from the largest gap among the first ones and the kernels' limit."""
     return min(most, max(_ALLOWED_TIMES * measured, _ALLOWED_SHARE * most))
 
 
@@ -261,11 +256,7 @@ def judge(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: Canary
 
 @dataclass(frozen=True, eq=False)
 class CanaryAnswers:
-    """Answers of a model to the same rows, in batches of many shapes; the first is the reference.
-
-    Attributes:
-        info: the model's description of itself.
-    """
+    """Answers of a model to the same rows, in batches of many shapes; the first: the reference."""
 
     info: EngineInfo
     rows: CanaryRows
@@ -315,7 +306,7 @@ def _cause(answer: CanaryScores, first: CanaryScores, allowed: Gaps, rows: Canar
 
 
 def _empty(answer: CanaryScores, rows: CanaryRows) -> str:
-    """Description of the fault if the answer is that of an all-zero model; "" otherwise."""
+    """Description of the fault if the answer is that of an all-zero model."""
     values_N, uniform = answer.at_T_N, -math.log(rows.vocab_size)
     if np.ptp(values_N) < _ALL_ALIKE and abs(float(values_N.mean()) - uniform) < _NEAR_UNIFORM:
         return f"every log-prob is -ln {rows.vocab_size}, so its weights are empty"
@@ -351,7 +342,7 @@ def outliers(
 ) -> dict[str, str]:
     """Descriptions of the replicas of one model that differ from the median, by name.
 
-    Two replicas are compared with each other, so both are reported if they differ.
+    Of two that differ, both are reported.
     """
     if len(answers) < 2:
         return {}

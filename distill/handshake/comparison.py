@@ -108,7 +108,6 @@ class Suspicion:
     """A known mistake of a party, which explains a disagreement if it predicts the log-probs.
 
     Attributes:
-        culprit: name of the party.
         diagnosis: description of the mistake, with a remedy.
         logprobs_N: log-probs that the party reported.
         mistaken_N: log-probs that it would report if it made the mistake.

@@ -165,7 +165,7 @@ def expected_digests(rules: Mapping[str, ShardRule], weights: Weights, ranks: in
 def _gathered(
     sources: Mapping[str, Sequence[str]], weights: Weights
 ) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
-    """Yield all parameters in groups of about `COPY_BYTES`, with the full tensors they need."""
+    """Yield the parameters in groups of about `COPY_BYTES`, with the full tensors they need."""
     sizes = {layout.name: layout.nbytes for layout in weights.layouts}
     names: list[str] = []
     room = COPY_BYTES
