@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from actors.sglang.config import SglangConfig
-from actors.sglang.installed import declares_flag
 from distill.errors import ConfigError
 
 if TYPE_CHECKING:  # settings must not import torch
@@ -35,8 +34,6 @@ Flags = dict[str, list[str]]
 
 # The server's loader of pushed weights. Named, not imported: its module imports torch.
 LOADER = "actors.sglang.plugin.weight_loader.load"
-_FLOAT32_HEAD = "--enable-fp32-lm-head"
-ROUTED_EXPERTS = "--enable-return-routed-experts"
 # Adapter versions in one batch, each with a buffer on the device; requests of other versions wait.
 _ADAPTERS_A_BATCH = 8
 # Without a bound the scheduler allocates 16 GB of main memory for its KV cache on a CPU.
@@ -72,10 +69,10 @@ def server_flags(
     if config.turn is not None and not on_cpu:
         flags["--enable-weights-cpu-backup"] = []
     if config.routed_experts:
-        flags[ROUTED_EXPERTS] = []
-    if config.routed_experts and not on_cpu:
-        # Other kernels choose the experts internally, so SGLang cannot record them.
-        flags["--moe-runner-backend"] = ["triton"]
+        flags["--enable-return-routed-experts"] = []
+        if not on_cpu:
+            # Other kernels choose the experts internally, so SGLang cannot record them.
+            flags["--moe-runner-backend"] = ["triton"]
     flags |= parse_flags(config.server_flags)
     return [part for name, values in flags.items() for part in (name, *values)]
 
@@ -104,10 +101,8 @@ def _cpu_defaults() -> Flags:
 
 
 def _cuda_defaults(cache_tokens: int | None, sleeps: bool) -> Flags:
-    flags: Flags = {}
-    if declares_flag(_FLOAT32_HEAD):
-        # bfloat16 has 8 bits of precision: a step of 0.1 at a logit of 20, noise in every log-prob.
-        flags[_FLOAT32_HEAD] = []
+    # bfloat16 has 8 bits of precision: a step of 0.1 at a logit of 20, noise in every log-prob.
+    flags: Flags = {"--enable-fp32-lm-head": []}
     if cache_tokens is not None:
         flags["--max-total-tokens"] = [str(cache_tokens)]
         # SGLang's bound depends on the GPU memory that other processes use when the server starts.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from pathlib import Path
 
 from distill.errors import ConfigError
@@ -35,24 +34,3 @@ def require_sglang() -> None:
             "CUDA machine, `make install-sglang` without one, or engine=embedded",
             field="engine.kind",
         )
-
-
-def declares_flag(name: str) -> bool:
-    """True if the installed SGLang declares a command-line flag, according to its source."""
-    field = name.removeprefix("--").replace("-", "_")
-    return _declares(field, "server_args.py", "arg_groups/fields/*.py")
-
-
-def checks_adapters() -> bool:
-    """True if the installed SGLang verifies checksums of adapters, according to its source."""
-    return _declares("expected_checksums", "managers/io_struct.py")
-
-
-def _declares(field: str, *files: str) -> bool:
-    spec = importlib.util.find_spec("sglang")
-    return any(
-        re.search(rf"^\s+{field}\s*:", file.read_text(), re.MULTILINE)
-        for root in (spec and spec.submodule_search_locations) or ()
-        for pattern in files
-        for file in (Path(root) / "srt").glob(pattern)
-    )

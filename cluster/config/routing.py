@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from actors.sglang.flags import ROUTED_EXPERTS
-from actors.sglang.installed import declares_flag
 from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.models.loading import load_config, meta_causal_lm
@@ -48,11 +46,4 @@ def _check(config: RolloutConfig) -> None:
         raise ConfigError(
             "learner.routing_replay=True with compile=True: routers inside compiled layers have "
             "not been seen to replay; leave one of them out"
-        )
-    if config.engine.kind_on(config.cluster.device) == "sglang" and not declares_flag(
-        ROUTED_EXPERTS
-    ):
-        raise ConfigError(
-            "learner.routing_replay=True: the SGLang that is installed here has no "
-            f"{ROUTED_EXPERTS}; install a newer one, or use routing_replay=False"
         )

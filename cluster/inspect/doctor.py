@@ -52,9 +52,8 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _PLUGIN_TIMEOUT_S = 180.0
 _PLUGIN_CHILD = (
     "import json\n"
-    "from actors.sglang.plugin.internals import native_option_present, unrecognised_internals\n"
-    "found = [native_option_present(), unrecognised_internals()]\n"
-    "print('\\n' + json.dumps(found))\n"
+    "from actors.sglang.plugin.internals import unrecognised_internals\n"
+    "print('\\n' + json.dumps(unrecognised_internals()))\n"
 )
 
 
@@ -258,11 +257,11 @@ def _plugin() -> str | None:
     except subprocess.TimeoutExpired:
         return f"importing SGLang took more than {_PLUGIN_TIMEOUT_S:.0f} s"
     try:
-        native, unknown = json.loads(child.stdout.strip().splitlines()[-1])
+        unknown = json.loads(child.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
         last = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
         return f"SGLang cannot be imported: {last[0]}"
-    if native or not unknown:
+    if not unknown:
         return None
     return f"{'; '.join(unknown)}: install a version that pyproject.toml names, or a newer isotherm"
 

@@ -11,7 +11,6 @@ of the two models that were measured decoded slower with it (docs/weights.md).
 from __future__ import annotations
 
 from actors.sglang.flags import parse_flags
-from actors.sglang.installed import checks_adapters
 from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import RolloutConfig
 from cluster.placement.engines import lends_weights, lent_bytes
@@ -144,8 +143,6 @@ def _unservable(config: RolloutConfig) -> str:
         return "no adapter is trained; set lora.rank"
     if config.engine.kind_on(config.cluster.device) != "sglang":
         return "the embedded engine does not support adapters"
-    if not checks_adapters():
-        return "the installed SGLang does not compare checksums of an adapter"
     if parallel.data > 1 or parallel.nodes > 1:
         return "SGLang does not load adapters into replicas or over several nodes"
     if any(flag.startswith("--speculative") for flag in parse_flags(given)):

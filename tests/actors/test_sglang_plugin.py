@@ -32,7 +32,7 @@ from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.installed import CPU_STANDINS, sglang_installed
 from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
-from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
+from actors.sglang.plugin.internals import unrecognised_internals
 from actors.sglang.plugin.listed_steps import (
     LISTED_OUTPUT_KEY,
     LISTED_OUTPUT_SWITCH,
@@ -327,11 +327,7 @@ def importable_sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def doctored(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("doctored_sglang")
     exec(
-        "class Processor:\n"
-        "    size: int\n"
-        "    def forward(self, hidden_states, input_ids): ...\n"
-        "class Request:\n"
-        "    input_logprob_temperature: float | None = None\n",
+        "class Processor:\n    size: int\n    def forward(self, hidden_states, input_ids): ...\n",
         vars(module),
     )
     monkeypatch.setitem(sys.modules, "doctored_sglang", module)
@@ -370,7 +366,6 @@ def test_a_package_that_sglang_lacks_is_named(
     with pytest.raises(ModuleNotFoundError) as error:
         unrecognised_internals(parameters=expected, fields={})
     assert error.value.name == "package_of_nobody"
-    monkeypatch.setattr(plugin, "native_option_present", lambda: False)
     monkeypatch.setattr(plugin, "unrecognised_internals", partial(unrecognised_internals, expected))
     monkeypatch.setenv(plugin.SWITCH, "1")
     with pytest.raises(SystemExit):
@@ -387,19 +382,6 @@ def test_an_unrecognised_sglang_ends_at_start(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(plugin.SWITCH, "1")
     with pytest.raises(SystemExit):
         plugin.activate()
-
-
-@needs_sglang
-@pytest.mark.usefixtures("importable_sglang")
-def test_it_steps_aside_where_the_server_has_the_option(
-    doctored: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not native_option_present()
-    io_struct = importlib.import_module("sglang.srt.managers.io_struct")
-    monkeypatch.setattr(io_struct, "GenerateReqInput", doctored.Request)
-    monkeypatch.setattr(plugin, "install", lambda _: pytest.fail("it did not step aside"))
-    monkeypatch.setenv(plugin.SWITCH, "1")
-    plugin.activate()
 
 
 @needs_sglang

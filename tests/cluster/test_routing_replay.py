@@ -7,7 +7,6 @@ import pytest
 
 from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
-from cluster.config import routing
 from cluster.config.on_policy import OpdConfig
 from cluster.config.routing import with_routing_replay
 from cluster.placement.engines import RunEngines
@@ -57,14 +56,6 @@ def test_routing_replay_that_is_impossible_is_off_or_refused(
     with pytest.raises(ConfigError):
         settled(opd(student=mixture, routing_replay=True, compile=True))
     assert settled(opd(student=mixture, compile=True))[0] is False
-    monkeypatch.setattr("actors.config.require_sglang", lambda: None)
-    monkeypatch.setattr(routing, "declares_flag", lambda _: False)
-    with pytest.raises(ConfigError):
-        with_routing_replay(opd(student=mixture, routing_replay=True, engine="sglang"))
-    assert (
-        with_routing_replay(opd(student=mixture, engine="sglang"))[0].learner.routing_replay
-        is False
-    )
 
 
 def test_servers_record_routed_experts() -> None:

@@ -29,10 +29,8 @@ def pin_nothing() -> None:
     torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
     for name in ("tensor", "zeros"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
-    try:
-        from sglang.srt.mem_cache.pool_host import common
-    except ImportError:  # another release: a server that records experts fails when it starts
-        return
+    from sglang.srt.mem_cache.pool_host import common
+
     cast("dict[str, Any]", common.ALLOC_MEMORY_FUNCS)["cpu"] = _unpinned
 
 

@@ -67,12 +67,10 @@ from actors.sglang.plugin.internals import (
     FORWARD,
     GET_LOGITS,
     METADATA,
-    NATIVE_OPTION,
     ONCE,
     PAUSED,
     SAMPLE,
     SAMPLED,
-    native_option_present,
     resolve,
     unrecognised_internals,
 )
@@ -173,26 +171,18 @@ def activate() -> None:
     """
     if os.environ.get(SWITCH) != "1":
         return
-    pin_nothing()
     try:
-        _activate()
+        pin_nothing()
+        unknown = unrecognised_internals()
+        if unknown:
+            raise SystemExit(f"{_REFUSAL}: {'; '.join(unknown)}. {_REMEDY}")
+        from sglang.srt.plugins import hook_registry
+
+        install(hook_registry)
     except ImportError as error:
         raise SystemExit(f"{_NOT_IMPORTABLE}: {error!r}. {_INSTALL}") from error
     except Exception as error:
         raise SystemExit(f"{_REFUSAL}: {error!r}. {_REMEDY}") from error
-
-
-def _activate() -> None:
-    if native_option_present():
-        # A warning, because SGLang sets up its logging only after its plugins.
-        logger.warning("isotherm: SGLang supports %s itself; the plugin is inactive", NATIVE_OPTION)
-        return
-    unknown = unrecognised_internals()
-    if unknown:
-        raise SystemExit(f"{_REFUSAL}: {'; '.join(unknown)}. {_REMEDY}")
-    from sglang.srt.plugins import hook_registry
-
-    install(hook_registry)
 
 
 def install(registry_module: Any) -> None:

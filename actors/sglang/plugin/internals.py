@@ -7,9 +7,6 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Request field of sglang#36213, in no release yet. The plugin's response field has the same name.
-NATIVE_OPTION = "input_logprob_temperature"
-
 _SRT = "sglang.srt."
 _LOGITS = _SRT + "layers.logits_processor."
 FORWARD = _LOGITS + "LogitsProcessor.forward"
@@ -77,12 +74,6 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
     _SCHEDULE + "ReqLogprob": ("top_logprobs_num", "token_ids_logprob"),
     _SRT + "sampling.sampling_params.SamplingParams": ("temperature", "custom_params"),
 }
-
-
-def native_option_present() -> bool:
-    """True if requests of this SGLang can set the temperature of their input log-probs."""
-    paths = ("managers.io_struct.GenerateReqInput", "sampling.sampling_params.SamplingParams")
-    return any(NATIVE_OPTION in _field_names(resolve(_SRT + path)) for path in paths)
 
 
 def unrecognised_internals(
