@@ -121,7 +121,7 @@ async def _latest_beat(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
 async def _measure(url: str, config: DecodingConfig, *, in_one_piece: bool) -> dict[str, float]:
     client = SglangClient(lambda: url, api_key=None, admin_api_key=None, deadline_s=600)
     engine = SglangEngine(
-        client, server=None, model="made up", vocab_size=VOCAB_SIZE,
+        client, model="made up", vocab_size=VOCAB_SIZE,
         context_length=PROMPT + config.tokens, dtype="float32", stops=None, weights=None,
     )  # fmt: skip
     tokens_T = np.full(PROMPT + config.tokens, 7, np.int32)

@@ -217,7 +217,7 @@ def test_the_search_for_cycles_finds_them() -> None:
 # Modules in which a process begins that moves no tensors: entry points, and actors.
 WITHOUT_TORCH = (
     "actors.rollout.evaluator",
-    "actors.sglang.follower",
+    "actors.sglang.nodes",
     "actors.sglang.start",
     "cluster.calibrate",
     "cluster.cli",

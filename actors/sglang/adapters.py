@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from actors.sglang.admin import ServerAdmin
+from actors.sglang.client import SglangClient
 from distill.errors import EngineError
 from distill.pace import loading_s
 from distill.weights.adapter import AdapterTensors
@@ -77,8 +77,8 @@ class Adapters:
         version: weight version of the newest adapter.
     """
 
-    def __init__(self, admin: ServerAdmin) -> None:
-        self._admin = admin
+    def __init__(self, client: SglangClient) -> None:
+        self._client = client
         # Adapter name -> its requests; oldest adapter first.
         self._held: dict[str, CallCounter] = {}
         self._loads = 0
@@ -106,7 +106,7 @@ class Adapters:
             await self._load(adapter, version)
 
     async def _load(self, adapter: AdapterTensors, version: int) -> None:
-        facts = await self._admin.facts()
+        facts = await self._client.facts()
         if facts.adapters < 2:  # the current adapter and the new one
             raise EngineError(
                 f"the server holds at most {facts.adapters} LoRA adapters, and pushes of adapters "
@@ -127,7 +127,7 @@ class Adapters:
         allowance_s = loading_s(len(payload) * facts.ranks)
         self._held[name] = CallCounter()
         try:
-            await self._admin.order(
+            await self._client.order(
                 "/load_lora_adapter_from_tensors", body, allowance_s=allowance_s
             )
         except EngineError:
@@ -146,7 +146,7 @@ class Adapters:
         """
         await self._held[name].wait_until_idle()
         try:
-            await self._admin.order("/unload_lora_adapter", {"lora_name": name})
+            await self._client.order("/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:
             logger.warning("the adapter %s may still be loaded: %s", name, error)
         del self._held[name]

@@ -13,8 +13,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -33,6 +36,45 @@ _BACK_OFF_S = 0.2
 _KEEPALIVE_S = 2.0
 # Bytes. Four times the largest expected answer: 128k tokens with 64 likeliest each, as lists.
 LARGEST_ANSWER = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """Properties of a server that determine how weights are loaded.
+
+    Attributes:
+        ranks: degree of tensor parallelism.
+        has_own_draft: True if the draft model of speculative decoding is part of the served model's
+            checkpoint.
+        has_other_draft: True if the draft model has a checkpoint of its own.
+        adapters: maximum number of LoRA adapters that the server holds; 0: LoRA is disabled.
+    """
+
+    ranks: int
+    has_own_draft: bool
+    has_other_draft: bool
+    adapters: int
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> ServerFacts:
+        drafts = info.get("speculative_algorithm") is not None
+        draft = info.get("speculative_draft_model_path")
+        own = draft is None or draft == info.get("model_path")
+        return cls(
+            ranks=int(info.get("tp_size") or 1),
+            has_own_draft=drafts and own,
+            has_other_draft=drafts and not own,
+            adapters=int(info.get("max_loaded_loras") or 0) if info.get("enable_lora") else 0,
+        )
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """Selector of the server's models that a load updates; a separate draft is excluded.
+
+        A separate draft has tensors with the same names (`layers.0...`), so it would load the
+        policy's weights.
+        """
+        return {"selector": "all" if self.has_own_draft else "target"}
 
 
 class SglangClient:
@@ -66,10 +108,27 @@ class SglangClient:
         # may wait until the reader thread releases the GIL: without the lock, one iteration of the
         # event loop would wait once for each readable socket.
         self._receiving = asyncio.Lock()
+        self._info: Mapping[str, Any] | None = None
 
     async def get(self, path: str) -> Any:
         """Send a GET and return its JSON; retried on failure."""
         return await self._request("GET", path, None, key=self._api_key, repeatable=True)
+
+    async def server_info(self) -> Mapping[str, Any]:
+        """Answer to GET /server_info, requested once.
+
+        Raises:
+            EngineError: the answer is not a JSON object.
+        """
+        if self._info is None:
+            info = await self.get("/server_info")
+            if not isinstance(info, dict):
+                raise EngineError("the server's /server_info is not a JSON object")
+            self._info = info
+        return self._info
+
+    async def facts(self) -> ServerFacts:
+        return ServerFacts.of(await self.server_info())
 
     async def post(self, path: str, body: Body, *, repeatable: bool = False) -> Any:
         """Send a POST and return its JSON.
@@ -82,7 +141,9 @@ class SglangClient:
             EngineLost: the server cannot be reached, or takes longer than the deadline.
             EngineError: the server rejects the key, redirects, or fails.
         """
-        return await self._request("POST", path, body, key=self._api_key, repeatable=repeatable)
+        return await self._request(
+            "POST", path, _bytes(body), key=self._api_key, repeatable=repeatable
+        )
 
     async def exchange(
         self,
@@ -109,11 +170,25 @@ class SglangClient:
     async def _aside(self, function: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function)
 
-    async def admin(self, path: str, body: Body, *, allowance_s: float = 0) -> Any:
-        """Send an administrative POST and return its JSON. Arguments and errors as for `post`."""
-        return await self._request(
-            "POST", path, body, key=self._admin_api_key, repeatable=False, allowance_s=allowance_s
-        )
+    async def order(self, path: str, body: Body, *, allowance_s: float = 0) -> Any:
+        """Send an administrative POST and return its JSON.
+
+        Args:
+            allowance_s: as for `exchange`.
+
+        Raises:
+            EngineError: the request failed, or the server refused it.
+        """
+        try:
+            answer = await self._request(
+                "POST", path, _bytes(body), key=self._admin_api_key, repeatable=False,
+                allowance_s=allowance_s,
+            )  # fmt: skip
+        except DataError as error:  # status 400: a refusal with its reason
+            raise EngineError(str(error)) from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(f"{path} was refused: {answer.get('message', answer)}")
+        return answer
 
     async def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -125,7 +200,7 @@ class SglangClient:
         self,
         method: str,
         path: str,
-        body: Body | bytes | None,
+        payload: bytes | None,
         *,
         key: str | None,
         repeatable: bool,
@@ -136,7 +211,7 @@ class SglangClient:
         try:
             async with asyncio.timeout(deadline_s):
                 status, content = await self._attempts(
-                    method, path, body, key=key, repeatable=repeatable
+                    method, path, payload, key=key, repeatable=repeatable
                 )
                 if read is None:
                     return self._checked(path, status, content)
@@ -153,12 +228,11 @@ class SglangClient:
         self,
         method: str,
         path: str,
-        body: Body | bytes | None,
+        payload: bytes | None,
         *,
         key: str | None,
         repeatable: bool,
     ) -> tuple[int, bytes]:
-        payload = body if body is None or isinstance(body, bytes) else _bytes(body)
         for attempt in range(_RETRIES + 1):
             last = attempt == _RETRIES
             try:
@@ -246,6 +320,38 @@ class SglangClient:
 
     def _why(self) -> str:
         return f" {self._exit_report()}" if self._exit_report is not None else ""
+
+
+class FirstRequests:
+    """Patience for the first request of each kind, during which a server compiles CUDA kernels.
+
+    SGLang compiles a kernel when a batch first needs it, in the loop of its scheduler. For minutes
+    it produces no token, and `/health`, which waits for a token, fails. Sampling and scoring need
+    different kernels. So the first request of each kind may take as long as a start.
+
+    Args:
+        patience_s: longest time in seconds until the first answer to a kind of request.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._answered: set[str] = set()
+        self._since: dict[str, float] = {}  # kind without an answer -> time of its first request
+
+    @contextmanager
+    def sending(self, kind: str) -> Iterator[None]:
+        """Context manager for a request; leaving it without an error counts as an answer."""
+        if kind not in self._answered:
+            self._since.setdefault(kind, time.monotonic())
+        yield
+        self._answered.add(kind)
+        self._since.pop(kind, None)
+
+    @property
+    def in_progress(self) -> bool:
+        """True while a first request is in progress and `patience_s` has not passed."""
+        now = time.monotonic()
+        return any(now - since < self._patience_s for since in self._since.values())
 
 
 def _uncollected(read: Callable[[], Value]) -> Value:

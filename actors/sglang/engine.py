@@ -1,4 +1,4 @@
-"""`Engine` over an SGLang server, which this process hosts or which is already running.
+"""`Engine` over an SGLang server, which this process hosts (hosted.py) or not (external.py).
 
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,7 @@ from actors.sglang.answers import (
     read_unscaled,
     read_version,
 )
-from actors.sglang.client import SglangClient
-from actors.sglang.first_requests import FirstRequests
+from actors.sglang.client import FirstRequests, SglangClient
 from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY
 from actors.sglang.requests import (
     Chunks,
@@ -54,7 +53,6 @@ from actors.sglang.requests import (
     sampling_body,
     scoring_body,
 )
-from actors.sglang.server import SglangServer
 from actors.sglang.weights import Use, WeightSession
 from actors.together import together
 from distill.engine import (
@@ -107,7 +105,6 @@ class SglangEngine:
 
     Args:
         client: client of the server.
-        server: server process, if this engine hosts it; it is stopped with the engine.
         model: served checkpoint, as the server names it.
         vocab_size: upper bound of the ids that may be sent: a larger one would crash the server.
         context_length: maximum number of tokens of a chain.
@@ -119,13 +116,14 @@ class SglangEngine:
             request of a kind.
     """
 
+    kind: ClassVar[str] = "sglang"
+
     def __init__(
         self,
         client: SglangClient,
         *,
         model: str,
         stops: StopTokens | None,
-        server: SglangServer | None = None,
         vocab_size: int = 0,
         context_length: int = 0,
         dtype: str = "float32",
@@ -134,7 +132,6 @@ class SglangEngine:
         first_request_s: float = 600.0,
     ) -> None:
         self._client = client
-        self.server = server
         self._model = model
         self._vocab_size = vocab_size
         self._context_length = context_length
@@ -144,13 +141,11 @@ class SglangEngine:
         self._weights = weights
         self._seeded = False  # set from /server_info when the server is ready
         self._mixture = mixture
-        self._starting: asyncio.Task[None] | None = None
         self._in_flight: dict[asyncio.Future[None], int] = {}  # call -> samples at the server
         self._queued = 0  # samples and chains in calls of this engine
         self._beats = 0
         self._first = FirstRequests(first_request_s)
         self._plugin: asyncio.Task[_Plugin] | None = None
-        self._chunks: Chunks | None = None
         self._in_chunks = asyncio.Lock()  # one request at a time in `_prefill_in_chunks`
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
@@ -455,7 +450,7 @@ class SglangEngine:
         if not isinstance(answer, dict):
             raise EngineError("the server's /model_info is not a JSON object")
         return EngineInfo(
-            kind="sglang" if self.server is not None else "sglang (external)",
+            kind=self.kind,
             model=self._model,
             vocab_size=self._vocab_size,
             context_length=self._context_length,
@@ -519,7 +514,7 @@ class SglangEngine:
 
     async def _longest_own_states(self) -> int | None:
         """`EngineInfo.longest_states` of a server without the plugin."""
-        info = await self._server_info()
+        info = await self._client.server_info()
         returned = info.get("enable_return_hidden_states")
         if not (returned or info.get("return_hidden_states_mode") == "full"):
             return 0
@@ -527,18 +522,8 @@ class SglangEngine:
         return chunks.tokens // chunks.page * chunks.page if chunks.tokens > 0 else None
 
     async def _prefill_chunks(self) -> Chunks:
-        """Size of the server's prefill chunks, requested once."""
-        if self._chunks is None:
-            info = await self._server_info()
-            tokens, page = info.get("chunked_prefill_size"), info.get("page_size")
-            self._chunks = Chunks(int(tokens or 0), int(page or 1))
-        return self._chunks
-
-    async def _server_info(self) -> Mapping[str, Any]:
-        info = await self._client.get("/server_info")
-        if not isinstance(info, dict):
-            raise EngineError("the server's /server_info is not a JSON object")
-        return info
+        info = await self._client.server_info()
+        return Chunks(int(info.get("chunked_prefill_size") or 0), int(info.get("page_size") or 1))
 
     async def health(self) -> int:
         """See `Engine.health`.
@@ -547,7 +532,7 @@ class SglangEngine:
         running request, or a token sampled for this purpose. So each answer counts as progress. A
         sleeping server counts as live too, because it waits for the learner. So does a server that
         does not answer during the first request of a kind, because it may be compiling kernels
-        (actors/sglang/first_requests.py).
+        (`FirstRequests`).
         """
         await self._ready()
         if self._weights is not None and self._weights.asleep and not self._weights.loading:
@@ -586,26 +571,16 @@ class SglangEngine:
         await self._ready()
         samples, calls = sum(self._in_flight.values()), set(self._in_flight)
         while calls:
-            await self._client.admin("/abort_request", {"rid": "", "abort_all": True})
+            await self._client.order("/abort_request", {"rid": "", "abort_all": True})
             _, calls = await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)
         return samples
 
     async def close(self) -> None:
-        """Close the client, and stop the server if this engine hosts it."""
+        """Close the client."""
         await self._client.close()
-        if self.server is not None:
-            self.server.stop()
 
-    async def _start(self, server: SglangServer) -> None:
-        await server.ready()
-        model_context = self._context_length
-        self._note_server(await self._server_info())
-        if self._context_length < model_context:
-            logger.warning(
-                "the cache of %s's server is smaller than the model's context of %d tokens: "
-                "samples end at %d; raise --max-total-tokens in server_flags",
-                self._model, model_context, self._context_length,
-            )  # fmt: skip
+    async def _ready(self) -> None:
+        """Wait until the server accepts requests, before each request of a caller."""
 
     def _note_server(self, info: Mapping[str, Any]) -> None:
         """Read the maximum length of a chain, and whether samples need seeds, from /server_info.
@@ -616,16 +591,6 @@ class SglangEngine:
         """
         self._context_length = int(info["max_req_input_len"]) - 1
         self._seeded = bool(info.get("enable_deterministic_inference"))
-
-    async def _ready(self) -> None:
-        """Wait for the start of a hosted server; all callers share one wait."""
-        if self.server is None:
-            return
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start(self.server))
-        await asyncio.shield(self._starting)
-        if not self.server.running:
-            raise EngineLost(self.server.exit_report())
 
 
 def failed(task: asyncio.Task[Any]) -> bool:

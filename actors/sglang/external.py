@@ -34,6 +34,8 @@ class ExternalSglangEngine(SglangEngine):
         ConfigError: `url` is not an address.
     """
 
+    kind = "sglang (external)"
+
     def __init__(
         self,
         *,
@@ -59,7 +61,7 @@ class ExternalSglangEngine(SglangEngine):
         await asyncio.shield(self._introduction)
 
     async def _introduce(self) -> None:
-        info = await self._server_info()
+        info = await self._client.server_info()
         if "max_req_input_len" not in info:
             raise EngineError(
                 f"{self._model} is not an SGLang server, so it cannot score; an OpenAI-compatible "

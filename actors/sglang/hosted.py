@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 
 from actors.sglang.client import SglangClient
 from actors.sglang.config import SglangConfig
 from actors.sglang.engine import SglangEngine
-from actors.sglang.nodes import MeetingPoint, RanksStore
+from actors.sglang.nodes import RanksStore
 from actors.sglang.parallelism import parallelism
 from actors.sglang.server import SglangServer
-from actors.sglang.start import start_server
+from actors.sglang.start import MeetingPoint, start_server
 from actors.sglang.weights import WeightSession
-from distill.errors import ConfigError
+from distill.errors import ConfigError, EngineLost
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import context_length, load_config, stop_token_ids, vocab_size
 from distill.routing import MixtureShape
 from distill.stops import StopTokens
 from distill.weights.model_weights import BUCKET_BYTES
+
+logger = logging.getLogger(__name__)
 
 
 class HostedSglangEngine(SglangEngine):
@@ -63,9 +67,10 @@ class HostedSglangEngine(SglangEngine):
                     field="server_flags",
                 )
             self._store = RanksStore(address(), config.start_deadline_s)
-        server = server or start_server(
+        self.server = server = server or start_server(
             config, meeting_point=None if self._store is None else self._store.point
         )
+        self._starting: asyncio.Task[None] | None = None
         client = SglangClient(
             lambda: server.url,
             api_key=server.api_key,
@@ -75,7 +80,6 @@ class HostedSglangEngine(SglangEngine):
         )
         super().__init__(
             client,
-            server=server,
             model=config.model,
             vocab_size=vocab_size(model),
             context_length=context_length(model),
@@ -98,3 +102,27 @@ class HostedSglangEngine(SglangEngine):
         """
         assert self._store is not None, "the server runs on one node"
         return self._store.point
+
+    async def close(self) -> None:
+        """Close the client, and stop the server."""
+        await super().close()
+        self.server.stop()
+
+    async def _ready(self) -> None:
+        """Wait for the start of the server; all callers share one wait."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        await asyncio.shield(self._starting)
+        if not self.server.running:
+            raise EngineLost(self.server.exit_report())
+
+    async def _start(self) -> None:
+        await self.server.ready()
+        model_context = self._context_length
+        self._note_server(await self._client.server_info())
+        if self._context_length < model_context:
+            logger.warning(
+                "the cache of %s's server is smaller than the model's context of %d tokens: "
+                "samples end at %d; raise --max-total-tokens in server_flags",
+                self._model, model_context, self._context_length,
+            )  # fmt: skip

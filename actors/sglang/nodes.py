@@ -9,46 +9,20 @@ addresses. `RanksStore` listens on the address of the node only, before other no
 
 from __future__ import annotations
 
-import os
+import asyncio
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 
+from actors.sglang.config import SglangConfig
 from actors.sglang.server import claim_port
-from distill.errors import EngineError
-from distill.gloo import INTERFACE, interface_towards
+from actors.sglang.start import MeetingPoint, start_server
+from distill.errors import EngineError, EngineLost
 
 # With data-parallel attention SGLang also binds ports after the store's port (server_args.py:
 # NUM_DERIVED_PORTS = 6).
 _FOLLOWING_PORTS = 8
 _ATTEMPTS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeetingPoint:
-    """Address and port of the store of a server's ranks, on node 0."""
-
-    address: str
-    port: int
-
-    def flags(self, node: int) -> list[str]:
-        """SGLang's flags for the processes of one node."""
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return ["--node-rank", str(node), "--dist-init-addr", f"{host}:{self.port}"]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables that make every rank join the store, and no rank open one."""
-        variables = {
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        interface = interface_towards(self.address)
-        if interface is not None and INTERFACE not in os.environ:
-            variables[INTERFACE] = interface
-        return variables
+_POLL_S = 0.25
 
 
 class RanksStore:
@@ -59,8 +33,7 @@ class RanksStore:
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
-        # Imported here: followers only use MeetingPoint, and start a server before they import
-        # torch.
+        # Imported here: a follower starts its server before it imports torch.
         from torch.distributed import (
             TCPStore,  # pyright: ignore[reportPrivateImportUsage] - public
         )
@@ -76,6 +49,37 @@ class RanksStore:
             timeout=timedelta(seconds=deadline_s),
             master_listen_fd=listener.detach(),
         )
+
+
+class SglangFollower:
+    """Ranks on one node of a server whose node 0 has a `HostedSglangEngine`.
+
+    The processes end with this object.
+
+    Args:
+        config: settings of the engine.
+        meeting_point: `HostedSglangEngine.meeting_point`.
+        node: index of this node, from 1.
+    """
+
+    def __init__(self, config: SglangConfig, meeting_point: MeetingPoint, node: int) -> None:
+        self.server = start_server(config, meeting_point=meeting_point, node=node)
+
+    async def serve(self) -> None:
+        """Wait until the processes end.
+
+        Raises:
+            EngineLost: the processes have ended, or were not ready in time. The message ends with
+                the end of their log.
+        """
+        await self.server.ready()
+        while self.server.running:
+            await asyncio.sleep(_POLL_S)
+        raise EngineLost(self.server.exit_report())
+
+    async def close(self) -> None:
+        """Stop the processes, which ends the whole server."""
+        self.server.stop()
 
 
 def _claim_in_a_row(address: str, count: int) -> list[socket.socket]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,10 @@ from actors.sglang.config import SglangConfig
 from actors.sglang.cuda_tools import cuda_home, find_cuda_tools
 from actors.sglang.flags import server_flags
 from actors.sglang.installed import require_sglang
-from actors.sglang.nodes import MeetingPoint
 from actors.sglang.parallelism import Parallelism, parallelism
 from actors.sglang.server import SglangServer
 from distill.errors import ConfigError
+from distill.gloo import INTERFACE, interface_towards
 from distill.gpu import gpu_bytes, part_bytes
 from distill.gpu_turn import GpuTurn
 from distill.nccl import nccl_settings
@@ -39,6 +40,33 @@ _SPARE_POSITIONS = 7
 _GRAPHS_SLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 # SGLang's variable that compiles DeepGEMM's kernels at the start, not when they are first used.
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingPoint:
+    """Address and port of the store of a server's ranks, on node 0."""
+
+    address: str
+    port: int
+
+    def flags(self, node: int) -> list[str]:
+        """SGLang's flags for the processes of one node."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return ["--node-rank", str(node), "--dist-init-addr", f"{host}:{self.port}"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that make every rank join the store, and no rank open one."""
+        variables = {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        interface = interface_towards(self.address)
+        if interface is not None and INTERFACE not in os.environ:
+            variables[INTERFACE] = interface
+        return variables
 
 
 def start_server(

@@ -97,11 +97,11 @@ class TurnTakingEngine(HostedSglangEngine):
             self._turns.cancel()
         await super().close()
 
-    async def _start(self, server: SglangServer) -> None:
-        await super()._start(server)
+    async def _start(self) -> None:
+        await super()._start()
         await self._info()  # caches properties of the server while it is awake
-        assert server.turn is not None
-        self._turns = asyncio.create_task(self._share_gpus(server.turn))
+        assert self.server.turn is not None
+        self._turns = asyncio.create_task(self._share_gpus(self.server.turn))
 
     def _require_turns(self) -> None:
         """Raise the exception that ended the task that takes turns, if it has ended."""

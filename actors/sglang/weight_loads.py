@@ -22,7 +22,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import cache
 from typing import Any
 
-from actors.sglang.admin import ServerAdmin, ServerFacts
+from actors.sglang.client import ServerFacts, SglangClient
 from actors.sglang.flags import LOADER
 from actors.sglang.lent_weights import Lendings, rank_payloads
 from actors.sglang.plugin.weight_loader import serialized_order
@@ -59,16 +59,16 @@ class WeightLoads:
 
     def __init__(
         self,
-        admin: ServerAdmin,
+        client: SglangClient,
         shapes: Callable[[], Shapes],
         *,
         bucket_bytes: int,
         flushes: bool,
     ) -> None:
         """`flushes` is True if a load flushes the prefix cache."""
-        self._admin, self._shapes = admin, cache(shapes)
+        self._client, self._shapes = client, cache(shapes)
         self._bucket_bytes, self._flushes = bucket_bytes, flushes
-        self._group = _ServerGroup(admin)
+        self._group = _ServerGroup(client)
         self.lendings = Lendings()
         self._wrote = False  # True once the load in progress has written a bucket
         self.torn: str | None = None
@@ -111,7 +111,7 @@ class WeightLoads:
             except CheckpointError as error:
                 raise EngineError(f"{error}; the engine keeps its current weights") from error
             _check_shapes(found, self._shapes())
-            if (await self._admin.facts()).has_other_draft:  # SGLang loads the directory into both
+            if (await self._client.facts()).has_other_draft:  # SGLang loads the directory into both
                 raise EngineError(
                     "weights=disk would load the policy into its draft model as well; use "
                     "weights=auto"
@@ -142,7 +142,7 @@ class WeightLoads:
         }
         with self._writing(version):
             nbytes = sum(file.stat().st_size for file in weight_files(weights.path))
-            await self._admin.order(
+            await self._client.order(
                 "/update_weights_from_disk", body, allowance_s=loading_s(nbytes)
             )
 
@@ -189,7 +189,7 @@ class WeightLoads:
             **facts.selector,
             **self._ending(version, last=last),
         }
-        await self._admin.order("/update_weights_from_tensor", body)
+        await self._client.order("/update_weights_from_tensor", body)
 
     def _ending(self, version: int, *, last: bool) -> dict[str, Any]:
         """Fields of a bucket's request: the last one flushes the cache and sets the version."""
@@ -216,13 +216,13 @@ class WeightLoads:
         `/end_weight_update` is sent even after an error: without it the server refuses every later
         session.
         """
-        facts = await self._admin.facts()
-        await self._admin.order("/begin_weight_update", facts.selector)
+        facts = await self._client.facts()
+        await self._client.order("/begin_weight_update", facts.selector)
         with self._writing(version):
             try:
                 yield facts
             finally:
-                await self._admin.order("/end_weight_update", {})
+                await self._client.order("/end_weight_update", {})
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[None]:
@@ -249,8 +249,8 @@ class WeightLoads:
 class _ServerGroup:
     """Membership of a server's ranks in a weight group (cluster/weights/collective.py), if any."""
 
-    def __init__(self, admin: ServerAdmin) -> None:
-        self._admin = admin
+    def __init__(self, client: SglangClient) -> None:
+        self._client = client
         self._name: str | None = None
 
     async def join(self, member: GroupMember) -> None:
@@ -266,7 +266,7 @@ class _ServerGroup:
             "group_name": member.name,
             "backend": member.backend,
         }
-        joining = self._admin.order("/init_weights_update_group", body)
+        joining = self._client.order("/init_weights_update_group", body)
         try:
             await asyncio.wait_for(joining, member.join_deadline_s)
         except TimeoutError:
@@ -283,7 +283,7 @@ class _ServerGroup:
         if name is None:
             return
         try:
-            await self._admin.order("/destroy_weights_update_group", {"group_name": name})
+            await self._client.order("/destroy_weights_update_group", {"group_name": name})
         except EngineError as error:
             logger.warning("could not leave weight group %s: %s", name, error)
 
@@ -297,7 +297,7 @@ class _ServerGroup:
             "load_format": "flattened_bucket",
             **fields,
         }
-        await self._admin.order("/update_weights_from_distributed", body)
+        await self._client.order("/update_weights_from_distributed", body)
 
 
 def _check_shapes(shapes: Shapes, own: Shapes) -> None:

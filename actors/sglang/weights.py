@@ -47,7 +47,6 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from actors.sglang.adapters import Adapters, CallCounter
-from actors.sglang.admin import ServerAdmin
 from actors.sglang.client import SglangClient
 from actors.sglang.config import OnWeightUpdate
 from actors.sglang.weight_loads import Shapes, WeightLoads
@@ -103,17 +102,17 @@ class WeightSession:
             shapes: returns names and shapes of the model's tensors; called at the first load.
             bucket_bytes: maximum bytes that a rank loads from memory in one request.
         """
-        self._admin = ServerAdmin(client)
+        self._client = client
         self._on_weight_update: OnWeightUpdate = on_weight_update
         self.version: int | None = None
         self._loads = WeightLoads(
-            self._admin,
+            self._client,
             shapes,
             bucket_bytes=bucket_bytes,
             flushes=on_weight_update != "in_place",
         )
         self.lendings = self._loads.lendings
-        self._adapters = Adapters(self._admin)
+        self._adapters = Adapters(self._client)
         self._loading = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
@@ -199,7 +198,7 @@ class WeightSession:
         """
         async with self._loading:
             self._check_whole()
-            answer = await self._admin.order(
+            answer = await self._client.order(
                 "/weights_checker", {"action": "checksum", "selector": "target"}
             )
         ranks = answer.get("ranks") if isinstance(answer, dict) else None
@@ -265,7 +264,7 @@ class WeightSession:
         async with self._loading:
             try:
                 await self._take_back((*_WEIGHTS, *_REST))
-                await self._admin.order("/continue_generation", {})
+                await self._client.order("/continue_generation", {})
                 await prove()
             except BaseException as error:
                 self._loads.torn = str(error) or "the server's wake-up was interrupted"
@@ -285,11 +284,11 @@ class WeightSession:
         if self._released:
             return
         self._still_since = time.perf_counter()
-        await self._admin.order("/pause_generation", {"mode": _PAUSES[self._on_weight_update]})
+        await self._client.order("/pause_generation", {"mode": _PAUSES[self._on_weight_update]})
 
     async def _release(self) -> None:
         try:
-            await self._admin.order("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
+            await self._client.order("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
         except BaseException:
             self._loads.torn = (
                 "it is unknown whether the server has released its weights: push all weights, or "
@@ -301,7 +300,7 @@ class WeightSession:
     async def _take_back(self, tags: Sequence[str]) -> None:
         """Resume released memory. It is uninitialised, except weights that SGLang has backed up."""
         if not self._released.isdisjoint(tags):
-            await self._admin.order("/resume_memory_occupation", {"tags": list(tags)})
+            await self._client.order("/resume_memory_occupation", {"tags": list(tags)})
             self._released -= frozenset(tags)
 
     async def _paused(self, weights: ModelSource, version: int) -> float:
@@ -322,8 +321,8 @@ class WeightSession:
         finally:
             try:
                 if self._loads.torn is not None:
-                    await self._admin.order("/abort_request", {"rid": "", "abort_all": True})
+                    await self._client.order("/abort_request", {"rid": "", "abort_all": True})
             finally:
                 if not self._released:
-                    await self._admin.order("/continue_generation", {})
+                    await self._client.order("/continue_generation", {})
         return time.perf_counter() - self._still_since

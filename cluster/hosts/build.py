@@ -13,7 +13,7 @@ import chz
 from actors.config import EngineConfig, choose_dtype
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.user_code_file import problems_in_user_code
-from actors.sglang.follower import SglangFollower
+from actors.sglang.nodes import SglangFollower
 from actors.sglang.parallelism import parallelism
 from actors.sglang.start import start_server
 from cluster.config.on_policy import RolloutConfig

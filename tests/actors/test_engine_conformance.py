@@ -109,7 +109,6 @@ def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSgla
 @contextmanager
 def sglang_external(hosted: HostedSglangEngine, runner: asyncio.Runner) -> Iterator[Engine]:
     server = hosted.server
-    assert server is not None
     engine = ExternalSglangEngine(url=server.url, api_key=server.api_key, request_deadline_s=60)
     yield engine
     runner.run(engine.close())

@@ -118,7 +118,7 @@ async def engine_of(server: AdapterServer) -> AsyncIterator[SglangEngine]:
         )
         try:
             yield SglangEngine(
-                client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
+                client, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
                 dtype="float32", stops=None, weights=WeightSession(client, "continue", dict),
             )  # fmt: skip
         finally:

@@ -59,7 +59,7 @@ def ask(
                 lambda: server.url, api_key=key, admin_api_key=key, deadline_s=deadline_s
             )
             engine = SglangEngine(
-                client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
+                client, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
                 dtype="float32", stops=None, weights=None,
             )  # fmt: skip
             try:

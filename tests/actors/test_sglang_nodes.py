@@ -15,9 +15,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from actors.sglang import nodes, start
 from actors.sglang.config import SglangConfig
-from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.nodes import MeetingPoint, RanksStore
+from actors.sglang.nodes import RanksStore, SglangFollower
+from actors.sglang.start import MeetingPoint
 from distill.errors import ConfigError, EngineError, EngineLost
 from distill.gloo import INTERFACE
 from learner.process_group import LOOPBACK

@@ -16,9 +16,9 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.sglang.config import SglangConfig
-from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
+from actors.sglang.nodes import SglangFollower
 from distill.engine import (
     CheckpointDirectory,
     LentWeights,

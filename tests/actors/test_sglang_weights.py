@@ -18,7 +18,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded.engine import EmbeddedEngine
-from actors.sglang.client import SglangClient
+from actors.sglang.client import ServerFacts, SglangClient
 from actors.sglang.config import OnWeightUpdate, SglangConfig
 from actors.sglang.engine import SglangEngine
 from actors.sglang.hosted import HostedSglangEngine
@@ -58,14 +58,14 @@ class Orders:
     def __init__(self, client: SglangClient, fails: str) -> None:
         self._client, self.fails, self.orders = client, fails, list[str]()
 
-    async def admin(self, path: str, body: Mapping[str, Any], **more: Any) -> Any:
+    async def order(self, path: str, body: Mapping[str, Any], **more: Any) -> Any:
         self.orders.append(path)
         if path == self.fails:
-            return {"success": False, "message": "on purpose"}
-        return await self._client.admin(path, body, **more)
+            raise EngineError("on purpose")
+        return await self._client.order(path, body, **more)
 
-    async def get(self, path: str) -> Any:
-        return await self._client.get(path)
+    async def facts(self) -> ServerFacts:
+        return await self._client.facts()
 
 
 @dataclass
@@ -86,7 +86,6 @@ class Served:
         """Put a new engine of this mode before the server; its requests to `fails` fail."""
         self.close()
         server = self.hosted.server
-        assert server is not None
         self.client = SglangClient(
             lambda: server.url, api_key=server.api_key, admin_api_key=server.admin_api_key,
             deadline_s=60,
@@ -94,7 +93,7 @@ class Served:
         orders = Orders(self.client, fails)
         taken: Any = orders
         self.engine = SglangEngine(
-            self.client, server=None, model=self.directories[0], vocab_size=VOCAB_SIZE,
+            self.client, model=self.directories[0], vocab_size=VOCAB_SIZE,
             context_length=CONTEXT, dtype="float32", stops=StopTokens(ids=(EOS,)),
             weights=WeightSession(taken, mode, partial(tensor_shapes, self.directories[0])),
         )  # fmt: skip
@@ -353,7 +352,7 @@ def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
     assert spy.orders[-2:] == ["/abort_request", "/continue_generation"]
     spy.fails = ""
     if path == "/end_weight_update":  # the failure left the server's update open
-        server.run(spy.admin("/end_weight_update", {}))
+        server.run(spy.order("/end_weight_update", {}))
     server.run(server.engine.load_weights(server.weights(3), 3))  # complete weights restore it
     server.expect_whole(3)
 

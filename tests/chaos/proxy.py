@@ -112,7 +112,6 @@ def served_teacher(model: str, seed: int) -> Iterator[tuple[SpoilingProxy, str]]
     config = SglangConfig(model=model, device="cpu", start_deadline_s=DEADLINE_S)
     engine = HostedSglangEngine(config)
     server = engine.server
-    assert server is not None
     try:
         asyncio.run(_ready(engine))
         proxy = SpoilingProxy(server.url, seed)

@@ -104,7 +104,7 @@ class SlowEngine(SglangEngine):
 
     def __init__(self, client: SlowServer) -> None:
         super().__init__(
-            client, server=None, model="slow", vocab_size=VOCAB_SIZE, context_length=40_000,
+            client, model="slow", vocab_size=VOCAB_SIZE, context_length=40_000,
             dtype="float32", stops=None, weights=None,
         )  # fmt: skip
         self.client = client

@@ -370,7 +370,6 @@ class ExternalTeacher:
         config = SglangConfig(model=self._model, device="cpu", start_deadline_s=DEADLINE_S)
         engine = HostedSglangEngine(config)
         self._engine = engine
-        assert engine.server is not None
 
         async def ready() -> None:
             await engine.info()
