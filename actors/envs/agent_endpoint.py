@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 from aiohttp import web
 
-from actors.envs.agent_chat import ChatApi
-from actors.envs.agent_completions import CompletionsApi
+from actors.envs.agent_completions import ChatApi, CompletionsApi
 from actors.envs.agent_requests import (
     AgentAnswer,
     AgentChoice,

@@ -1,8 +1,8 @@
 """Requests of agents and their answers, in a form that is common to OpenAI's APIs; no network.
 
-    agent_chat          chat completions     \\
-    agent_responses     responses             }   AgentRequest -> samples -> AgentAnswer
-    agent_completions   completions          /
+    agent_completions   chat completions, completions   \\
+                                                         }   AgentRequest -> samples -> AgentAnswer
+    agent_responses     responses                       /
 
 An `Api` converts bodies to requests and answers to bodies. Everything else is the same for all APIs
 and is done by `agent_endpoint`.
@@ -168,23 +168,6 @@ class AgentAnswer:
     def sampled_tokens(self) -> int:
         return sum(len(choice.sample.tokens_T) for choice in self.choices)
 
-    def head(self, prefix: str, kind: str) -> dict[str, Any]:
-        """First fields of (chat) completions and of each of their chunks."""
-        return {
-            "id": f"{prefix}-{self.name}",
-            "object": kind,
-            "created": self.created,
-            "model": self.request.model,
-        }
-
-    def usage(self) -> dict[str, int]:
-        """Numbers of tokens, in the form of (chat) completions."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.sampled_tokens,
-            "total_tokens": self.prompt_tokens + self.sampled_tokens,
-        }
-
 
 class Api(Protocol):
     """One of OpenAI's APIs."""
@@ -208,11 +191,20 @@ class Api(Protocol):
         ...
 
 
-def data_events(parts: Iterator[Mapping[str, Any]]) -> Iterator[str]:
-    """Events of (chat) completions."""
-    for part in parts:
-        yield f"data: {json.dumps(part)}"
-    yield "data: [DONE]"
+def with_content(messages: object) -> object:
+    """Add empty content to assistant messages from which the client omitted it."""
+    if not isinstance(messages, list):
+        return messages
+    return [each | {"content": ""} if _is_empty(each) else each for each in messages]
+
+
+def _is_empty(message: object) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.get("role") == "assistant"
+        and message.get("content") is None
+        and not message.get("tool_calls")
+    )
 
 
 def refuse_fields(body: Body, remedies: Mapping[str, str]) -> None:

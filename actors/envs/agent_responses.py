@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actors.envs.agent_chat import with_content
 from actors.envs.agent_requests import (
     AgentAnswer,
     AgentRequest,
@@ -23,6 +22,7 @@ from actors.envs.agent_requests import (
     ChatPrompt,
     RefusedRequest,
     refuse_fields,
+    with_content,
 )
 from distill.chat.template import check_messages
 from distill.errors import DataError
