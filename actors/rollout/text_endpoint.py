@@ -195,7 +195,7 @@ class UnusableAnswer(EngineError):
     """An unusable answer: it has no text, or was ended by a filter."""
 
 
-class _TransientError(EngineError):
+class EndpointUnavailable(EngineError):
     """A transient failure; `wait_s` is the pause that the server requests before a retry."""
 
     def __init__(self, words: str, wait_s: float | None = None) -> None:
@@ -347,7 +347,7 @@ class TextEndpoint:
                 unusable += 1
                 if unusable >= self.limits.max_unusable:
                     raise
-            except _TransientError as error:
+            except EndpointUnavailable as error:
                 troubles.append(str(error))
                 if done >= (self.limits.attempts or math.inf):
                     raise
@@ -372,7 +372,7 @@ class TextEndpoint:
             async with asyncio.timeout(self.limits.attempt_s):
                 return await request
         except TimeoutError:
-            raise _TransientError(
+            raise EndpointUnavailable(
                 f"{self.address} did not answer within {self.limits.attempt_s:g} s"
             ) from None
         except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
@@ -400,7 +400,7 @@ class TextEndpoint:
             )
         if status is not None and status < 500 and status not in _MAY_PASS:
             return EndpointRefused(f"{self.address} refuses the request: {reason}", status)
-        return _TransientError(f"{self.address} does not answer: {reason}", _retry_after(error))
+        return EndpointUnavailable(f"{self.address} does not answer: {reason}", _retry_after(error))
 
     def _read(self, made: Any) -> Answer:
         completes = self.address.completes
@@ -408,7 +408,7 @@ class TextEndpoint:
         choice = choices[0] if isinstance(choices, list) and choices else None
         body = choice if completes else getattr(choice, "message", None)
         if body is None:
-            raise _TransientError(
+            raise EndpointUnavailable(
                 f"{self.address} returned no choice; the API may be at another path than "
                 f"{self.address.base_url}"
             )
