@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from actors.rollout.text_endpoint import (
     AnswerLimits,
@@ -43,8 +44,8 @@ class TextTeacher:
     deadline_s: float
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[OpenTextTeacher]:
-        """Context manager for an open connection to the teacher.
+    async def opened(self) -> AsyncIterator[NewTextSampler]:
+        """Context manager for an open connection to the teacher; yields the maker of samplers.
 
         Raises:
             ConfigError: see `text_endpoint`.
@@ -55,24 +56,14 @@ class TextTeacher:
         async with text_endpoint(
             self.address, limits=limits, max_concurrent=_MOST_AT_ONCE
         ) as endpoint:
-            yield OpenTextTeacher(endpoint, self.encoder)
-
-
-class OpenTextTeacher:
-    """A text-only teacher with an open connection; see `TextTeacher.opened`."""
-
-    def __init__(self, endpoint: TextEndpoint, encoder: ExampleEncoder) -> None:
-        self._endpoint, self._encoder = endpoint, encoder
-
-    def sampler(self, prompt: Prompt, alive: Callable[[], None]) -> TextSampler:
-        """A sampler of responses to one prompt; `alive` is called periodically during the wait."""
-        return TextSampler(self._endpoint, self._encoder, prompt, alive)
+            yield partial(TextSampler, endpoint, self.encoder)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextSampler:
     """Sampler of responses to one prompt; the prompt tokens of a request are ignored.
 
+    `alive` is called periodically while an answer is awaited.
     A wait ends when the endpoint's `AnswerLimits` are exhausted. An answer shows no progress before
     it is complete, so the calls of `alive` report only that the wait continues.
     """
@@ -102,6 +93,10 @@ class TextSampler:
     def mark_sampled(group: TrajectoryGroup) -> TrajectoryGroup:
         """The group, marked as sampled by the teacher, as text."""
         return replace(group, by_teacher=True, as_text=True)
+
+
+# Makes a sampler from a prompt and `TextSampler.alive`.
+NewTextSampler: TypeAlias = Callable[[Prompt, Callable[[], None]], TextSampler]
 
 
 async def _ticking(waited_for: Coroutine[Any, Any, T], tick: Callable[[], None]) -> T:

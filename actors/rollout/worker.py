@@ -33,12 +33,12 @@ from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import Scorer, Scorers, States, TeacherSampler, teacher_of
-from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
+from actors.rollout.text_teacher import NewTextSampler, TextSampler, TextTeacher
 from actors.together import task_group
 from distill.columns import GroupColumns, checked
 from distill.engine import GenerateRequest, Sample, SamplingModel, ScoringModel
 from distill.envs.base import EnvGroupBuilder, EnvStream
-from distill.errors import IsothermError, described, kind_of, users_frames
+from distill.errors import EngineError, IsothermError, described, kind_of, users_frames
 from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, TeacherSamples
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta
@@ -163,7 +163,7 @@ class RolloutWorker:
     teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES
     text_teachers: Mapping[str, TextTeacher] = field(default_factory=dict)
     runs_user_code: bool = True
-    _open_teachers: dict[str, OpenTextTeacher] = field(init=False, default_factory=dict)
+    _open_teachers: dict[str, NewTextSampler] = field(init=False, default_factory=dict)
     _active: dict[Lease, ActiveGroup] = field(init=False, default_factory=dict)
     _logged: set[str] = field(init=False, default_factory=set)  # kinds of failures
     _has_room: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -258,7 +258,7 @@ class RolloutWorker:
             return
         self._logged.add(kind)
         trace = ""
-        if not isinstance(error, IsothermError):  # messages of IsothermError are complete
+        if not isinstance(error, IsothermError | EngineError):  # their messages are complete
             frames = users_frames(error) or traceback.extract_tb(error.__traceback__)
             trace = "\n" + "".join(traceback.format_list(frames)).rstrip()
         logger.warning("group %d failed: %s%s", group_id, reason, trace)
@@ -287,7 +287,10 @@ class RolloutWorker:
         scorers = self._scorers(active.lease.group_id, builder.teacher)
         async with task_group() as tasks:
             scorer = Scorer(tasks, scorers)
-            policy = _PolicyWithExtras(self.policy, self.policy_top_k, self.routed_experts)
+            policy = _Sampled(
+                self.policy, active, "sampling",
+                top_k=self.policy_top_k, experts=self.routed_experts,
+            )  # fmt: skip
             group = await self._rollout(policy, active, builder, scorer.ended)
             sampled = time.perf_counter()
             active.enter("scoring")
@@ -317,16 +320,17 @@ class RolloutWorker:
         started = time.perf_counter()
         teacher = self._teacher_sampler(active, builder)
         stage: Stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
-        group = teacher.mark_sampled(await self._rollout(teacher, active, builder, stage=stage))
+        sampler = _Sampled(teacher, active, stage)
+        group = teacher.mark_sampled(await self._rollout(sampler, active, builder))
         return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 
     def _teacher_sampler(
         self, active: ActiveGroup, builder: EnvGroupBuilder
     ) -> TeacherSampler | TextSampler:
-        opened = self._open_teachers.get(builder.teacher)
-        if opened is not None:
+        new_sampler = self._open_teachers.get(builder.teacher)
+        if new_sampler is not None:
             assert builder.single_prompt is not None, "settings were checked for it"
-            return opened.sampler(builder.single_prompt, partial(active.enter, "environment"))
+            return new_sampler(builder.single_prompt, partial(active.enter, "environment"))
         return TeacherSampler(
             teacher_of(self.teachers, builder.teacher),
             builder.teacher_tokens_T,
@@ -339,10 +343,9 @@ class RolloutWorker:
         active: ActiveGroup,
         builder: EnvGroupBuilder,
         ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
-        stage: Stage = "sampling",
     ) -> TrajectoryGroup:
         return await rollout_group(
-            _Sampled(sampler, active, stage),
+            sampler,
             builder,
             self.sampling,
             group_id=active.lease.group_id,
@@ -381,30 +384,27 @@ class RolloutWorker:
             group.reported = group.in_user_code > 0
 
 
-class _PolicyWithExtras:
-    """Wraps the policy: requests its likeliest tokens, and routed experts, with each sample."""
-
-    def __init__(self, policy: ScoringModel, top_k: int, experts: bool) -> None:
-        self._policy, self._top_k, self._experts = policy, top_k, experts
-
-    async def generate(self, request: GenerateRequest) -> list[Sample]:
-        asked = replace(request, top_k=self._top_k, experts=self._experts)
-        return await self._policy.generate(asked)
-
-
+@dataclass(slots=True, eq=False)
 class _Sampled:
-    """Wraps a sampler: sets the group's stage to `stage` while samples are pending."""
+    """Wraps a sampler: sets the group's stage to `stage` while samples are pending.
 
-    def __init__(self, sampler: SamplingModel, group: ActiveGroup, stage: Stage) -> None:
-        self._sampler, self._group = sampler, group
-        self._stage: Stage = stage
+    Each request also asks for the ids of the `top_k` likeliest tokens, and for routed `experts`.
+    """
+
+    sampler: SamplingModel
+    group: ActiveGroup
+    stage: Stage
+    top_k: int = 0
+    experts: bool = False
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        self._group.waits_for_sampler += 1
-        self._group.enter(self._stage)
+        self.group.waits_for_sampler += 1
+        self.group.enter(self.stage)
         try:
-            return await self._sampler.generate(request)
+            return await self.sampler.generate(
+                replace(request, top_k=self.top_k, experts=self.experts)
+            )
         finally:
-            self._group.waits_for_sampler -= 1
-            if not self._group.waits_for_sampler:
-                self._group.enter("environment")
+            self.group.waits_for_sampler -= 1
+            if not self.group.waits_for_sampler:
+                self.group.enter("environment")

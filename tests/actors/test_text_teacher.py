@@ -226,7 +226,7 @@ def generate(teacher: TextTeacher, samples: int, teacher_prompt: str = "") -> li
             request = GenerateRequest(
                 prompt_tokens_T=ids(3, 4), sampling=SAMPLING, num_samples=samples, seed=1
             )
-            return await opened.sampler(prompt, lambda: None).generate(request)
+            return await opened(prompt, lambda: None).generate(request)
 
     return asyncio.run(sampled())
 
@@ -264,6 +264,6 @@ async def test_while_it_waits_it_is_known_to_be_alive(
     prompt = Prompt(tokens_T=ids(3), answer=None, line=1, text="1")
     request = GenerateRequest(prompt_tokens_T=ids(3), sampling=SAMPLING, num_samples=1, seed=1)
     async with replace(teacher).opened() as opened:
-        sampler = opened.sampler(prompt, lambda: progress.append(None))
+        sampler = opened(prompt, lambda: progress.append(None))
         [sample] = await sampler.generate(request)
     assert len(progress) > 1 and sample.stop_reason is StopReason.EOS
