@@ -95,8 +95,8 @@ def eos_vanishes(history: History, config: RolloutConfig) -> Diagnosis | None:
         cause, setting = "student and teacher may have different end tokens", "stop_tokens"
         answers = "the teacher's answers"
     else:
-        cause, setting = "the reward may not punish answers without an end", "reward"
-        answers = "good answers"
+        setting = "reward" if config.env.judges else "env"
+        cause, answers = "the reward may not punish answers without an end", "good answers"
     return Diagnosis(
         text=f"{ended.now:.0%} of the episodes end with a stop token, {ended.start:.0%} at the "
         "start",

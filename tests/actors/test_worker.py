@@ -13,6 +13,7 @@ from actors.rollout.worker import RolloutWorker
 from distill.columns import GroupColumns
 from distill.engine import GenerateRequest, Sample, SamplingModel, Score, ScoreRequest, ScoringModel
 from distill.envs.base import Env, EnvGroupBuilder, EnvStream, StepResult
+from distill.errors import EngineError
 from distill.group_share import GroupShare, TeacherSamples
 from distill.records import Lease, TrajectoryGroupMeta
 from distill.sampling import TrainSampling
@@ -342,6 +343,21 @@ def test_a_failed_group_is_returned_with_its_reason() -> None:
     assert [group.group_id for group in sink.done] == [0, 2] and sink.failed.keys() == {1, 3}
     for reason in sink.failed.values():
         assert re.search(r"'odd'.*even, maths.*, in problem \d", reason)
+
+
+class Broken(PrefixEngine):
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        raise EngineError("it has gone")
+
+
+def test_a_failure_of_an_engine_is_logged_once_without_its_frames(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sink = Sink(groups=2)
+    run(sink, policy=Broken(0), teachers={})
+    assert sink.failed.keys() == {0, 1}
+    [line] = [r.getMessage() for r in caplog.records if r.name == "actors.rollout.worker"]
+    assert "it has gone" in line and "\n" not in line
 
 
 class BadBonuses(OneTurn):

@@ -155,12 +155,17 @@ def test_games_that_all_end_by_a_limit_are_found(reason: str, setting: str) -> N
     assert finding.name == "responses_are_cut" and setting in finding.remedy
 
 
-def test_without_a_teacher_the_reward_is_named() -> None:
-    config = make("rl", student="s", prompts="p", out="o", temperature=1.0)
+@pytest.mark.parametrize(
+    ("recipe", "setting"),
+    [("rl", "reward"), ("selfplay", "env")],  # a game has its own rewards
+)
+def test_without_a_teacher_the_source_of_rewards_is_named(recipe: str, setting: str) -> None:
+    given = {"prompts": "p"} if recipe == "rl" else {}
+    config = make(recipe, student="s", out="o", temperature=1.0, **given)
     rows = [{"step": step, "rollout/eos_share": 0.9 * 0.9**step} for step in range(1, 40)]
     [finding] = found(rows, config)
     assert finding.name == "eos_vanishes"
-    assert {"reward", "max_new_tokens"} <= set(NAMED.findall(finding.remedy))
+    assert {setting, "max_new_tokens"} <= set(NAMED.findall(finding.remedy))
 
 
 def test_masked_rewards_do_not_count_as_constant() -> None:

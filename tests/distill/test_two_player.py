@@ -82,9 +82,21 @@ def test_an_illegal_move_loses_and_wins_nothing() -> None:
     assert first.metrics == game_metrics()
 
 
+def test_a_game_of_the_policy_alone_is_a_draw_at_the_limit_on_turns() -> None:
+    for episode in scripted(first_free, max_turns=2)[0]:
+        assert len(episode.turns) == 2 and episode.stop_reason is StopReason.TURNS
+        assert episode.reward == 0.0 and episode.metrics == game_metrics(drawn=1)
+
+
+def test_a_seat_without_a_turn_left_forfeits_to_another_player() -> None:
+    for episode in scripted(first_free, max_turns=1, opponent="random")[0]:
+        assert episode.stop_reason is StopReason.TURNS and episode.reward == -2.0
+        assert episode.metrics == game_metrics(illegal=1)
+
+
 def test_a_limit_on_one_seat_frees_the_other() -> None:
-    (first, second), _ = scripted(first_free, max_turns=2)
-    assert first.stop_reason is StopReason.TURNS and first.reward == -2.0
+    (first, second), _ = scripted(first_free, time_s=1e-9)
+    assert first.stop_reason is StopReason.TIME and first.reward == -2.0
     assert first.metrics == game_metrics(illegal=1)
     assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
     assert second.metrics == game_metrics()

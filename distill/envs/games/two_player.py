@@ -5,7 +5,8 @@
                opponent plays against the policy (G games) and is not trained
 
 A win earns 1, a loss -1, a draw 0. An illegal move loses immediately and earns `forfeit_reward`;
-the other seat then earns nothing.
+the other seat then earns nothing. The same holds for a seat that a limit ends. But if the policy
+plays both seats, a game that reaches the limit on turns is a draw: the first seat reaches it first.
 """
 
 from __future__ import annotations
@@ -81,11 +82,15 @@ FROZEN = "reference"
 
 
 class Table:
-    """A game in progress, shared by its seats. A seat that writes an illegal move forfeits it."""
+    """A game in progress, shared by its seats. A seat that writes an illegal move forfeits it.
 
-    def __init__(self, game: Game, forfeit_reward: float) -> None:
+    If given, `max_turns` is the number of turns of each seat after which the game is a draw.
+    """
+
+    def __init__(self, game: Game, forfeit_reward: float, max_turns: int | None = None) -> None:
         self.game = game
         self.forfeit_reward = forfeit_reward
+        self._turns_left = [max_turns] * SEATS
         self.forfeited_by: int | None = None
         self.fault = ""  # reason why a move is illegal
         self._changed = asyncio.Condition()
@@ -93,12 +98,20 @@ class Table:
     @property
     def scores(self) -> tuple[float, float] | None:
         if self.forfeited_by is None:
-            return self.game.scores
+            return (0.0, 0.0) if self.is_cut else self.game.scores
         lost = self.forfeit_reward
         return (lost, 0.0) if self.forfeited_by == 0 else (0.0, lost)
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the seat to move has no turn left."""
+        return self.game.scores is None and self._turns_left[self.game.to_move] == 0
+
     async def play(self, text: str) -> None:
         async with self._changed:
+            left = self._turns_left[self.game.to_move]
+            if left is not None:
+                self._turns_left[self.game.to_move] = left - 1
             try:
                 self.game.move(text)
             except IllegalMove as error:
@@ -157,7 +170,7 @@ class Seat(MessageEnv):
         score = scores[self._seat]
         return MessageStep(
             reward=score,
-            stop_reason=StopReason.DONE,
+            stop_reason=StopReason.TURNS if self._table.is_cut else StopReason.DONE,
             metrics={
                 "won": float(score > 0),
                 "drawn": float(score == 0 and self._table.forfeited_by is None),
@@ -173,6 +186,8 @@ class Seat(MessageEnv):
             return f"You lost by {made}."
         if table.forfeited_by is not None:
             return "The other player lost by an illegal move, or by none."
+        if table.is_cut:
+            return "A draw: the limit on turns ended the game."
         return "You won." if score > 0 else "You lost." if score < 0 else "A draw."
 
     async def unfinished(self) -> MessageStep:
@@ -353,7 +368,8 @@ class TwoPlayerConfig(ChatConfig):
         """Create a game in its state before the policy's first move."""
 
     def new_table(self, opening: int) -> Table:
-        return Table(self.new_game(opening), self.forfeit_reward)
+        max_turns = self.max_turns if self.opponent == "self" else None
+        return Table(self.new_game(opening), self.forfeit_reward, max_turns)
 
     def check_group(self, group_size: int) -> None:
         if self.opponent == "self" and group_size % SEATS:
