@@ -71,7 +71,7 @@ from distill.pace import SLOWEST_PREFILL_S, SLOWEST_TOKEN_S, Pace
 from distill.routing import MixtureShape
 from distill.sampling import UNSCALED
 from distill.states import HiddenStates
-from distill.stops import StopTokens, hits
+from distill.stops import StopTokens
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.lending import LentBucket
@@ -245,7 +245,6 @@ class SglangEngine:
             again = await self._prefill(left, use)
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
-        await self._correct_stop_event(requests, by_request, use)
         version = use.version
         if version is None and self._weights is not None:
             version = self._weights.version
@@ -258,34 +257,6 @@ class SglangEngine:
             )
             for i, request in enumerate(requests)
         ]
-
-    async def _correct_stop_event(
-        self,
-        requests: Sequence[ScoreRequest],
-        by_request: Sequence[dict[float, FloatArray]],
-        use: Use,
-    ) -> None:
-        """Correct the unscaled log-probs of the stop event, in place.
-
-        The plugin returns the unscaled log-prob of the given token, not of the event. Log-probs of
-        the event are requested again from its first occurrence on, which is often the last token.
-        """
-        firsts: dict[int, int] = {}
-        for i, request in enumerate(requests):
-            came_along = len(by_request[i]) > 1 and UNSCALED in by_request[i]
-            stopped_N = hits(request.tokens_T[request.start :], self._event)
-            if came_along and stopped_N.any():
-                firsts[i] = request.start + int(stopped_N.argmax())
-        if not firsts:
-            return
-        parts = [
-            (replace(requests[i], start=first, given_NK=None, top_k=0, states_N=None), UNSCALED)
-            for i, first in firsts.items()
-        ]
-        for (i, first), part in zip(firsts.items(), await self._prefill(parts, use), strict=True):
-            unscaled_N = by_request[i][UNSCALED].copy()
-            unscaled_N[first - requests[i].start :] = part.scaled_N
-            by_request[i][UNSCALED] = unscaled_N
 
     async def _prefill(
         self, passes: Sequence[tuple[ScoreRequest, float]], use: Use

@@ -195,7 +195,9 @@ def scoring_body(
             | {
                 "temperature": t,
                 "max_new_tokens": 1,
-                "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures}
+                "custom_params": {
+                    UNSCALED_SWITCH: list(event) if UNSCALED in request.temperatures else None
+                }
                 | ({} if request.states_N is None else {STATES_SWITCH: True})
                 | _listed(request, event),
             }

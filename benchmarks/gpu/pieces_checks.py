@@ -44,8 +44,9 @@ def plugin_cost(setting: Setting) -> Numbers:
 
     def take(unscaled: bool, top: bool) -> None:
         scaled = ScaledRows(
-            [RequestRows(0, rows, rows - 1, 0)], [TEMPERATURE], unscaled=[0] if unscaled else [],
-            vocab_size=vocab, device=logits_NV.device, listed={0: (listed_NK, 1)} if top else None,
+            [RequestRows(0, rows, rows - 1, 0)], [TEMPERATURE],
+            unscaled={0: ()} if unscaled else {}, vocab_size=vocab,
+            device=logits_NV.device, listed={0: (listed_NK, 1)} if top else None,
         )  # fmt: skip
         scaled.take(logits_NV, tokens_N[:-1], hidden_NH)
 

@@ -66,7 +66,7 @@ TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
 TOLERANCE = 1e-3
 CONTEXT = 256
 PREFILL_CHUNK = 64
-UNSCALED = {"custom_params": {plugin.UNSCALED_SWITCH: True}}
+UNSCALED = {"custom_params": {plugin.UNSCALED_SWITCH: []}}
 
 
 # --- maths ---------------------------------------------------------------------------------------
@@ -109,7 +109,8 @@ def test_scaled_rows_equal_the_slow_loop(
         st.lists(st.sampled_from(TEMPERATURES), min_size=len(rows), max_size=len(rows))
     )
     scored_G = [g for g, r in enumerate(rows) if r.scored]
-    unscaled = data.draw(st.lists(st.sampled_from(scored_G), unique=True)) if scored_G else []
+    events = st.sampled_from([(), (2, 7, 9)])
+    unscaled = data.draw(st.dictionaries(st.sampled_from(scored_G), events)) if scored_G else {}
     wanting = data.draw(st.lists(st.sampled_from(scored_G), unique=True)) if scored_G else []
     listed = {}
     for g in wanting:
@@ -138,12 +139,12 @@ def test_scaled_rows_equal_the_slow_loop(
             assert torch.equal(divided_NV[n], logits_NV[n] / temperature)
         assert torch.equal(scaled_rows.undivided_GV()[g], logits_NV[request.sampled])
         if g in unscaled:
-            expected = [
-                torch.log_softmax(logits_NV[request.first + n], 0)[
-                    tokens_S[request.first_scored + n]
-                ].item()
-                for n in range(request.scored)
-            ]
+            expected = []
+            for n in range(request.scored):
+                token = tokens_S[request.first_scored + n].item()
+                outcome = unscaled[g] if token in unscaled[g] else [token]
+                p_V = torch.softmax(logits_NV[request.first + n], 0)
+                expected.append(p_V[list(outcome)].sum().log().item())
             assert scaled_rows.unscaled_of(g).tolist() == pytest.approx(expected, abs=1e-5)
         if g in shown:
             own_SH = hidden_NH[request.first : request.first + request.scored]
@@ -170,7 +171,9 @@ def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("actors.sglang.plugin.row_temperatures.BLOCK_ELEMENTS", 100)
     rows = rows_of_requests([9], [0])
     logits_NV, tokens_S = torch.randn(9, 40), torch.randint(40, (9,))
-    scaled_rows = ScaledRows(rows, [0.7], unscaled=[0], vocab_size=40, device=torch.device("cpu"))
+    scaled_rows = ScaledRows(
+        rows, [0.7], unscaled={0: ()}, vocab_size=40, device=torch.device("cpu")
+    )
     scaled_rows.take(logits_NV.clone(), tokens_S, torch.zeros(9, 1))
     expected = torch.log_softmax(logits_NV, 1)[torch.arange(9), tokens_S]
     assert scaled_rows.unscaled_of(0).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
@@ -209,7 +212,7 @@ def test_other_rows_than_the_requests_have_are_refused(
     chunks: list[int], dtype: torch.dtype
 ) -> None:
     rows = rows_of_requests([4], [0])
-    scaled_rows = ScaledRows(rows, [0.7], unscaled=[], vocab_size=8, device=torch.device("cpu"))
+    scaled_rows = ScaledRows(rows, [0.7], unscaled={}, vocab_size=8, device=torch.device("cpu"))
     with pytest.raises(UnknownPassError):
         for count in chunks:
             logits_NV, tokens_S = torch.zeros(count, 8, dtype=dtype), torch.zeros(4).long()
@@ -261,11 +264,11 @@ def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
     [
         (None, {}),
         ([], {}),
-        ([plugin.LogprobOptions(0.5, True, False)] * 2, {}),
-        ([plugin.LogprobOptions(0.5, True, False)], {"sample_indices_cpu": [1]}),
-        ([plugin.LogprobOptions(0.5, True, False)], {"input_logprob_indices_cpu": [0]}),
+        ([plugin.LogprobOptions(0.5, True, None)] * 2, {}),
+        ([plugin.LogprobOptions(0.5, True, None)], {"sample_indices_cpu": [1]}),
+        ([plugin.LogprobOptions(0.5, True, None)], {"input_logprob_indices_cpu": [0]}),
         (
-            [plugin.LogprobOptions(0.5, True, False)],
+            [plugin.LogprobOptions(0.5, True, None)],
             {"extend_input_logprob_token_ids_gpu": torch.zeros(1)},
         ),
     ],
@@ -283,7 +286,7 @@ def test_options_of_requests_are_recorded_from_the_batch() -> None:
         return SimpleNamespace(sampling_params=sampling, return_logprob=logprobs)
 
     reqs = [
-        request(0.7, logprobs=True, custom={plugin.UNSCALED_SWITCH: True}),
+        request(0.7, logprobs=True, custom={plugin.UNSCALED_SWITCH: [3]}),
         request(1.5, logprobs=False, custom=None),
         request(0.5, logprobs=True, custom={}),
     ]
@@ -297,9 +300,9 @@ def test_options_of_requests_are_recorded_from_the_batch() -> None:
     plugin.carry_options(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
     noted = getattr(metadata, plugin.OPTIONS)
     assert noted == [
-        plugin.LogprobOptions(0.7, True, True, begin=50),
-        plugin.LogprobOptions(1.5, False, False, begin=5),
-        plugin.LogprobOptions(0.5, False, False, begin=7),
+        plugin.LogprobOptions(0.7, True, [3], begin=50),
+        plugin.LogprobOptions(1.5, False, None, begin=5),
+        plugin.LogprobOptions(0.5, False, None, begin=7),
     ]
     batch.prefix_lens = None  # unknown positions: results of earlier passes are not joined
     plugin.record_requests(None, None, batch, None)

@@ -25,10 +25,12 @@ is the value:
                                 absent, [] or [None]. A client recognises the plugin by this field.
                                 1.0 for a greedy request (T = 0), which SGLang converts to T = 1
                                 with top_k = 1.
-    input_logprobs_unscaled     [[...]], on request (`custom_params={"isotherm_unscaled": true}`)
-                                and if T != 1: log softmax(z) of the prompt's scored tokens, for
-                                any number of prefill chunks. `input_token_logprobs` has one more
-                                entry, without a log-prob, at its beginning.
+    input_logprobs_unscaled     [[...]], on request (`custom_params={"isotherm_unscaled": event}`,
+                                the ids of the stop event, or [] without one) and if T != 1: log
+                                softmax(z) of the prompt's scored tokens, for any number of prefill
+                                chunks; a token of the event has the event's log-prob.
+                                `input_token_logprobs` has one more entry, without a log-prob, at
+                                its beginning.
     input_logprobs_listed       [text], on request (`custom_params={"isotherm_listed": ...}`, the
                                 dict of `Listed.to_json`): log-probs at T of the tokens given for
                                 each scored position, and of the likeliest others; float32 in
@@ -54,7 +56,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -135,7 +137,7 @@ class LogprobOptions:
     Attributes:
         temperature: temperature of the request.
         input_logprobs: True if the request returns input log-probs.
-        unscaled: True if the request also returns log-probs at T = 1.
+        unscaled: ids of the stop event if the request also returns log-probs at T = 1, else None.
         begin: position of the first row whose log-prob this pass returns.
         pieces: unscaled log-probs of earlier passes over the prompt.
         listed: tokens whose log-probs are returned at each row; None if there are none.
@@ -146,7 +148,7 @@ class LogprobOptions:
 
     temperature: float
     input_logprobs: bool
-    unscaled: bool
+    unscaled: Sequence[int] | None
     begin: int = 0
     pieces: Pieces = field(default_factory=Pieces, compare=False)
     listed: Listed | None = field(default=None, compare=False)
@@ -229,7 +231,7 @@ def record_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_k
         LogprobOptions(
             temperature=req.sampling_params.temperature,
             input_logprobs=req.return_logprob and id(req) not in decoding,
-            unscaled=bool((req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH)),
+            unscaled=(req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH),
             begin=begin,
             pieces=_kept_on(req, _PIECES, Pieces),
             listed=_kept_on(req, _LISTED, partial(_listed_by, req)),
@@ -304,7 +306,11 @@ def forward(
         scaled_rows = ScaledRows(
             [rows for rows, _ in requests],
             [a.temperature for _, a in requests],
-            unscaled=[g for g, (rows, a) in enumerate(requests) if _needs_unscaled(rows, a)],
+            unscaled={
+                g: a.unscaled or ()
+                for g, (rows, a) in enumerate(requests)
+                if _needs_unscaled(rows, a)
+            },
             listed={
                 g: (a.listed.at(a.begin, rows.scored), a.listed.others)
                 for g, (rows, a) in enumerate(requests)
@@ -345,7 +351,10 @@ def _requests_of(batch: Any) -> list[tuple[RequestRows, LogprobOptions]]:
 
 def _needs_unscaled(rows: RequestRows, options: LogprobOptions) -> bool:
     return (
-        options.unscaled and options.input_logprobs and rows.scored > 0 and options.temperature != 1
+        options.unscaled is not None
+        and options.input_logprobs
+        and rows.scored > 0
+        and options.temperature != 1
     )
 
 

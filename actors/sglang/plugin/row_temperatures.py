@@ -133,7 +133,8 @@ class ScaledRows:
 
     Args:
         temperatures_G: temperature of each request.
-        unscaled: indices in the batch of requests that need log-probs at T = 1 as well.
+        unscaled: for requests that need log-probs at T = 1 as well, by index in the batch: ids of
+            the stop event, each of which has the log-prob of all of them together.
         listed: for requests that list tokens, by index: ids (S, K) of the scored rows, and the
             number of other tokens.
         states: indices of requests that need the hidden states of their scored rows.
@@ -145,7 +146,7 @@ class ScaledRows:
         rows: Sequence[RequestRows],
         temperatures_G: Sequence[float],
         *,
-        unscaled: Sequence[int],
+        unscaled: Mapping[int, Sequence[int]],
         vocab_size: int,
         device: torch.device,
         listed: Mapping[int, tuple[Tensor, int]] | None = None,
@@ -153,7 +154,10 @@ class ScaledRows:
     ) -> None:
         assert len(rows) == len(temperatures_G)
         self._rows = rows
-        self._unscaled = [rows[g] for g in unscaled]
+        self._unscaled = [
+            (rows[g], to_device(torch.tensor(event, dtype=torch.int64), device))
+            for g, event in unscaled.items()
+        ]
         self._seen = 0
         self._width: int | None = None
         self.sampled_rows_G = [request.sampled for request in rows]
@@ -205,12 +209,15 @@ class ScaledRows:
             self._undivided_GV[first:last, : self._width] = rows_NV
 
     def _note_unscaled(self, logits_NV: Tensor, tokens_S: Tensor, lo: int, hi: int) -> None:
-        for request in self._unscaled:
+        for request, event_E in self._unscaled:
             first, last = max(lo, request.first), min(hi, request.first + request.scored)
             for row, end in _blocks(first, last, logits_NV):
                 s, e = (n - request.first + request.first_scored for n in (row, end))
                 block_NV = logits_NV[row - lo : end - lo]
                 chosen_N = block_NV.gather(1, tokens_S[s:e, None]).squeeze(1)
+                if len(event_E):
+                    event_N = block_NV[:, event_E].logsumexp(dim=1)
+                    chosen_N = torch.where(torch.isin(tokens_S[s:e], event_E), event_N, chosen_N)
                 self._unscaled_S[s:e] = chosen_N - block_NV.logsumexp(dim=1)
 
     def _note_listed(self, scaled_NV: Tensor, lo: int, hi: int) -> None:
