@@ -20,9 +20,6 @@ from distill.states import HiddenStates
 from distill.stops import hits, merged
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
-# Field with the likeliest tokens at each position, and the prefix of the fields of its block form.
-_TOP = "input_top_logprobs"
-
 
 def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
     """Return the answers of a batch request. Raise EngineError unless there are `expected`."""
@@ -142,27 +139,13 @@ def _output_top_ids(
     event: tuple[int, ...],
     listed: _ListedSteps | None,
 ) -> TokenArray:
-    asked = k + merged(event)
-    try:
-        if listed is not None:
-            _, ids_TK, logprobs_TK = listed
-        elif "output_top_logprobs_idx_flat_b64" in meta:
-            flat = [
-                np.frombuffer(decoded(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype)
-                for name, dtype in (("idx", "<i4"), ("val", "<f4"))
-            ]
-            ids_TK, logprobs_TK = (values.reshape(length, asked) for values in flat)
-        else:
-            rows = meta["output_top_logprobs"]
-            ids_TK = np.array([[token for _, token, *_ in row] for row in rows], np.int32)
-            logprobs_TK = np.array([[value for value, *_ in row] for row in rows], np.float32)
-            ids_TK, logprobs_TK = ids_TK.reshape(length, asked), logprobs_TK.reshape(length, asked)
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(
-            f"the server did not return {asked} likeliest tokens with each of {length} that it "
-            f"sampled: {error!r}"
-        ) from error
-    if event and length:
+    if not length:
+        return np.empty((0, k), np.int32)
+    if listed is not None:
+        ids_TK, logprobs_TK = listed.ids_TK, listed.logprobs_TK
+    else:
+        ids_TK, logprobs_TK = _likeliest(meta, "output_top_logprobs", 0, length, k + merged(event))
+    if event:
         together_T = _output_event(meta, length, event, listed)
         ids_TK, _ = _with_event(ids_TK, logprobs_TK, together_T, k, event)
     return ids_TK.astype(np.int32)
@@ -328,14 +311,8 @@ def read_top(
     if k == 0:
         return None
     meta, expected = answer["meta_info"], len(request.tokens_T) - request.start
-    read = _top_blocks if _TOP + "_shape" in meta else _top_rows
-    ids_NK, logprobs_NK = read(meta, expected)
-    asked = k + merged(event)
-    if logprobs_NK.shape != (expected, asked):
-        raise EngineError(
-            f"the server's input_top_logprobs have shape {logprobs_NK.shape}, requested were "
-            f"{asked} tokens at each of {expected} positions"
-        )
+    # The first entry belongs to the context's last token.
+    ids_NK, logprobs_NK = _likeliest(meta, "input_top_logprobs", 1, expected, k + merged(event))
     if ids_NK.max() >= vocab_size:
         raise EngineError(
             f"the server's input_top_logprobs name token {ids_NK.max()}, outside its vocabulary "
@@ -344,12 +321,7 @@ def read_top(
     if event:
         together_N = _together(meta, "input_token_ids_logprobs", expected, event)
         ids_NK, logprobs_NK = _with_event(ids_NK, logprobs_NK, together_N, k, event)
-    try:
-        return TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK)
-    except DataError as error:
-        raise EngineError(
-            f"the server's input_top_logprobs are not a distribution: {error}"
-        ) from error
+    return _distribution(ids_NK, logprobs_NK, "input_top_logprobs")
 
 
 def _read_listed(
@@ -381,54 +353,51 @@ def _read_listed(
         if k:  # the event is one of the others, unless it was given
             other_N = np.where(is_event_NK.any(axis=1), -np.inf, together_N)
             ids_NK, others_NK = _with_event(ids_NK, others_NK, other_N, k, event)
+    return _distribution(
+        np.concatenate([given_NK, ids_NK], axis=1).astype(np.int32),
+        np.concatenate([logprobs_NK, others_NK], axis=1).astype(np.float32),
+        LISTED_KEY,
+    )
+
+
+def _distribution(ids_NK: TokenArray, logprobs_NK: FloatArray, what: str) -> TopLogprobs:
     try:
-        return TopLogprobs(
-            ids_NK=np.concatenate([given_NK, ids_NK], axis=1).astype(np.int32),
-            logprobs_NK=np.concatenate([logprobs_NK, others_NK], axis=1).astype(np.float32),
-        )
+        return TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK)
     except DataError as error:
-        raise EngineError(f"the server's {LISTED_KEY} are not a distribution: {error}") from error
+        raise EngineError(f"the server's {what} are not a distribution: {error}") from error
 
 
-def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:
-    """Ids and log-probs of the likeliest tokens, (expected, K), from base64 blocks."""
+def _likeliest(
+    meta: Mapping[str, Any], name: str, nulls: int, expected: int, asked: int
+) -> tuple[TokenArray, FloatArray]:
+    """Ids and log-probs of the likeliest tokens, (expected, asked), after `nulls` empty entries.
+
+    They are two blocks in base64, or from an older server a list of [log-prob, id, text] for each
+    position.
+    """
     try:
-        shape, before = meta[_TOP + "_shape"], int(meta[_TOP + "_null_prefix"])
-        ids_NK = _block(meta, "idx").reshape(shape).astype(np.int32, copy=False)
-        logprobs_NK = _block(meta, "val").reshape(shape).astype(np.float32, copy=False)
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"the server's blocks of {_TOP} cannot be read: {error!r}") from error
-    _check_top_rows(len(ids_NK) + before - 1, expected)
+        if f"{name}_shape" in meta:
+            before, shape = meta[f"{name}_null_prefix"], meta[f"{name}_shape"]
+            ids_NK = _block(meta, f"{name}_idx_flat_b64").reshape(shape).astype(np.int32)
+            logprobs_NK = _block(meta, f"{name}_val_flat_b64").reshape(shape).astype(np.float32)
+        else:
+            before, rows = nulls, meta[name][nulls:]
+            ids_NK = np.asarray([[token for _, token, *_ in row] for row in rows], np.int32)
+            values_NK = [[np.nan if value is None else value for value, *_ in row] for row in rows]
+            logprobs_NK = np.asarray(values_NK, np.float32)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the server's {name} cannot be read: {error!r}") from error
+    if before != nulls or ids_NK.shape != (expected, asked) or logprobs_NK.shape != ids_NK.shape:
+        raise EngineError(
+            f"the server's {name} have shape {logprobs_NK.shape} after {before} empty entries; "
+            f"requested were {asked} tokens at each of {expected} positions"
+        )
     return ids_NK, logprobs_NK
 
 
 def _block(meta: Mapping[str, Any], name: str) -> np.ndarray:
     """Decode numbers from base64 of their little-endian bytes."""
-    content = decoded(meta[f"{_TOP}_{name}_flat_b64"])
-    dtype = np.dtype(meta[f"{_TOP}_{name}_flat_b64_dtype"])
-    return np.frombuffer(content, dtype.newbyteorder("<"))
-
-
-def _top_rows(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:
-    """Ids and log-probs of the likeliest tokens, from a list of [log-prob, id, text] each."""
-    rows = meta.get(_TOP)
-    # The first entry belongs to the context's last token and is null.
-    _check_top_rows(len(rows) - 1 if isinstance(rows, list) else "no", expected)
-    assert isinstance(rows, list)
-    try:
-        values_NK = [
-            [np.nan if logprob is None else logprob for logprob, *_ in row] for row in rows[1:]
-        ]
-        logprobs_NK = np.asarray(values_NK, np.float32)
-        ids_NK = np.asarray([[token for _, token, *_ in row] for row in rows[1:]], np.int32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"the server's {_TOP} cannot be read: {str(rows)[:200]}") from error
-    return ids_NK, logprobs_NK
-
-
-def _check_top_rows(found: int | str, expected: int) -> None:
-    if found != expected:
-        raise EngineError(f"the server returned {found} rows of {_TOP} for {expected}")
+    return np.frombuffer(decoded(meta[name]), np.dtype(meta[f"{name}_dtype"]).newbyteorder("<"))
 
 
 def _with_event(
@@ -474,9 +443,10 @@ def read_forced(answer: Mapping[str, Any], token: int, event: tuple[int, ...] = 
 
 def _stop_reason(meta: Mapping[str, Any]) -> StopReason:
     reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else None
+    fields = reason if isinstance(reason, dict) else {}
+    kind = fields.get("type")
     if kind == "abort":
-        code = reason.get("status_code") if isinstance(reason, dict) else None
+        code = fields.get("status_code")
         if code is not None and int(code) >= 400:  # ended by a failure of the server
             raise EngineError(f"the server ended a sample: {reason}")
         return StopReason.ABORTED
