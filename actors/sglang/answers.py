@@ -6,12 +6,12 @@ All functions raise EngineError if an answer is invalid.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY, TEMPERATURE_KEY, UNSCALED_KEY
-from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, read_steps
+from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, ListedSteps, read_steps
 from actors.sglang.plugin.row_temperatures import decoded, read_listed, read_states
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
@@ -100,17 +100,9 @@ def read_experts(
     return experts_NLK.astype(mixture.dtype)
 
 
-class _ListedSteps(NamedTuple):
-    """At each sampled token: log-probs of the event's tokens, and the likeliest tokens."""
-
-    event_TE: FloatArray
-    ids_TK: TokenArray
-    logprobs_TK: FloatArray
-
-
 def _listed_by_plugin(
     meta: Mapping[str, Any], length: int, k: int, event: tuple[int, ...]
-) -> _ListedSteps | None:
+) -> ListedSteps | None:
     """Log-probs and tokens from the plugin; None if the answer does not have them."""
     texts = meta.get(LISTED_OUTPUT_KEY)
     if texts is None or not (k or event):
@@ -118,18 +110,18 @@ def _listed_by_plugin(
     try:
         if len(texts) != length:
             raise ValueError(f"{len(texts)} of {length} tokens'")
-        return _ListedSteps(*read_steps(texts, len(event), k and k + merged(event)))
+        return read_steps(texts, len(event), k and k + merged(event))
     except (TypeError, ValueError) as error:
         raise EngineError(f"the server's {LISTED_OUTPUT_KEY} cannot be read: {error!r}") from error
 
 
 def _output_event(
-    meta: Mapping[str, Any], length: int, event: tuple[int, ...], listed: _ListedSteps | None
+    meta: Mapping[str, Any], length: int, event: tuple[int, ...], listed: ListedSteps | None
 ) -> FloatArray:
     """Log-prob of the event at each sampled token."""
     if listed is None:
         return _together(meta, "output_token_ids_logprobs", length, event)
-    return _as_one(listed.event_TE)
+    return _as_one(listed.given_TE)
 
 
 def _output_top_ids(
@@ -137,7 +129,7 @@ def _output_top_ids(
     length: int,
     k: int,
     event: tuple[int, ...],
-    listed: _ListedSteps | None,
+    listed: ListedSteps | None,
 ) -> TokenArray:
     if not length:
         return np.empty((0, k), np.int32)
@@ -347,7 +339,7 @@ def _read_listed(
             f"requested were {len(given_NK)}"
         )
     if event:
-        together_N = np.logaddexp.reduce(logprobs_NK[:, given:].astype(np.float64), axis=1)
+        together_N = _as_one(logprobs_NK[:, given:])
         is_event_NK = given_NK == event[0]
         logprobs_NK = np.where(is_event_NK, together_N[:, None], logprobs_NK[:, :given])
         if k:  # the event is one of the others, unless it was given

@@ -148,7 +148,7 @@ def test_scaled_rows_equal_the_slow_loop(
             assert scaled_rows.unscaled_of(g).tolist() == pytest.approx(expected, abs=1e-5)
         if g in shown:
             own_SH = hidden_NH[request.first : request.first + request.scored]
-            text = PromptValues([scaled_rows.states_of(g)], as_they_are=True).copy()
+            text = PromptValues([scaled_rows.states_of(g)]).copy()
             assert isinstance(text, str)
             states = read_states(text, request.scored)
             assert torch.equal(joined([states], "cpu"), own_SH)

@@ -33,14 +33,15 @@ is the value:
                                 its beginning.
     input_logprobs_listed       [text], on request (`custom_params={"isotherm_listed": ...}`, the
                                 dict of `Listed.to_json`): log-probs at T of the tokens given for
-                                each scored position, and of the likeliest others; float32 in
-                                base64, read by `read_listed`. Not a list of tuples, because there
-                                are positions times tokens numbers.
+                                each scored position, and of the likeliest others, read by
+                                `read_listed`. Not a list of tuples, because there are positions
+                                times tokens numbers.
     input_hidden_states         [text], on request (`custom_params={"isotherm_states": true}`): the
-                                input of the head at each scored position, in the served dtype: name
-                                of the dtype, a colon, and the bytes in base64, read by
-                                `read_states`. All ranks of a tensor-parallel server hold the same
-                                states; the first rank's are sent.
+                                input of the head at each scored position, in the served dtype, read
+                                by `read_states`. All ranks of a tensor-parallel server hold the
+                                same states; the first rank's are sent.
+
+A text is the name of a dtype, a colon, and the values in base64 (`PromptValues`).
 
 A request that was retracted after its prefill has a second element for the second prefill.
 
@@ -328,9 +329,7 @@ def forward(
         ):
             if any(wants(rows, a) for rows, a in requests):
                 info[key] = [
-                    pieces_of(a).up_to(a.begin, values_of(g), as_they_are=key == STATES_KEY)
-                    if wants(rows, a)
-                    else None
+                    pieces_of(a).up_to(a.begin, values_of(g)) if wants(rows, a) else None
                     for g, (rows, a) in enumerate(requests)
                 ]
     if any(a.input_logprobs for _, a in requests):

@@ -108,10 +108,16 @@ class ListedStep:
         return base64.b64encode(self._bytes_of_rows[4 * begin : 4 * end]).decode()
 
 
-def read_steps(
-    texts: Sequence[str], given: int, top: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Decode `ListedStep`s: log-probs of given tokens, ids and log-probs of likeliest tokens.
+class ListedSteps(NamedTuple):
+    """Log-probs of given tokens, and the likeliest tokens, at each of T steps."""
+
+    given_TE: np.ndarray
+    ids_TK: np.ndarray
+    logprobs_TK: np.ndarray
+
+
+def read_steps(texts: Sequence[str], given: int, top: int) -> ListedSteps:
+    """Decode `ListedStep`s.
 
     Raises:
         ValueError, TypeError: a text is not base64, or has another size.
@@ -120,7 +126,7 @@ def read_steps(
     rows_TN = np.frombuffer(content, "<f4").reshape(len(texts), given + 2 * top)
     pairs_TK2 = rows_TN[:, given:].reshape(len(texts), top, 2)
     ids_TK = np.ascontiguousarray(pairs_TK2[..., 1]).view("<i4")
-    return rows_TN[:, :given], ids_TK, pairs_TK2[..., 0]
+    return ListedSteps(rows_TN[:, :given], ids_TK, pairs_TK2[..., 0])
 
 
 def move_logprob_options(batch: Any) -> None:

@@ -297,7 +297,7 @@ class Pieces:
     def __init__(self) -> None:
         self._by_begin: dict[int, Tensor] = {}
 
-    def up_to(self, begin: int, values_S: Tensor, as_they_are: bool = False) -> PromptValues:
+    def up_to(self, begin: int, values_S: Tensor) -> PromptValues:
         """Add the values of a pass; return all rows so far except the newest.
 
         In a prompt's last pass the newest row is after the prompt's last token. A retracted request
@@ -306,35 +306,32 @@ class Pieces:
         Args:
             begin: position of the first scored row of this pass.
             values_S: values of its scored rows, along the first dimension.
-            as_they_are: send the values in their own dtype, not in float32.
         """
         self._by_begin = {b: piece[: begin - b] for b, piece in self._by_begin.items() if b < begin}
         earlier = list(self._by_begin.values())
         # A copy: the values are a view of those of the whole batch.
         self._by_begin[begin] = values_S.clone()
-        return PromptValues([*earlier, values_S[:-1]], as_they_are)
+        return PromptValues([*earlier, values_S[:-1]])
 
 
 class PromptValues:
     """Values on the device, copied to the CPU on demand.
 
     SGLang calls `copy` when it processes the results of the batch, after the forward pass. `copy`
-    returns a list if there is one value per row, else base64: of float32 values, or with
-    `as_they_are` the name of the dtype, a colon, and base64 of the values in that dtype.
+    returns a list if there is one value per row, else the name of the dtype, a colon, and the
+    values in base64.
     """
 
-    def __init__(self, pieces: Sequence[Tensor], as_they_are: bool = False) -> None:
-        self._pieces, self._as_they_are = pieces, as_they_are
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self._pieces = pieces
 
     def copy(self) -> list[float] | str:
         values = torch.cat(list(self._pieces)).cpu()
         if values.ndim == 1:
             return values.tolist()
-        if self._as_they_are:
-            content = values.contiguous().view(torch.uint8).numpy().tobytes()
-            dtype = str(values.dtype).removeprefix("torch.")
-            return f"{dtype}:{base64.b64encode(content).decode()}"
-        return base64.b64encode(values.numpy().astype("<f4").tobytes()).decode()
+        content = values.contiguous().view(torch.uint8).numpy().tobytes()
+        dtype = str(values.dtype).removeprefix("torch.")
+        return f"{dtype}:{base64.b64encode(content).decode()}"
 
 
 def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -343,14 +340,14 @@ def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndar
     Raises:
         ValueError: the text is not base64, or has another size.
     """
-    found = np.frombuffer(decoded(text), "<f4")
+    found = np.frombuffer(decoded(text.removeprefix("float32:")), "<f4")
     found_NK = found.reshape(-1, given + 2 * others)
     ids_NK = np.ascontiguousarray(found_NK[:, given + others :]).view("<i4")
     return found_NK[:, :given], found_NK[:, given : given + others], ids_NK
 
 
 def read_states(text: str, rows: int) -> HiddenStates:
-    """Decode `PromptValues` that were sent in their own dtype: hidden states of `rows` positions.
+    """Decode `PromptValues` into hidden states of `rows` positions.
 
     Raises:
         ValueError, DataError: the text is not base64, or its dtype or size is wrong.
