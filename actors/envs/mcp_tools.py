@@ -21,18 +21,15 @@ import os
 import shlex
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import chz
 
-from distill.chat.template import Message
+from distill.data.prompts import Prompt
 from distill.engine import SamplingModel
-from distill.envs.base import EnvContext
-from distill.envs.chat import MessageEnv, MessageStep
-from distill.envs.chat_config import MessageProblem
-from distill.envs.tool_use import ToolUse
+from distill.envs.tool_use import Question, ToolUse
 from distill.errors import ConfigError
 from distill.libraries import require_library
 from distill.lookup import known_names
@@ -251,35 +248,19 @@ async def _listed(server: McpServer) -> tuple[McpTool, ...]:
         await session.close()
 
 
-class McpEnv(MessageEnv):
+class McpQuestion(Question):
     """Environment whose MCP tools are called through one session per episode."""
 
-    def __init__(self, make: Callable[[], MessageEnv], server: McpServer) -> None:
-        self._env, self._session = make(), McpSession(server)
-        self.starts, self.ends_when_cut = self._env.starts, self._env.ends_when_cut
-        self.tools = [
-            tool.within(self._session) if isinstance(tool, McpTool) else tool
-            for tool in self._env.tools
-        ]
+    def __init__(self, server: McpServer, prompt: Prompt, tools: Sequence[Tool], *how: Any) -> None:
+        self._session = session = McpSession(server)
+        bound = [tool.within(session) if isinstance(tool, McpTool) else tool for tool in tools]
+        super().__init__(prompt, bound, *how)
 
     async def start(self, models: Mapping[str, SamplingModel]) -> None:
         await self._session.open()
-        await self._env.start(models)
-
-    def initial_messages(self) -> Sequence[Message]:
-        return self._env.initial_messages()
-
-    async def step(self, message: Message) -> MessageStep:
-        return await self._env.step(message)
-
-    async def unfinished(self) -> MessageStep:
-        return await self._env.unfinished()
 
     async def close(self) -> None:
-        try:
-            await self._env.close()
-        finally:
-            await self._session.close()
+        await self._session.close()
 
 
 @chz.chz
@@ -351,12 +332,8 @@ class McpToolUse(ToolUse):
             )
         return [*others, *chosen]
 
-    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
-        server = self.server()
-        return [
-            replace(problem, make=partial(McpEnv, problem.make, server))
-            for problem in ToolUse.problems(self, path, setting)
-        ]
+    def new_env(self) -> Callable[..., Question]:
+        return partial(McpQuestion, self.server())
 
 
 def _names(commas: str) -> tuple[str, ...]:

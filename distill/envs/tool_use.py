@@ -85,8 +85,12 @@ class ToolUse(ChatEnvConfig):
     def toolbox(self) -> Sequence[Tool]:
         return load_tools(self.tools)
 
+    def new_env(self) -> Callable[..., Question]:
+        """Constructor of an episode's environment, with the arguments of `Question`."""
+        return Question
+
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
-        tools = self.toolbox()
+        tools, new_env = self.toolbox(), self.new_env()
         format = Format(pattern=self.format, reward=self.format_reward)
         schemas = [tool.schema for tool in tools]
         source = require_path(path, "ToolUse")
@@ -102,7 +106,7 @@ class ToolUse(ChatEnvConfig):
             reward = None
         return [
             MessageProblem(
-                make=partial(Question, prompt, tools, reward, format),
+                make=partial(new_env, prompt, tools, reward, format),
                 line=prompt.line,
                 num_tokens=len(prompt.tokens_T),
                 **(facts_of(prompt, format) | scored),
