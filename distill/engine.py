@@ -386,7 +386,12 @@ class Engine(ScoringModel, Protocol):
 
 
 def check_prompt(
-    request: GenerateRequest, vocab_size: int, context_length: int, event: tuple[int, ...]
+    request: GenerateRequest,
+    vocab_size: int,
+    context_length: int,
+    event: tuple[int, ...],
+    *,
+    records_experts: bool,
 ) -> int:
     """Check a request; return the number of tokens to sample: as requested, or as the context fits.
 
@@ -394,9 +399,15 @@ def check_prompt(
         event: the engine's `stop_event`.
 
     Raises:
-        DataError: an id outside the vocabulary, a prompt that fills the context, or more likeliest
-            tokens than there are outcomes.
+        DataError: an id outside the vocabulary, a prompt that fills the context, more likeliest
+            tokens than there are outcomes, or experts that the engine does not record.
     """
+    if request.experts and not records_experts:
+        raise DataError(
+            "GenerateRequest.experts: the engine does not record experts; start it with "
+            "routed_experts=True",
+            field="GenerateRequest.experts",
+        )
     _check_listed(request.top_k, vocab_size, event, "GenerateRequest.top_k")
     check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
     room = context_length - len(request.prompt_tokens_T)
@@ -406,16 +417,6 @@ def check_prompt(
             f"the model's context of {context_length}; shorten or condense it"
         )
     return min(request.sampling.max_new_tokens, room)
-
-
-def check_records(request: GenerateRequest, records: bool) -> None:
-    """Raise DataError if experts are requested of an engine that does not record them."""
-    if request.experts and not records:
-        raise DataError(
-            "GenerateRequest.experts: the engine does not record experts; start it with "
-            "routed_experts=True",
-            field="GenerateRequest.experts",
-        )
 
 
 def check_chains(

@@ -42,7 +42,6 @@ from distill.engine import (
     WeightSource,
     check_chains,
     check_prompt,
-    check_records,
 )
 from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.models.loading import read_weights
@@ -156,8 +155,8 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """See `Engine.generate`."""
         self._check_health()
-        limit = check_prompt(request, *self._limits)
-        check_records(request, self._model.recorder is not None)
+        records = self._model.recorder is not None
+        limit = check_prompt(request, *self._limits, records_experts=records)
         call = _Generation(asyncio.get_running_loop().create_future())
         call.rows = new_rows(request, limit, owner=call)
         return await self._decoded(call)

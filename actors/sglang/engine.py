@@ -64,7 +64,6 @@ from distill.engine import (
     WeightSource,
     check_chains,
     check_prompt,
-    check_records,
 )
 from distill.errors import DataError, EngineError, EngineLost
 from distill.pace import SLOWEST_PREFILL_S, SLOWEST_TOKEN_S, Pace
@@ -161,8 +160,10 @@ class SglangEngine:
         """See `Engine.generate`."""
         with self._carrying(request.num_samples):
             await self._ready()
-            limit = check_prompt(request, self._vocab_size, self._context_length, self._event)
-            check_records(request, self._mixture is not None)
+            limit = check_prompt(
+                request, self._vocab_size, self._context_length, self._event,
+                records_experts=self._mixture is not None,
+            )  # fmt: skip
             if self._weights is None:
                 return await self._sample(request, limit, Use())
             return await self._weights.generate(partial(self._sample, request, limit))
