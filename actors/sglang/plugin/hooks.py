@@ -57,11 +57,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeVar
+
+import torch
 
 from actors.sglang.plugin.cpu_host_cache import pin_nothing
 from actors.sglang.plugin.internals import (
@@ -128,7 +130,6 @@ OPTIONS = "_isotherm_options"
 _PASS = "_isotherm_pass"
 _PIECES = "_isotherm_pieces"
 _LISTED = "_isotherm_listed"
-_STATES = "_isotherm_states"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +141,20 @@ class LogprobOptions:
         input_logprobs: True if the request returns input log-probs.
         unscaled: ids of the stop event if the request also returns log-probs at T = 1, else None.
         begin: position of the first row whose log-prob this pass returns.
-        pieces: unscaled log-probs of earlier passes over the prompt.
         listed: tokens whose log-probs are returned at each row; None if there are none.
-        listed_pieces: log-probs of listed tokens of earlier passes.
         states: True if the request returns the hidden states of its rows.
-        state_pieces: hidden states of earlier passes.
+        pieces: values of earlier passes over the prompt, by the name of their field.
     """
 
     temperature: float
     input_logprobs: bool
     unscaled: Sequence[int] | None
     begin: int = 0
-    pieces: Pieces = field(default_factory=Pieces, compare=False)
     listed: Listed | None = field(default=None, compare=False)
-    listed_pieces: Pieces = field(default_factory=Pieces, compare=False)
     states: bool = False
-    state_pieces: Pieces = field(default_factory=Pieces, compare=False)
+    pieces: defaultdict[str, Pieces] = field(
+        default_factory=partial(defaultdict, Pieces), compare=False
+    )
 
 
 @dataclass(frozen=True)
@@ -234,11 +233,9 @@ def record_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_k
             input_logprobs=req.return_logprob and id(req) not in decoding,
             unscaled=(req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH),
             begin=begin,
-            pieces=_kept_on(req, _PIECES, Pieces),
             listed=_kept_on(req, _LISTED, partial(_listed_by, req)),
-            listed_pieces=_kept_on(req, _LISTED + _PIECES, Pieces),
             states=bool((req.sampling_params.custom_params or {}).get(STATES_SWITCH)),
-            state_pieces=_kept_on(req, _STATES + _PIECES, Pieces),
+            pieces=_kept_on(req, _PIECES, partial(defaultdict, Pieces)),
         )
         for req, begin in zip(batch.reqs, _begins_of(batch), strict=True)
     ]
@@ -298,40 +295,11 @@ def forward(
     requests = _requests_of(logits_metadata)
     echo = [a.temperature if a.input_logprobs and rows.scored else None for rows, a in requests]
     info: dict[str, list[Any]] = {TEMPERATURE_KEY: echo}
-    if not any(
-        rows.scored and (a.temperature != 1 or _lists(rows, a) or _needs_states(rows, a))
-        for rows, a in requests
-    ):
-        output = run()
+    if any(rows.scored and (a.temperature != 1 or _returns_more(a)) for rows, a in requests):
+        output, values = _run_scaled(run, processor, requests, hidden_states.device)
+        info |= values
     else:
-        scaled_rows = ScaledRows(
-            [rows for rows, _ in requests],
-            [a.temperature for _, a in requests],
-            unscaled={
-                g: a.unscaled or ()
-                for g, (rows, a) in enumerate(requests)
-                if _needs_unscaled(rows, a)
-            },
-            listed={
-                g: (a.listed.at(a.begin, rows.scored), a.listed.others)
-                for g, (rows, a) in enumerate(requests)
-                if _lists(rows, a) and a.listed is not None
-            },
-            states=[g for g, (rows, a) in enumerate(requests) if _needs_states(rows, a)],
-            vocab_size=processor.vocab_size,
-            device=hidden_states.device,
-        )
-        output = _run_scaled(run, processor, scaled_rows)
-        for key, wants, pieces_of, values_of in (
-            (UNSCALED_KEY, _needs_unscaled, attrgetter("pieces"), scaled_rows.unscaled_of),
-            (LISTED_KEY, _lists, attrgetter("listed_pieces"), scaled_rows.listed_of),
-            (STATES_KEY, _needs_states, attrgetter("state_pieces"), scaled_rows.states_of),
-        ):
-            if any(wants(rows, a) for rows, a in requests):
-                info[key] = [
-                    pieces_of(a).up_to(a.begin, values_of(g)) if wants(rows, a) else None
-                    for g, (rows, a) in enumerate(requests)
-                ]
+        output = run()
     if any(a.input_logprobs for _, a in requests):
         output.customized_info = {**(output.customized_info or {}), **info}
     return output
@@ -348,23 +316,6 @@ def _requests_of(batch: Any) -> list[tuple[RequestRows, LogprobOptions]]:
     return list(zip(rows, options, strict=True))
 
 
-def _needs_unscaled(rows: RequestRows, options: LogprobOptions) -> bool:
-    return (
-        options.unscaled is not None
-        and options.input_logprobs
-        and rows.scored > 0
-        and options.temperature != 1
-    )
-
-
-def _lists(rows: RequestRows, options: LogprobOptions) -> bool:
-    return options.listed is not None and options.input_logprobs and rows.scored > 0
-
-
-def _needs_states(rows: RequestRows, options: LogprobOptions) -> bool:
-    return options.states and options.input_logprobs and rows.scored > 0
-
-
 def _returns_input_logprobs(batch: Any) -> bool:
     """True if a ForwardBatch or LogitsMetadata returns input log-probs. Reads only host memory."""
     if hasattr(batch, "extend_return_logprob"):
@@ -376,7 +327,36 @@ def _returns_input_logprobs(batch: Any) -> bool:
     return any(start < extend for extend, start in lens)
 
 
-def _run_scaled(run: Callable[[], Any], processor: Any, scaled_rows: ScaledRows) -> Any:
+def _returns_more(options: LogprobOptions) -> bool:
+    return options.input_logprobs and (options.listed is not None or options.states)
+
+
+def _run_scaled(
+    run: Callable[[], Any],
+    processor: Any,
+    requests: Sequence[tuple[RequestRows, LogprobOptions]],
+    device: torch.device,
+) -> tuple[Any, dict[str, list[Any]]]:
+    """Run the pass at the requests' temperatures; return its output, and the plugin's fields."""
+    asked = {g: a for g, (rows, a) in enumerate(requests) if a.input_logprobs and rows.scored}
+    unscaled = {
+        g: a.unscaled for g, a in asked.items() if a.unscaled is not None and a.temperature != 1
+    }
+    listed = {
+        g: (a.listed.at(a.begin, requests[g][0].scored), a.listed.others)
+        for g, a in asked.items()
+        if a.listed is not None
+    }
+    states = [g for g, a in asked.items() if a.states]
+    scaled_rows = ScaledRows(
+        [rows for rows, _ in requests],
+        [a.temperature for _, a in requests],
+        unscaled=unscaled,
+        listed=listed,
+        states=states,
+        vocab_size=processor.vocab_size,
+        device=device,
+    )
     setattr(processor, _PASS, scaled_rows)
     try:
         output = run()
@@ -385,7 +365,18 @@ def _run_scaled(run: Callable[[], Any], processor: Any, scaled_rows: ScaledRows)
     if output.next_token_logits is None:
         raise UnknownPassError("input log-probs without logits to sample from (item scoring?)")
     output.next_token_logits = scaled_rows.undivided_GV()
-    return output
+    info = {}
+    for key, wanted, values_of in (
+        (UNSCALED_KEY, unscaled, scaled_rows.unscaled_of),
+        (LISTED_KEY, listed, scaled_rows.listed_of),
+        (STATES_KEY, states, scaled_rows.states_of),
+    ):
+        if wanted:
+            info[key] = [
+                a.pieces[key].up_to(a.begin, values_of(g)) if g in wanted else None
+                for g, (_, a) in enumerate(requests)
+            ]
+    return output, info
 
 
 def get_logits(
