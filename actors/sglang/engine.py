@@ -20,7 +20,6 @@ deterministically (according to its /server_info) respects `GenerateRequest.seed
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,7 +31,6 @@ import numpy as np
 
 from actors.sglang.answers import (
     answers_of,
-    read_echo,
     read_experts,
     read_forced,
     read_hidden_states,
@@ -43,9 +41,14 @@ from actors.sglang.answers import (
     read_version,
 )
 from actors.sglang.client import FirstRequests, SglangClient
-from actors.sglang.plugin.hooks import LISTED_KEY, STATES_KEY
+from actors.sglang.probes import (
+    Plugin,
+    longest_states,
+    prefill_chunks,
+    probe_plugin,
+    probe_tokenizer,
+)
 from actors.sglang.requests import (
-    Chunks,
     bounded,
     forced_body,
     in_pass,
@@ -65,17 +68,14 @@ from distill.engine import (
     check_chains,
     check_prompt,
 )
-from distill.errors import DataError, EngineError, EngineLost
+from distill.errors import EngineError, EngineLost
 from distill.pace import SLOWEST_PREFILL_S, SLOWEST_TOKEN_S, Pace
 from distill.routing import MixtureShape
 from distill.sampling import UNSCALED
 from distill.states import HiddenStates
 from distill.stops import StopTokens
-from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.lending import LentBucket
-
-logger = logging.getLogger(__name__)
 
 _ABORT_AGAIN_S = 0.2
 # SGLang normally answers /health within about one second.
@@ -89,14 +89,6 @@ class _Prefilled(NamedTuple):
     unscaled_N: FloatArray | None
     top: TopLogprobs | None
     states: HiddenStates | None
-
-
-class _Plugin(NamedTuple):
-    """Abilities of a server's plugin; all False without one."""
-
-    scores_at_t: bool
-    lists: bool
-    states: bool
 
 
 class SglangEngine:
@@ -144,7 +136,7 @@ class SglangEngine:
         self._queued = 0  # samples and chains in calls of this engine
         self._beats = 0
         self._first = FirstRequests(first_request_s)
-        self._plugin: asyncio.Task[_Plugin] | None = None
+        self._plugin: asyncio.Task[Plugin] | None = None
         self._in_chunks = asyncio.Lock()  # one request at a time in `_prefill_in_chunks`
         self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
@@ -280,7 +272,7 @@ class SglangEngine:
         Such a server returns hidden states only for the last prefill chunk of a prompt. So the
         prompts of one HTTP request must fit into one chunk, and requests are sent one at a time.
         """
-        chunks, made = await self._prefill_chunks(), []
+        chunks, made = prefill_chunks(await self._client.server_info()), []
         for part in bounded(passes, self._event, chunks):
             async with self._in_chunks if chunks.tokens > 0 else nullcontext():
                 made += await self._prefill_parts([passes[part]], use, plugin=False)
@@ -432,70 +424,29 @@ class SglangEngine:
             dtype=self._dtype,
             eos_token_ids=None if self._stops is None else self._stops.ids,
             stop_event=self._event,
-            tokenizer=await self._probe_tokenizer(),
+            tokenizer=await probe_tokenizer(self._client),
             temperature_scaling=(
                 "isotherm's plugin in the server"
                 if plugin.scores_at_t
                 else "not announced by the server"
             ),
             scores_given=plugin.lists,
-            longest_states=None if plugin.states else await self._longest_own_states(),
+            longest_states=(
+                None if plugin.states else longest_states(await self._client.server_info())
+            ),
             scores_at_t=plugin.scores_at_t,
         )
 
-    async def _probe_tokenizer(self) -> TokenizerProbe:
-        texts = await self._client.post(
-            "/v1/tokenize",
-            {"prompt": list(PROBE_TEXTS), "add_special_tokens": False},
-            repeatable=True,
-        )
-        chat: tuple[int, ...] | None = None
-        try:
-            answer = await self._client.post(
-                "/v1/tokenize",
-                {"messages": list(PROBE_CHAT), "add_generation_prompt": True},
-                repeatable=True,
-            )
-            chat = tuple(answer["tokens"])
-        except DataError:  # the model has no chat template
-            logger.info("%s has no chat template that its server can render", self._model)
-        return TokenizerProbe(texts=tuple(tuple(ids) for ids in texts["tokens"]), chat=chat)
-
-    async def _known_plugin(self) -> _Plugin:
+    async def _known_plugin(self) -> Plugin:
         """Abilities of the server's plugin, probed once."""
+
+        async def probe() -> Plugin:
+            with self._first.sending("scoring"):
+                return await probe_plugin(self._client)
+
         if self._plugin is None or failed(self._plugin):
-            self._plugin = asyncio.ensure_future(self._probe_plugin())
+            self._plugin = asyncio.ensure_future(probe())
         return await asyncio.shield(self._plugin)
-
-    async def _probe_plugin(self) -> _Plugin:
-        tokens_T = np.zeros(2, np.int32)
-        asked = ScoreRequest(
-            tokens_T=tokens_T,
-            start=1,
-            temperatures=(0.5,),
-            given_NK=tokens_T[:1, None],
-            states_N=np.ones(1, np.bool_),
-        )
-        body = scoring_body([(asked, 0.5)])
-        with self._first.sending("scoring"):
-            content = await self._client.post("/generate", body, repeatable=True)
-        [answer] = answers_of(content, 1)
-        if read_echo(answer) is None:
-            return _Plugin(False, False, False)
-        return _Plugin(True, LISTED_KEY in answer["meta_info"], STATES_KEY in answer["meta_info"])
-
-    async def _longest_own_states(self) -> int | None:
-        """`EngineInfo.longest_states` of a server without the plugin."""
-        info = await self._client.server_info()
-        returned = info.get("enable_return_hidden_states")
-        if not (returned or info.get("return_hidden_states_mode") == "full"):
-            return 0
-        chunks = await self._prefill_chunks()
-        return chunks.tokens // chunks.page * chunks.page if chunks.tokens > 0 else None
-
-    async def _prefill_chunks(self) -> Chunks:
-        info = await self._client.server_info()
-        return Chunks(int(info.get("chunked_prefill_size") or 0), int(info.get("page_size") or 1))
 
     async def health(self) -> int:
         """See `Engine.health`.

@@ -12,11 +12,10 @@ import os
 from actors.sglang.address import API_KEY_VARIABLE, check_url
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine, failed
-from actors.sglang.requests import NEUTRAL
-from distill.errors import DataError, EngineError
+from actors.sglang.probes import find_vocab_size
+from distill.errors import EngineError
 from distill.stops import StopTokens
 
-_LARGEST_VOCABULARY = 1 << 22
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -74,26 +73,7 @@ class ExternalSglangEngine(SglangEngine):
         dtype = str(info.get("dtype"))
         # "auto" is some half precision; bfloat16 has the looser bounds.
         self._dtype = dtype if dtype in _DTYPES else "bfloat16"
-        self._vocab_size = await self._find_vocab_size()
-
-    async def _find_vocab_size(self) -> int:
-        """Find the vocabulary size by bisection.
-
-        SGLang does not report the size, but rejects a logit bias on an id outside the vocabulary. A
-        prompt with such an id would crash the server.
-        """
-        inside, outside = 0, _LARGEST_VOCABULARY
-        while outside - inside > 1:
-            middle = (inside + outside) // 2
-            params = NEUTRAL | {"max_new_tokens": 1, "logit_bias": {str(middle): 0.0}}
-            try:
-                await self._client.post(
-                    "/generate", {"input_ids": [0], "sampling_params": params}, repeatable=True
-                )
-                inside = middle
-            except DataError:
-                outside = middle
-        return outside
+        self._vocab_size = await find_vocab_size(self._client)
 
     async def abort(self) -> int:
         """Raise EngineError: an abort would also end requests of other clients of the server."""
