@@ -20,6 +20,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import Any, TypeVar
@@ -37,10 +38,7 @@ from actors.envs.agent_requests import (
     ChatPrompt,
     ClientSampling,
     RefusedRequest,
-    SamplingRule,
-    error_body,
-    model_body,
-    models_body,
+    check_sampling,
 )
 from actors.envs.agent_responses import ResponsesApi
 from actors.together import together
@@ -97,9 +95,9 @@ class AgentEndpoint:
         Args:
             max_tokens: exclusive upper limit of the prompt tokens of each turn.
             max_turns: maximum number of samples in an episode.
-            client_sampling: see `SamplingRule`.
+            client_sampling: see `check_sampling`.
         """
-        self._rule = SamplingRule(sampling=ask.sampling, client_sampling=client_sampling)
+        self._client_sampling: ClientSampling = client_sampling
         self._ask, self._tokenizer = ask, tokenizer
         self._max_tokens, self._max_turns = max_tokens, max_turns
         self.key = secrets.token_urlsafe(24)
@@ -179,17 +177,17 @@ class AgentEndpoint:
             return _refused(400, "the request is not whole")
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return web.json_response(models_body(["policy"]))
+        return web.json_response({"object": "list", "data": [_model_body("policy")]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        return web.json_response(model_body(request.match_info["name"]))
+        return web.json_response(_model_body(request.match_info["name"]))
 
     def _handler(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             raw = await request.read()
             body = _parsed(raw)
             asked = api.read(body)
-            self._rule.check(body)
+            check_sampling(body, self._ask.sampling, self._client_sampling)
             answer = await asyncio.shield(self._task(request, raw, asked))
             if not asked.stream:
                 return web.json_response(api.body(answer))
@@ -333,19 +331,24 @@ def _first_tokens(sample: Sample, length: int) -> Sample:
     if cut <= 0:
         return sample
     experts_NLK, top_ids_TK = sample.experts_NLK, sample.top_ids_TK
-    return Sample(
+    return replace(
+        sample,
         tokens_T=sample.tokens_T[:length],
         logprobs_T=sample.logprobs_T[:length],
         versions_T=sample.versions_T[:length],
         stop_reason=StopReason.DONE,
-        cached_tokens=sample.cached_tokens,
         top_ids_TK=None if top_ids_TK is None else top_ids_TK[:length],
         experts_NLK=None if experts_NLK is None else experts_NLK[:-cut],
-        sampled_by=sample.sampled_by,
     )
+
+
+def _model_body(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "isotherm"}
 
 
 def _refused(
     status: int, message: str, *, code: str | None = None, field: str | None = None
 ) -> web.Response:
-    return web.json_response(error_body(message, code, field), status=status)
+    kind = "invalid_request_error"
+    error = {"message": message, "type": kind, "param": field, "code": code}
+    return web.json_response({"error": error}, status=status)

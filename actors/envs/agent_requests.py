@@ -214,58 +214,43 @@ def refuse_fields(body: Body, remedies: Mapping[str, str]) -> None:
             raise DataError(f"`{name}` is not supported; {remedy}", field=name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRule:
-    """Check of the sampling fields of requests. Sampling always uses the settings of the run.
+def check_sampling(body: Body, sampling: Sampling, client_sampling: ClientSampling) -> None:
+    """Check the sampling fields of a request. Sampling always uses the settings of the run.
 
-    Attributes:
-        sampling: sampling settings of the episode.
+    Args:
         client_sampling: `force` overrides other values and logs each field once; `refuse` rejects
             the request.
+
+    Raises:
+        RefusedRequest: a field differs from the run's settings, with `refuse`.
     """
-
-    sampling: Sampling
-    client_sampling: ClientSampling
-
-    def check(self, body: Body) -> None:
-        """Apply the rule to a request.
-
-        Raises:
-            RefusedRequest: a field differs from the run's settings, with `refuse`.
-        """
-        asked = {
-            name: value
-            for name in _WITHOUT_EFFECT
-            if (value := _found(body, name)) is not None
-            and value not in (*_WITHOUT_EFFECT[name], self._own(name))
-        }
-        if asked and self.client_sampling == "refuse":
-            name, value = next(iter(asked.items()))
-            own = self._own(name)
-            instead = "" if own is None else f", or {own:g} as in the run"
-            raise RefusedRequest(
-                f"`{name}`={json.dumps(value)[:80]} differs from the run's sampling; leave it "
-                f"out{instead} (or set env.client_sampling=force)",
-                field=name,
-                code="unsupported_value",
-            )
-        new = [name for name in asked if name not in _logged]
-        if new:
-            _logged.update(new)
-            logger.warning(
-                "an agent's request has %s, which is ignored: the run's sampling applies",
-                ", ".join(f"{name}={json.dumps(asked[name])[:80]}" for name in new),
-            )
-
-    def _own(self, name: str) -> float | None:
-        """Value of the run's settings; None if the run has no such setting."""
-        decoder = self.sampling if isinstance(self.sampling, EvalSampling) else None
-        own = {
-            "temperature": self.sampling.temperature,
-            "top_p": decoder.top_p if decoder else 1,
-            "top_k": decoder.top_k if decoder else 0,
-        }
-        return own.get(name)
+    decoder = sampling if isinstance(sampling, EvalSampling) else None
+    own: dict[str, float] = {
+        "temperature": sampling.temperature,
+        "top_p": decoder.top_p if decoder else 1,
+        "top_k": decoder.top_k if decoder else 0,
+    }
+    asked = {
+        name: value
+        for name, accepted in _WITHOUT_EFFECT.items()
+        if (value := _found(body, name)) is not None and value not in (*accepted, own.get(name))
+    }
+    if asked and client_sampling == "refuse":
+        name, value = next(iter(asked.items()))
+        instead = f", or {own[name]:g} as in the run" if name in own else ""
+        raise RefusedRequest(
+            f"`{name}`={json.dumps(value)[:80]} differs from the run's sampling; leave it "
+            f"out{instead} (or set env.client_sampling=force)",
+            field=name,
+            code="unsupported_value",
+        )
+    new = [name for name in asked if name not in _logged]
+    if new:
+        _logged.update(new)
+        logger.warning(
+            "an agent's request has %s, which is ignored: the run's sampling applies",
+            ", ".join(f"{name}={json.dumps(asked[name])[:80]}" for name in new),
+        )
 
 
 def _found(body: Body, name: str) -> object:
@@ -300,22 +285,3 @@ def _stops(value: object) -> tuple[str, ...]:
             field="stop",
         )
     return tuple(stops)
-
-
-def models_body(names: Sequence[str]) -> dict[str, Any]:
-    """Body of the list of models."""
-    return {"object": "list", "data": [model_body(name) for name in names]}
-
-
-def model_body(name: str) -> dict[str, Any]:
-    """Body of one model."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": "isotherm"}
-
-
-def error_body(message: str, code: str | None, field: str | None) -> dict[str, Any]:
-    """Body of an error."""
-    return {
-        "error": {
-            "message": message, "type": "invalid_request_error", "param": field, "code": code,
-        }
-    }  # fmt: skip

@@ -112,7 +112,7 @@ class SglangClient:
 
     async def get(self, path: str) -> Any:
         """Send a GET and return its JSON; retried on failure."""
-        return await self._request("GET", path, None, key=self._api_key, repeatable=True)
+        return await self._request(path, None, key=self._api_key, repeatable=True)
 
     async def server_info(self) -> Mapping[str, Any]:
         """Answer to GET /server_info, requested once.
@@ -141,9 +141,7 @@ class SglangClient:
             EngineLost: the server cannot be reached, or takes longer than the deadline.
             EngineError: the server rejects the key, redirects, or fails.
         """
-        return await self._request(
-            "POST", path, _bytes(body), key=self._api_key, repeatable=repeatable
-        )
+        return await self._request(path, _bytes(body), key=self._api_key, repeatable=repeatable)
 
     async def exchange(
         self,
@@ -163,8 +161,8 @@ class SglangClient:
         """
         payload = await self._aside(lambda: _bytes(body()))
         return await self._request(
-            "POST", path, payload, key=self._api_key, repeatable=repeatable,
-            allowance_s=allowance_s, read=read,
+            path, payload, key=self._api_key, repeatable=repeatable, allowance_s=allowance_s,
+            read=read,
         )  # fmt: skip
 
     async def _aside(self, function: Callable[[], Value]) -> Value:
@@ -181,7 +179,7 @@ class SglangClient:
         """
         try:
             answer = await self._request(
-                "POST", path, _bytes(body), key=self._admin_api_key, repeatable=False,
+                path, _bytes(body), key=self._admin_api_key, repeatable=False,
                 allowance_s=allowance_s,
             )  # fmt: skip
         except DataError as error:  # status 400: a refusal with its reason
@@ -198,7 +196,6 @@ class SglangClient:
 
     async def _request(
         self,
-        method: str,
         path: str,
         payload: bytes | None,
         *,
@@ -210,9 +207,7 @@ class SglangClient:
         deadline_s = self._deadline_s + allowance_s
         try:
             async with asyncio.timeout(deadline_s):
-                status, content = await self._attempts(
-                    method, path, payload, key=key, repeatable=repeatable
-                )
+                status, content = await self._attempts(path, payload, key, repeatable)
                 if read is None:
                     return self._checked(path, status, content)
                 return await self._aside(
@@ -225,18 +220,12 @@ class SglangClient:
             ) from None
 
     async def _attempts(
-        self,
-        method: str,
-        path: str,
-        payload: bytes | None,
-        *,
-        key: str | None,
-        repeatable: bool,
+        self, path: str, payload: bytes | None, key: str | None, repeatable: bool
     ) -> tuple[int, bytes]:
         for attempt in range(_RETRIES + 1):
             last = attempt == _RETRIES
             try:
-                status, content = await self._send(method, path, payload, key)
+                status, content = await self._send(path, payload, key)
             except aiohttp.ClientConnectorError as error:
                 if last:
                     raise self._unreachable(path, error) from error
@@ -250,9 +239,8 @@ class SglangClient:
             await asyncio.sleep(_BACK_OFF_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _send(
-        self, method: str, path: str, payload: bytes | None, key: str | None
-    ) -> tuple[int, bytes]:
+    async def _send(self, path: str, payload: bytes | None, key: str | None) -> tuple[int, bytes]:
+        method = "GET" if payload is None else "POST"
         headers = {"Content-Type": "application/json"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
