@@ -25,6 +25,10 @@ if TYPE_CHECKING:  # rollout workers import this module, and start without torch
     from distill.weights.shared_memory import SharedTensors
 
 
+def _wrong(field: str, problem: str) -> DataError:
+    return DataError(f"{field} {problem}", field=field)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """Sample `num_samples` continuations of one prompt.
@@ -52,25 +56,15 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens_T) == 0:
-            raise DataError(
-                "GenerateRequest.prompt_tokens_T is empty: give at least one token",
-                field="GenerateRequest.prompt_tokens_T",
-            )
+            raise _wrong("GenerateRequest.prompt_tokens_T", "is empty: give at least one token")
         if self.num_samples < 1:
-            raise DataError(
-                f"GenerateRequest.num_samples = {self.num_samples} must be at least 1",
-                field="GenerateRequest.num_samples",
-            )
+            raise _wrong("GenerateRequest.num_samples", f"= {self.num_samples} must be at least 1")
         if self.top_k < 0:
-            raise DataError(
-                f"GenerateRequest.top_k = {self.top_k} must be 0 (none) or above",
-                field="GenerateRequest.top_k",
-            )
+            raise _wrong("GenerateRequest.top_k", f"= {self.top_k} must be 0 (none) or above")
         if not 0 <= self.known <= (length := len(self.prompt_tokens_T)):
-            raise DataError(
-                f"GenerateRequest.known = {self.known} must be in [0, {length}]: tokens of the "
-                "prompt",
-                field="GenerateRequest.known",
+            raise _wrong(
+                "GenerateRequest.known",
+                f"= {self.known} must be in [0, {length}]: tokens of the prompt",
             )
 
 
@@ -128,36 +122,31 @@ class ScoreRequest:
     states_N: BoolArray | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.start < len(self.tokens_T):
-            raise DataError(
-                f"ScoreRequest.start = {self.start} must be in [1, {len(self.tokens_T)}): "
-                "position 0 has no context, and at least one token must be scored",
-                field="ScoreRequest.start",
+        scored = len(self.tokens_T) - self.start
+        if self.start < 1 or scored < 1:
+            raise _wrong(
+                "ScoreRequest.start",
+                f"= {self.start} must be in [1, {len(self.tokens_T)}): position 0 has no context, "
+                "and at least one token must be scored",
             )
         if not self.temperatures:
-            raise DataError("ScoreRequest.temperatures is empty", field="ScoreRequest.temperatures")
+            raise _wrong("ScoreRequest.temperatures", "is empty")
         if self.top_k < 0:
-            raise DataError(
-                f"ScoreRequest.top_k = {self.top_k} must be 0 (none) or above",
-                field="ScoreRequest.top_k",
-            )
-        if self.given_NK is not None and (
-            self.given_NK.ndim != 2
-            or len(self.given_NK) != len(self.tokens_T) - self.start
-            or self.given_NK.shape[1] == 0
+            raise _wrong("ScoreRequest.top_k", f"= {self.top_k} must be 0 (none) or above")
+        if (given_NK := self.given_NK) is not None and (
+            given_NK.ndim != 2 or len(given_NK) != scored or given_NK.shape[1] == 0
         ):
-            raise DataError(
-                f"ScoreRequest.given_NK has shape {self.given_NK.shape}; it must have a row of ids "
-                f"for each of {len(self.tokens_T) - self.start} scored positions",
-                field="ScoreRequest.given_NK",
+            raise _wrong(
+                "ScoreRequest.given_NK",
+                f"has shape {given_NK.shape}; it must have a row of ids for each of {scored} "
+                "scored positions",
             )
-        if self.states_N is not None and (
-            self.states_N.shape != (len(self.tokens_T) - self.start,) or not self.states_N.any()
+        if (states_N := self.states_N) is not None and (
+            states_N.shape != (scored,) or not states_N.any()
         ):
-            raise DataError(
-                f"ScoreRequest.states_N has shape {self.states_N.shape}; it must be True at some "
-                f"of {len(self.tokens_T) - self.start} scored positions",
-                field="ScoreRequest.states_N",
+            raise _wrong(
+                "ScoreRequest.states_N",
+                f"has shape {states_N.shape}; it must be True at some of {scored} scored positions",
             )
         for temperature in self.temperatures:
             check_temperature(temperature, "ScoreRequest.temperatures")
@@ -403,10 +392,10 @@ def check_prompt(
             tokens than there are outcomes, or experts that the engine does not record.
     """
     if request.experts and not records_experts:
-        raise DataError(
-            "GenerateRequest.experts: the engine does not record experts; start it with "
+        raise _wrong(
+            "GenerateRequest.experts",
+            "cannot be returned: the engine does not record experts; start it with "
             "routed_experts=True",
-            field="GenerateRequest.experts",
         )
     _check_listed(request.top_k, vocab_size, event, "GenerateRequest.top_k")
     check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
