@@ -48,8 +48,6 @@ T = TypeVar("T")
 MODES: tuple[OnWeightUpdate, ...] = ("continue", "restart", "finish", "in_place")
 CONTEXT = 256
 TEMPERATURE = 0.7
-# Samples end only at their maximum length, so that all of them are in flight at once.
-ENDLESS = """--preferred-sampling-params '{"ignore_eos": true}'"""
 
 
 class Orders:
@@ -109,10 +107,12 @@ class Served:
     def generate(self, num_samples: int = 3) -> list[Sample]:
         return self.run(self.engine.generate(ask(20, num_samples)))
 
-    async def samples(self, number: int) -> None:
-        """Wait until the server has sampled first tokens of `number` responses."""
+    async def samples(self, number: int, *tasks: asyncio.Task[Any]) -> None:
+        """Wait until the server samples `number` responses at once, or a task has ended."""
         assert self.client is not None
         while (await self.client.get("/v1/loads"))["loads"][0]["num_running_reqs"] < number:
+            if any(task.done() for task in tasks):  # a response may end at any token
+                return
             await asyncio.sleep(0.01)
 
     def expect_whole(self, version: int) -> None:
@@ -164,8 +164,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
     with asyncio.Runner() as runner:
         config = SglangConfig(
-            model=directories[0], server_flags=ENDLESS, device="cpu", start_deadline_s=DEADLINE_S,
-            request_deadline_s=60,
+            model=directories[0], device="cpu", start_deadline_s=DEADLINE_S, request_deadline_s=60,
         )  # fmt: skip
         engine = HostedSglangEngine(config)
         try:
@@ -188,7 +187,7 @@ def server(shared_server: Served) -> Iterator[Served]:
 async def push_in_the_middle(server: Served, requests: list[GenerateRequest]) -> Any:
     """(samples by request, pause of the load); the load begins after first tokens."""
     tasks = [asyncio.create_task(server.engine.generate(request)) for request in requests]
-    await server.samples(sum(request.num_samples for request in requests))
+    await server.samples(sum(request.num_samples for request in requests), *tasks)
     pause = await server.engine.load_weights(server.weights(1), 1)
     unfinished = sum(not task.done() for task in tasks)
     return await asyncio.gather(*tasks), pause, unfinished
@@ -338,7 +337,7 @@ def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
 
     async def push_and_break() -> list[Sample] | BaseException:
         task = asyncio.create_task(server.engine.generate(LONG[0]))
-        await server.samples(LONG[0].num_samples)
+        await server.samples(LONG[0].num_samples, task)
         with pytest.raises(EngineError):
             await server.engine.load_weights(server.weights(1), 1)
         [outcome] = await asyncio.gather(task, return_exceptions=True)
