@@ -44,22 +44,6 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
     return "bfloat16" if _is_cuda(device) else "float32"
 
 
-def choose_engine(choice: EngineChoice, device: str) -> EngineKind:
-    """Resolve the kind of engine. `device` may be auto.
-
-    For auto: SGLang if it is installed and the device is a GPU, else the embedded engine, which is
-    faster on a CPU (docs/engines.md).
-
-    Raises:
-        ConfigError: `choice` is sglang, and SGLang is not installed.
-    """
-    if choice == "sglang":
-        require_sglang()
-    if choice != "auto":
-        return choice
-    return "sglang" if sglang_installed() and _is_cuda(device) else "embedded"
-
-
 def _is_cuda(device: str) -> bool:
     """True if the device is CUDA. Imports torch only if `device` is auto.
 
@@ -112,8 +96,19 @@ class EngineSettings:
     )
 
     def kind_on(self, device: str) -> EngineKind:
-        """Kind of the engines. Raises as `choose_engine`."""
-        return choose_engine(self.kind, device)
+        """Kind of the engines. `device` may be auto.
+
+        For auto: SGLang if it is installed and the device is a GPU, else the embedded engine, which
+        is faster on a CPU (docs/engines.md).
+
+        Raises:
+            ConfigError: `kind` is sglang, and SGLang is not installed.
+        """
+        if self.kind == "sglang":
+            require_sglang()
+        if self.kind != "auto":
+            return self.kind
+        return "sglang" if sglang_installed() and _is_cuda(device) else "embedded"
 
     def dtype_on(self, device: str) -> Dtype:
         """Precision of the engines (`choose_dtype`)."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors import config as config_module
-from actors.config import EngineConfig, choose_engine, engine_note, start_deadline
+from actors.config import EngineConfig, EngineSettings, engine_note, start_deadline
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
@@ -25,17 +25,17 @@ def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
 ) -> None:
     for module in (config_module, sglang_here):
         monkeypatch.setattr(module, "sglang_installed", lambda: installed)
-    assert choose_engine("auto", "cuda") == ("sglang" if installed else "embedded")
-    assert choose_engine("auto", "cpu") == "embedded"
+    assert EngineSettings(kind="auto").kind_on("cuda") == ("sglang" if installed else "embedded")
+    assert EngineSettings(kind="auto").kind_on("cpu") == "embedded"
     # No warning if no other engine is possible.
     assert bool(engine_note("auto", "embedded")) is installed
     assert not engine_note("embedded", "embedded")
-    assert choose_engine("embedded", "cuda") == "embedded"
+    assert EngineSettings(kind="embedded").kind_on("cuda") == "embedded"
     if installed:
-        assert choose_engine("sglang", "cpu") == "sglang"
+        assert EngineSettings(kind="sglang").kind_on("cpu") == "sglang"
     else:
         with refuses(ConfigError, "engine.kind"):
-            choose_engine("sglang", "cpu")
+            EngineSettings(kind="sglang").kind_on("cpu")
 
 
 @pytest.mark.parametrize(
