@@ -91,61 +91,49 @@ class Judge:
     The key is read from the environment variable ISOTHERM_JUDGE_API_KEY of the calling process.
 
     Args:
-        url: http(s)://host[:port], with the path of the API if it is not /v1.
-        model: name of the model at the endpoint.
-        timeout_s: time limit of one attempt in seconds.
+        address: the endpoint (`judge_address`).
+        limits: limits of the attempts at an answer.
         max_concurrent: maximum number of concurrent requests of a process.
-        wait_s: time limit in seconds of all attempts, which follow transient failures: busy
-            server, lost connection, timeout.
-        attempts: maximum number of attempts; None: limited by `wait_s` only.
         max_tokens: maximum number of tokens of a verdict, its reasons included.
         max_chars: maximum number of characters of an answer that the judge sees.
-
-    Raises:
-        ConfigError: the address is invalid. `actors.envs.judge_env.Judged` checks the other
-            settings.
     """
 
-    url: str
-    model: str
-    timeout_s: float = 120.0
+    address: EndpointAddress
+    limits: AnswerLimits
     max_concurrent: int = 16
-    wait_s: float = 600.0
-    attempts: int | None = None
     max_tokens: int = 1024
     max_chars: int = 20_000
-
-    def __post_init__(self) -> None:
-        _ = self._address
 
     async def check(self) -> None:
         """Check the endpoint by listing its models (`GET .../models`), which costs nothing.
 
         Raises:
-            ConfigError: the library is missing, or there is no OpenAI-compatible endpoint at `url`.
+            ConfigError: the library is missing, or there is no such endpoint at the address.
         """
-        quick = replace(self, timeout_s=min(self.timeout_s, _CHECK_S))._endpoint()
+        limits = replace(self.limits, attempt_s=min(self.limits.attempt_s, _CHECK_S))
+        quick = replace(self, limits=limits)._endpoint()
         try:
             async with quick.client:
                 listed = await quick.models()
         except EngineError as error:
             raise ConfigError(
-                f"env.judge_url={self.url} cannot be used: GET .../models: {error}",
+                f"env.judge_url={self.address.url} cannot be used: GET .../models: {error}",
                 field="env.judge_url",
             ) from None
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ConfigError(
-                f"env.judge_url={self.url} is not an OpenAI-compatible endpoint; its API may be "
-                "at another path, such as /v1",
+                f"env.judge_url={self.address.url} is not an OpenAI-compatible endpoint; its API "
+                "may be at another path, such as /v1",
                 field="env.judge_url",
             )
         names = [str(each.get("id")) for each in listed["data"] if isinstance(each, dict)]
-        if self.model not in names:  # no error: some endpoints do not list all models
+        model = self.address.name
+        if model not in names:  # no error: some endpoints do not list all models
             logger.warning(
                 "the judge at %s does not list env.judge_model=%s; %s",
-                self.url,
-                self.model,
-                known_names(self.model, names[:_SHOWN]),
+                self.address.url,
+                model,
+                known_names(model, names[:_SHOWN]),
             )
 
     async def try_verdict(self, rubric: str, *, pairs: bool) -> None:
@@ -157,12 +145,12 @@ class Judge:
         answers = {"answer A": "4", "answer B": "5"} if pairs else {"answer": "4"}
         task = _COMPARING if pairs else _SCORING
         try:
-            await replace(self, attempts=_CHECKS)._verdict(
-                task, rubric, "What is 2 + 2?", None, answers
-            )
+            few = replace(self, limits=replace(self.limits, attempts=_CHECKS))
+            await few._verdict(task, rubric, "What is 2 + 2?", None, answers)
         except (DataError, EngineError) as error:
             raise ConfigError(
-                f"env.judge_url={self.url} env.judge_model={self.model} cannot be used: {error}",
+                f"env.judge_url={self.address.url} env.judge_model={self.address.name} cannot be "
+                f"used: {error}",
                 field="env.judge_url",
             ) from None
         finally:
@@ -233,7 +221,7 @@ class Judge:
             messages = [*messages[:1], *_reminder(reply[-self.max_chars :])]
         ended = f"was cut off at env.judge_max_tokens={self.max_tokens}" if cut else "ended"
         raise DataError(
-            f"the judge {self.model} gave no verdict, asked twice: its last line must be "
+            f"the judge {self.address.name} gave no verdict, asked twice: its last line must be "
             f"{task.form}, and it {ended} with {_last_line(reply)[-_SHOWN:]!r}. "
             + ("Raise env.judge_max_tokens" if cut else "Use another env.judge_model")
         )
@@ -264,25 +252,19 @@ class Judge:
     def _endpoint(self) -> TextEndpoint:
         """Open the endpoint. Raises ConfigError if the library is missing or the key invalid."""
         return TextEndpoint.open(
-            self._address,
-            limits=AnswerLimits(
-                attempt_s=self.timeout_s,
-                all_s=self.wait_s,
-                attempts=self.attempts,
-                max_unusable=2,
-            ),
-            max_concurrent=self.max_concurrent,
+            self.address, limits=self.limits, max_concurrent=self.max_concurrent
         )
 
-    @property
-    def _address(self) -> EndpointAddress:
-        return EndpointAddress(
-            url=self.url,
-            name=self.model,
-            url_setting="env.judge_url",
-            name_setting="env.judge_model",
-            key_variable=API_KEY_VARIABLE,
-        )
+
+def judge_address(url: str, model: str) -> EndpointAddress:
+    """Address of a judge. Raises ConfigError if it is invalid."""
+    return EndpointAddress(
+        url=url,
+        name=model,
+        url_setting="env.judge_url",
+        name_setting="env.judge_model",
+        key_variable=API_KEY_VARIABLE,
+    )
 
 
 def _order(

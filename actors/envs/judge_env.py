@@ -30,7 +30,8 @@ from typing import Any
 import chz
 import numpy as np
 
-from actors.envs.judge import Judge
+from actors.envs.judge import Judge, judge_address
+from actors.rollout.text_endpoint import AnswerLimits
 from actors.together import together
 from distill.chat.template import Message
 from distill.data.prompts import FIELDS, ChatStyle, Prompt, check_form
@@ -245,11 +246,11 @@ class Judged(ChatEnvConfig):
                 )
         assert self.judge_url is not None and self.judge_model is not None
         return Judge(
-            url=self.judge_url,
-            model=self.judge_model,
-            timeout_s=self.judge_timeout_s,
+            address=judge_address(self.judge_url, self.judge_model),
+            limits=AnswerLimits(
+                attempt_s=self.judge_timeout_s, all_s=self.judge_wait_s, max_unusable=2
+            ),
             max_concurrent=self.judge_max_concurrent,
-            wait_s=self.judge_wait_s,
             max_tokens=self.judge_max_tokens,
             max_chars=self.judge_max_chars,
         )

@@ -7,7 +7,7 @@ from aiohttp import web
 
 import actors.rollout.text_endpoint
 import actors.sglang.client
-from actors.envs.judge import Judge
+from actors.envs.judge import Judge, judge_address
 from actors.rollout.text_endpoint import AnswerLimits, EndpointAddress, text_endpoint
 from actors.sglang.client import SglangClient
 from distill.errors import EngineError
@@ -52,7 +52,8 @@ async def scores(url: str) -> None:
 
 
 async def judges(url: str) -> None:
-    judge = Judge(url=url, model="m", timeout_s=30, attempts=1)
+    limits = AnswerLimits(attempt_s=30, all_s=30, attempts=1)
+    judge = Judge(address=judge_address(url, "m"), limits=limits)
     await judge.score("What is 1 + 1?", "2", "right or wrong")
 
 

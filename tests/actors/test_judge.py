@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.judge import API_KEY_VARIABLE, Judge
+from actors.envs.judge import API_KEY_VARIABLE, Judge, judge_address
+from actors.rollout.text_endpoint import AnswerLimits
 from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
 from actors.sglang.installed import sglang_installed
@@ -20,6 +21,7 @@ from tests.tiny import save_tokenizer, tiny_model_dir
 from tests.waiting import DEADLINE_S
 
 RUBRIC = "Short answers are good."
+LIMITS = AnswerLimits(attempt_s=120, all_s=600, attempts=1, max_unusable=2)
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedJudge]:
 
 @pytest.fixture
 def judge(server: ScriptedJudge) -> Judge:
-    return Judge(url=server.url, model=MODEL, attempts=1)
+    return Judge(address=judge_address(server.url, MODEL), limits=LIMITS)
 
 
 def score(judge: Judge, answer: str = "4", reference: str | None = None) -> float:
@@ -167,18 +169,19 @@ async def test_no_more_ask_at_once_than_may(server: ScriptedJudge, judge: Judge)
 def test_temporary_failures_are_retried(server: ScriptedJudge, judge: Judge) -> None:
     replies: list[str | int] = [429, 500, "Score: 10"]
     server.script = lambda text, given: replies.pop(0)
-    judge = replace(judge, attempts=None)
+    limits = replace(LIMITS, attempts=None)
+    judge = replace(judge, limits=limits)
     assert score(judge) == 1.0
     server.script = lambda text, given: 503
     with pytest.raises(EngineError) as trouble:
-        score(replace(judge, wait_s=0.5))
+        score(replace(judge, limits=replace(limits, all_s=0.5)))
     assert API_KEY not in str(trouble.value)  # which the judge repeats
 
 
 def test_a_judge_that_does_not_answer(server: ScriptedJudge, judge: Judge) -> None:
     server.delay_s = 30
     with pytest.raises(EngineError):
-        score(replace(judge, timeout_s=0.2))
+        score(replace(judge, limits=replace(LIMITS, attempt_s=0.2)))
 
 
 def test_a_refused_question_is_bad_data(server: ScriptedJudge, judge: Judge) -> None:
@@ -226,12 +229,16 @@ def test_the_check_asks_for_no_verdict(
     server: ScriptedJudge, judge: Judge, caplog: pytest.LogCaptureFixture
 ) -> None:
     asyncio.run(judge.check())
-    asyncio.run(replace(judge, url=server.url.removesuffix("/v1")).check())
+
+    def check(url: str, model: str = MODEL) -> None:
+        asyncio.run(replace(judge, address=judge_address(url, model)).check())
+
+    check(server.url.removesuffix("/v1"))
     assert not server.bodies and "did you mean" not in caplog.text
-    asyncio.run(replace(judge, model="tiny-juge").check())
+    check(server.url, "tiny-juge")
     assert "did you mean 'tiny-judge'" in caplog.text
     with refuses(ConfigError, "env.judge_url"):
-        asyncio.run(replace(judge, url=server.url + "/v2").check())
+        check(server.url + "/v2")
 
 
 def test_a_verdict_is_tried_before_a_run(server: ScriptedJudge, judge: Judge) -> None:
@@ -251,7 +258,7 @@ def test_a_verdict_is_tried_before_a_run(server: ScriptedJudge, judge: Judge) ->
 def test_invalid_addresses_are_refused() -> None:
     """tests/actors/test_text_teacher.py has all kinds of them."""
     with refuses(ConfigError, "env.judge_url"):
-        Judge(url="ftp://host", model=MODEL)
+        judge_address("ftp://host", MODEL)
 
 
 @pytest.mark.slow
@@ -267,7 +274,7 @@ def test_a_real_server_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     try:
         asyncio.run(server.ready())
-        judge = Judge(url=server.url, model=model, max_tokens=8)
+        judge = Judge(address=judge_address(server.url, model), limits=LIMITS, max_tokens=8)
         monkeypatch.setenv(API_KEY_VARIABLE, server.api_key)
         asyncio.run(judge.check())
         with pytest.raises(DataError):
