@@ -182,24 +182,16 @@ class SglangEngine:
         return samples
 
     def _read_samples(self, request: GenerateRequest, use: Use, content: Any) -> list[Sample]:
-        answers = answers_of(content, request.num_samples)
-        samples = [
-            read_sample(answer, self._event, request.top_k, use.version) for answer in answers
-        ]
-        if not request.experts:
-            return samples
-        return [
-            self._with_experts(sample, answer, request)
-            for sample, answer in zip(samples, answers, strict=True)
-        ]
-
-    def _with_experts(
-        self, sample: Sample, answer: Mapping[str, Any], request: GenerateRequest
-    ) -> Sample:
-        assert self._mixture is not None
-        routed = len(request.prompt_tokens_T) + len(sample.tokens_T) - 1
-        experts_NLK = read_experts(answer, max(0, routed - request.known), self._mixture)
-        return replace(sample, experts_NLK=experts_NLK)
+        samples = []
+        for answer in answers_of(content, request.num_samples):
+            sample = read_sample(answer, self._event, request.top_k, use.version)
+            if request.experts:
+                assert self._mixture is not None
+                routed = len(request.prompt_tokens_T) + len(sample.tokens_T) - 1
+                experts_NLK = read_experts(answer, max(0, routed - request.known), self._mixture)
+                sample = replace(sample, experts_NLK=experts_NLK)
+            samples.append(sample)
+        return samples
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`.
