@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.sglang.client import ServerFacts
 from actors.sglang.config import OnWeightUpdate
 from actors.sglang.weights import Use, WeightSession
 from distill.engine import CheckpointDirectory, Sample
@@ -37,17 +38,16 @@ class Server:
         self._going = asyncio.Event()
         self._going.set()
 
-    async def admin(self, path: str, body: Mapping[str, Any], **_more: Any) -> Any:
+    async def order(self, path: str, body: Mapping[str, Any], **_more: Any) -> None:
         self.orders.append(path)
         await asyncio.sleep(0)
         if path == self._fails:
             self._fails = ""
-            return {"success": False, "message": "on purpose"}
+            raise EngineError("on purpose")
         getattr(self, "_on_" + path[1:])(body)
 
-    async def get(self, path: str) -> dict[str, Any]:
-        assert path == "/server_info"
-        return {"tp_size": 1}
+    async def facts(self) -> ServerFacts:
+        return ServerFacts.of({"tp_size": 1})
 
     def _on_pause_generation(self, _body: Mapping[str, Any]) -> None:
         assert not self.paused, "paused twice"

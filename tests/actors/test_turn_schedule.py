@@ -64,7 +64,7 @@ def client_of(gpus: Gpus) -> type[SglangClient]:
             self._name = url()
 
         async def _send(
-            self, method: str, path: str, payload: bytes | None, key: str | None
+            self, path: str, payload: bytes | None, key: str | None
         ) -> tuple[int, bytes]:
             body = json.loads(payload or b"{}")
             match path:
