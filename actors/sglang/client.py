@@ -130,18 +130,15 @@ class SglangClient:
     async def facts(self) -> ServerFacts:
         return ServerFacts.of(await self.server_info())
 
-    async def post(self, path: str, body: Body, *, repeatable: bool = False) -> Any:
-        """Send a POST and return its JSON.
-
-        Args:
-            repeatable: the request has no side effects and may be retried.
+    async def post(self, path: str, body: Body) -> Any:
+        """Send a POST without side effects and return its JSON; retried on failure.
 
         Raises:
             DataError: the server rejects the request as invalid (status 400 or 422).
             EngineLost: the server cannot be reached, or takes longer than the deadline.
             EngineError: the server rejects the key, redirects, or fails.
         """
-        return await self._request(path, _bytes(body), key=self._api_key, repeatable=repeatable)
+        return await self._request(path, _bytes(body), key=self._api_key, repeatable=True)
 
     async def exchange(
         self,
@@ -155,6 +152,7 @@ class SglangClient:
         """Send a POST and return `read(JSON of the answer)`; `body` and `read` run in a thread.
 
         Args:
+            repeatable: the request has no side effects and may be retried.
             allowance_s: seconds added to the deadline, for the request's tokens or bytes.
 
         Raises the errors of `post`, `body` and `read`.

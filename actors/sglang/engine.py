@@ -334,7 +334,7 @@ class SglangEngine:
         body = forced_body([(requests[i], t, position) for i, t, position in asked], self._event)
         body |= use.fields
         with self._first.sending("scoring by decode"):
-            content = await self._client.post("/generate", body, repeatable=True)
+            content = await self._client.post("/generate", body)
         answers = answers_of(content, len(asked))
         found: dict[tuple[int, float], list[float]] = {}
         for (i, t, position), answer in zip(asked, answers, strict=True):

@@ -38,7 +38,7 @@ async def probe_plugin(client: SglangClient) -> Plugin:
         given_NK=tokens_T[:1, None],
         states_N=np.ones(1, np.bool_),
     )
-    content = await client.post("/generate", scoring_body([(asked, 0.5)]), repeatable=True)
+    content = await client.post("/generate", scoring_body([(asked, 0.5)]))
     [answer] = answers_of(content, 1)
     if read_echo(answer) is None:
         return Plugin(False, False, False)
@@ -47,16 +47,12 @@ async def probe_plugin(client: SglangClient) -> Plugin:
 
 async def probe_tokenizer(client: SglangClient) -> TokenizerProbe:
     texts = await client.post(
-        "/v1/tokenize",
-        {"prompt": list(PROBE_TEXTS), "add_special_tokens": False},
-        repeatable=True,
+        "/v1/tokenize", {"prompt": list(PROBE_TEXTS), "add_special_tokens": False}
     )
     chat: tuple[int, ...] | None = None
     try:
         answer = await client.post(
-            "/v1/tokenize",
-            {"messages": list(PROBE_CHAT), "add_generation_prompt": True},
-            repeatable=True,
+            "/v1/tokenize", {"messages": list(PROBE_CHAT), "add_generation_prompt": True}
         )
         chat = tuple(answer["tokens"])
     except DataError as error:  # the model has no chat template
@@ -75,9 +71,7 @@ async def find_vocab_size(client: SglangClient) -> int:
         middle = (inside + outside) // 2
         params = NEUTRAL | {"max_new_tokens": 1, "logit_bias": {str(middle): 0.0}}
         try:
-            await client.post(
-                "/generate", {"input_ids": [0], "sampling_params": params}, repeatable=True
-            )
+            await client.post("/generate", {"input_ids": [0], "sampling_params": params})
             inside = middle
         except DataError:
             outside = middle
