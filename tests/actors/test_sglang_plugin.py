@@ -141,7 +141,7 @@ def test_scaled_rows_equal_the_slow_loop(
         if g in unscaled:
             expected = []
             for n in range(request.scored):
-                token = tokens_S[request.first_scored + n].item()
+                token = int(tokens_S[request.first_scored + n])
                 outcome = unscaled[g] if token in unscaled[g] else [token]
                 p_V = torch.softmax(logits_NV[request.first + n], 0)
                 expected.append(p_V[list(outcome)].sum().log().item())

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_games_that_all_end_by_a_limit_are_found(reason: str, setting: str) -> N
 )
 def test_without_a_teacher_the_source_of_rewards_is_named(recipe: str, setting: str) -> None:
     given = {"prompts": "p"} if recipe == "rl" else {}
-    config = make(recipe, student="s", out="o", temperature=1.0, **given)
+    config: Any = make(recipe, student="s", out="o", temperature=1.0, **given)
     rows = [{"step": step, "rollout/eos_share": 0.9 * 0.9**step} for step in range(1, 40)]
     [finding] = found(rows, config)
     assert finding.name == "eos_vanishes"

@@ -51,9 +51,7 @@ class SlowServer(SglangClient):
         self._loop, self._frozen_from = loop, frozen_from
         self.asked = 0
 
-    async def _send(
-        self, method: str, path: str, payload: bytes | None, key: str | None
-    ) -> tuple[int, bytes]:
+    async def _send(self, path: str, payload: bytes | None, key: str | None) -> tuple[int, bytes]:
         if path == "/health":
             await self._work(3.0)
             return 200, b""
@@ -87,16 +85,14 @@ class CompilingServer(SlowServer):
         super().__init__(loop, float("inf"))
         self._compiling_s, self._compiled_at = compiling_s, float("-inf")
 
-    async def _send(
-        self, method: str, path: str, payload: bytes | None, key: str | None
-    ) -> tuple[int, bytes]:
+    async def _send(self, path: str, payload: bytes | None, key: str | None) -> tuple[int, bytes]:
         if path == "/generate" and not self.asked:
             self._compiled_at = self._loop.now + self._compiling_s
             await asyncio.sleep(self._compiling_s)
         elif self._loop.now < self._compiled_at:
             await asyncio.sleep(20)
             return 503, b""
-        return await super()._send(method, path, payload, key)
+        return await super()._send(path, payload, key)
 
 
 class SlowEngine(SglangEngine):
