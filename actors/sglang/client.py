@@ -114,13 +114,13 @@ class SglangClient:
         """Send a GET and return its JSON; retried on failure."""
         return await self._request(path, None, key=self._api_key, repeatable=True)
 
-    async def server_info(self) -> Mapping[str, Any]:
-        """Answer to GET /server_info, requested once.
+    async def server_info(self, *, again: bool = False) -> Mapping[str, Any]:
+        """Answer to GET /server_info, requested once unless `again` is True.
 
         Raises:
             EngineError: the answer is not a JSON object.
         """
-        if self._info is None:
+        if self._info is None or again:
             info = await self.get("/server_info")
             if not isinstance(info, dict):
                 raise EngineError("the server's /server_info is not a JSON object")

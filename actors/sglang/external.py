@@ -60,7 +60,7 @@ class ExternalSglangEngine(SglangEngine):
         await asyncio.shield(self._introduction)
 
     async def _introduce(self) -> None:
-        info = await self._client.server_info()
+        info = await self._client.server_info(again=True)
         if "max_req_input_len" not in info:
             raise EngineError(
                 f"{self._model} is not an SGLang server, so it cannot score; an OpenAI-compatible "
