@@ -35,9 +35,7 @@ def check_temperature(temperature: float, field: str) -> None:
 
 def _check_max_new_tokens(max_new_tokens: int) -> None:
     if max_new_tokens < 1:
-        raise ConfigError(
-            f"max_new_tokens={max_new_tokens} must be at least 1", field="max_new_tokens"
-        )
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +76,7 @@ class EvalSampling:
 
     def __post_init__(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
-            raise ConfigError(
-                f"temperature={self.temperature} must be 0 (greedy) or above", field="temperature"
-            )
+            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or above")
         _check_max_new_tokens(self.max_new_tokens)
         assert 0 < self.top_p <= 1 and self.top_k >= 0 and self.num_samples >= 1
 

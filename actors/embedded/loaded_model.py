@@ -67,7 +67,6 @@ class LoadedModel:
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
             raise ConfigError(
                 f"dtype={dtype!r} is not a dtype to compute in; use float32 or bfloat16",
-                field="dtype",
             )
         self.device = torch.device(resolve_device(device))
         self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()

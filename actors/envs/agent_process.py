@@ -108,14 +108,13 @@ class AgentProgram:
             words = shlex.split(self.command)
         except ValueError as error:
             raise ConfigError(
-                f"env.command={self.command!r} is not a command line: {error}", field="env.command"
+                f"env.command={self.command!r} is not a command line: {error}"
             ) from error
         path = self.environment()["PATH"]
         if not words or not _found(words[0], path, self.working_directory):
             raise ConfigError(
                 f"env.command={self.command!r} names a program that cannot be started; give a "
                 "command line, such as 'python my_agent.py', or module:function",
-                field="env.command",
             )
 
     async def run(self, problem: Mapping[str, Any], given: Mapping[str, str]) -> object:

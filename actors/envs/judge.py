@@ -118,13 +118,11 @@ class Judge:
         except EngineError as error:
             raise ConfigError(
                 f"env.judge_url={self.address.url} cannot be used: GET .../models: {error}",
-                field="env.judge_url",
             ) from None
         if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
             raise ConfigError(
                 f"env.judge_url={self.address.url} is not an OpenAI-compatible endpoint; its API "
                 "may be at another path, such as /v1",
-                field="env.judge_url",
             )
         names = [str(each.get("id")) for each in listed["data"] if isinstance(each, dict)]
         model = self.address.name
@@ -151,7 +149,6 @@ class Judge:
             raise ConfigError(
                 f"env.judge_url={self.address.url} env.judge_model={self.address.name} cannot be "
                 f"used: {error}",
-                field="env.judge_url",
             ) from None
         finally:
             for endpoint in _CONNECTED.pop(asyncio.get_running_loop(), {}).values():

@@ -122,7 +122,6 @@ def _alone() -> ConfigError:
     return ConfigError(
         "env.mode=pairs compares the responses of a group, and this group has one; give more "
         "samples, or env.mode=score",
-        field="env.mode",
     )
 
 
@@ -269,7 +268,6 @@ class Judged(ChatEnvConfig):
             raise ConfigError(
                 f"env.max_pairs={self.max_pairs} must be at least {least} for "
                 f"group_size={group_size}, so that each response is in equally many",
-                field="env.max_pairs",
             )
 
     @property
@@ -350,12 +348,9 @@ def read_rubric(given: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"env.rubric={given} cannot be read ({error}); give @FILE, or the rubric itself",
-            field="env.rubric",
         ) from error
     if not text.strip():
-        raise ConfigError(
-            f"env.rubric={given} is blank; give the criteria of a good answer", field="env.rubric"
-        )
+        raise ConfigError(f"env.rubric={given} is blank; give the criteria of a good answer")
     return text
 
 

@@ -297,13 +297,10 @@ class McpToolUse(ToolUse):
             raise ConfigError(
                 f"env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}: give exactly "
                 "one of them",
-                field="env.mcp_command",
             )
         for name in _names(self.mcp_environment):
             if name not in os.environ:
-                raise ConfigError(
-                    f"env.mcp_environment={name} is not set; export it", field="env.mcp_environment"
-                )
+                raise ConfigError(f"env.mcp_environment={name} is not set; export it")
 
     def server(self) -> McpServer:
         return McpServer(
@@ -328,7 +325,6 @@ class McpToolUse(ToolUse):
             raise ConfigError(
                 f"env.tools={self.tools!r} has a tool named {min(twice)!r}, as the server has; "
                 "leave one out with env.tools or env.mcp_tools",
-                field="env.tools",
             )
         return [*others, *chosen]
 

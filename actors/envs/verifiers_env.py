@@ -55,7 +55,6 @@ def verifiers_version(python: str) -> str:
         raise ConfigError(
             f"env.python={python} is not a program; give an interpreter in which verifiers is "
             "installed, such as venv/bin/python",
-            field="env.python",
         )
     done = subprocess.run(
         [python, "-P", "-c", _VERSION],
@@ -67,7 +66,6 @@ def verifiers_version(python: str) -> str:
         found = f"verifiers {version}" if version else "no verifiers"
         raise ConfigError(
             f"env.python={python} has {found}; {python} -m pip install 'verifiers>={oldest}' uv",
-            field="env.python",
         )
     return version
 
@@ -112,10 +110,10 @@ class VerifiersProgram(AgentProgram):
         )  # fmt: skip
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise ConfigError(f"env.name={self.command} cannot be loaded: {last}", field="env.name")
+            raise ConfigError(f"env.name={self.command} cannot be loaded: {last}")
         rows = json.loads(done.stdout)
         if not rows:
-            raise ConfigError(f"env.name={self.command} has no problems", field="env.name")
+            raise ConfigError(f"env.name={self.command} has no problems")
         return rows
 
 

@@ -55,7 +55,6 @@ class HostedSglangEngine(SglangEngine):
         if config.routed_experts and mixture is None:
             raise ConfigError(
                 f"routed_experts=True: {config.model} is dense; leave it out",
-                field="routed_experts",
             )
         nodes = parallelism(config.server_flags).nodes
         self._store: RanksStore | None = None
