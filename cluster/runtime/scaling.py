@@ -72,15 +72,14 @@ class Scaling:
         others = (POLICY, ROLLOUT, EVALUATION)
         if teachers := [role for role in pools.bounds if role not in others]:
             self._roles["teacher"] = teachers
-        bounds = {
-            name: (
-                sum(pools.bounds[role][0] for role in roles),
-                sum(pools.bounds[role][1] for role in roles),
-            )
-            for name, roles in self._roles.items()
-        }
+        bounds: dict[PoolName, tuple[int, int]] = {}
+        for name, roles in self._roles.items():
+            least = sum(pools.bounds[role][0] for role in roles)
+            most = sum(pools.bounds[role][1] for role in roles)
+            if most > least:
+                bounds[name] = least, most
         self._autoscaler = Autoscaler(
-            {name: (least, most) for name, (least, most) in bounds.items() if most > least},
+            bounds,
             up_after_s=up_after_s,
             down_after_s=max(up_after_s, down_after_s),
             cooldown_s=2 * up_after_s,
