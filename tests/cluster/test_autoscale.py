@@ -182,7 +182,9 @@ def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
     late: bool,
     times: dict[str, Any],
 ) -> None:
-    made = {name: (least, least + more) for name, (least, more) in zip(NAMES, limits, strict=True)}
+    made: dict[PoolName, tuple[int, int]] = {
+        name: (least, least + more) for name, (least, more) in zip(NAMES, limits, strict=True)
+    }
     scaler = Autoscaler(made, **times)
     sizes: dict[PoolName, int] = dict.fromkeys(NAMES, first)
     ready = dict(sizes)
