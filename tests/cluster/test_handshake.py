@@ -374,7 +374,7 @@ def test_the_learner_s_copy_of_a_teacher_is_a_party(
 
     async def copy(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         rows_D = [replace(row, temperature=scale(row.temperature)) for row in rows_D]
-        return copies.models[""].logprobs([rows_D])[0]
+        return copies.models[""].logprobs(rows_D, token_budget=4096)
 
     run = Shaken(parties, parties.teacher, opd(temperature=T, estimator="full"), copy)
     if scale is right:
@@ -407,7 +407,7 @@ def test_a_teacher_s_head_in_the_learner_is_compared_with_the_decode(
     heads = LocalTeachers({}, heads={"": path}, dtype=torch.float32, device="cpu")
 
     async def by_head(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        return heads.models[""].logprobs([rows_D])[0]
+        return heads.models[""].logprobs(rows_D, token_budget=4096)
 
     settings: dict[str, Any] = {"temperature": T, "estimator": "full", "teacher.head": path}
     teacher = Spoilt(parties.teacher, prefill=prefill)
