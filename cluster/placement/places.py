@@ -1,33 +1,16 @@
-"""Interface to the places of a run's actors, for code that creates actors."""
+"""Places of a run's actors, for code that creates actors without importing Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from cluster.placement.placement_groups import Placement
 
 
-class Places(Protocol):
-    """A place for each actor, by role and index: on a Ray cluster, or in this process."""
-
-    def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
-        """Arguments for `actor_class.options`: resources, and the member's place number `part`."""
-        ...
-
-    def span(self, role: str) -> int:
-        """Number of places on one node that a member of this role shares with others."""
-        ...
-
-    def lacking(self, role: str, index: int) -> str:
-        """Needed and available resources, if the member's place has no node; else empty."""
-        ...
-
-    def add(self, role: str) -> int:
-        """Add a member; return its index."""
-        ...
-
-    def remove(self, role: str, index: int) -> None:
-        """Free the place of an added member."""
-        ...
+# Places of a run's actors, by role and index: on a Ray cluster, or in this process.
+Places: TypeAlias = "Placement | LocalPlaces"
 
 
 def lacking_in(places: Places, role: str, no_progress_s: float) -> Callable[[int], str]:
@@ -42,7 +25,10 @@ def lacking_in(places: Places, role: str, no_progress_s: float) -> Callable[[int
 
 
 class LocalPlaces:
-    """Places of a run with `local=True`: all actors are in this process, and pools do not grow."""
+    """Places of a run with `local=True`: all actors are in this process, and pools do not grow.
+
+    For the methods see `Placement`.
+    """
 
     def options(self, role: str, index: int, part: int = 0) -> dict[str, Any]:
         return {}
