@@ -26,6 +26,7 @@ from cluster.config.teachers import (
     TeacherConfig,
     TeacherSettings,
     check_teachers,
+    check_use,
     hosted,
 )
 from distill.data.feedback import FeedbackTemplate
@@ -448,20 +449,14 @@ class OpdConfig(RolloutConfig):
 
     @chz.validate
     def _opd_in_range(self) -> None:
-        check_teachers(self.teacher, self.teachers)
-        self.teacher.check_share(self.steps)
+        check_teachers(self)
         self.text_endpoints()
         self.teacher.check_place(self.cluster)
         self.teacher.check_turns(self.teacher_models(), self.engine, self.cluster)
         self.teacher.check_policy_turns(self.policy, self.weights)
         if self.policy_takes_turns and not self.only_keeps:
             self.teacher.check_learner_turns(self.policy, self.cluster, self.learner.workers)
-        self.teacher.check(
-            self.teacher_models(),
-            self.objective,
-            only_keeps=self.only_keeps,
-            replays=self.train_from is not None,
-        )
+        check_use(self)
 
 
 @chz.chz

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 
@@ -22,10 +22,13 @@ from cluster.config.pools import (
 )
 from distill.data.feedback import FeedbackTemplate
 from distill.errors import ConfigError
-from distill.objective.settings import AUTO, OpdObjective
+from distill.objective.settings import AUTO
 from distill.rules import above, at_least, at_most, below, needs, never, not_with, setting
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, may_change_but
 from learner.config import ShadowRule
+
+if TYPE_CHECKING:
+    from cluster.config.on_policy import OpdConfig
 
 TeacherGpus = Literal["own", "shared", "policy"]
 
@@ -227,15 +230,6 @@ class TeacherSettings(EnginePoolSettings):
                 )
         return found
 
-    def check_share(self, steps: int) -> None:
-        """Raise ConfigError if teacher.sft_steps leaves no step for teacher.sample_share."""
-        if self.sample_share and self.sft_steps == steps:
-            raise ConfigError(
-                f"teacher.sample_share={self.sample_share} changes nothing with "
-                f"teacher.sft_steps=steps={steps}: no step follows; lower teacher.sft_steps, or "
-                "leave it out"
-            )
-
     def check_turns(
         self,
         teachers: Mapping[str, TeacherConfig],
@@ -336,114 +330,102 @@ class TeacherSettings(EnginePoolSettings):
             return None
         return FeedbackTemplate(text=self.feedback, correct_reward_threshold=correct_threshold)
 
-    def check(
-        self,
-        models: Mapping[str, TeacherConfig],
-        objective: OpdObjective,
-        *,
-        only_keeps: bool,
-        replays: bool,
-    ) -> None:
-        """Raise ConfigError for settings that conflict with the objective, or with the run.
 
-        Args:
-            models: all teachers, by name.
-            only_keeps: the run samples and stores groups, without training.
-            replays: the run trains on groups of another run, without engines.
-        """
-        self._check_feedback(objective)
-        if self.moves:
-            self._check_own()
-        elif self.server_flags and not hosted(models):
-            raise ConfigError(
-                f"teacher.server_flags={self.server_flags} changes nothing: every teacher is a "
-                "running server; leave it out"
-            )
-        self._check_heads(models, objective, engines_train=not (only_keeps or replays))
-
-    def _check_feedback(self, objective: OpdObjective) -> None:
-        template = self.template(objective.correct_threshold)
-        tells = template is not None and "outcome" in template.placeholders
-        threshold = objective.correct_reward_threshold
-        if threshold is not None and not (tells or objective.hint_bonus_coef):
-            raise ConfigError(
-                f"objective.correct_reward_threshold={threshold} changes nothing without "
-                "{outcome} in teacher.feedback, or hint_bonus_coef; leave it out"
-            )
-
-    def _check_heads(
-        self,
-        models: Mapping[str, TeacherConfig],
-        objective: OpdObjective,
-        *,
-        engines_train: bool,
-    ) -> None:
-        """Raise ConfigError if a teacher's head is missing or unused."""
-        for name, teacher in models.items():
-            setting = teacher_setting(name)
-            if objective.estimator == "full" and is_url(teacher.model) and teacher.head is None:
-                raise ConfigError(
-                    f"estimator=full with {setting}={teacher.model}, a running server, needs its "
-                    f"head in the learner; give {setting}.head=DIR, the checkpoint that it serves, "
-                    "or use estimator=top_k",
-                    field=f"{setting}.head",
-                )
-        if self.head is not None and (self.model is None or self.moves):
-            raise ConfigError(
-                f"teacher.head={self.head} is for a single teacher with its own weights; give "
-                "teachers.NAME.head for several teachers, and no head with teacher=policy"
-            )
-        heads = [each.head for each in models.values() if each.head is not None]
-        if heads and (objective.estimator not in ("full", AUTO) or not engines_train):
-            raise ConfigError(
-                f"teacher.head={heads[0]} is for estimator=full and groups with hidden states from "
-                "the teacher's engines: neither rollout_only=True nor train_from= has them; leave "
-                "one of them out"
-            )
-
-    def _check_own(self) -> None:
-        """Raise ConfigError for settings that conflict with teacher=policy."""
-        for name in ("sft_steps", "sample_share"):
-            if (value := getattr(self, name)) and self.samples_from is None:
-                raise ConfigError(
-                    f"teacher.{name}={value} with teacher={OWN}: the student would train on its "
-                    "own samples; leave one of them out, or let another model write the samples "
-                    "(teacher.samples_from=)"
-                )
-        if self.rule is not None:
-            check_pushed("teacher.server_flags", self.server_flags)
-            return
-        for name in ("engines", "server_flags"):
-            value = getattr(self, name)
-            if value != chz.chz_fields(self)[name]._default:
-                raise ConfigError(
-                    f"teacher.{name}={value} changes nothing: with teacher={OWN} the policy "
-                    "engines score; leave it out, and use policy.engines"
-                )
-
-
-def check_teachers(teacher: TeacherSettings, teachers: Mapping[str, TeacherConfig]) -> None:
+def check_teachers(run: OpdConfig) -> None:
     """Raise ConfigError unless there is one teacher, or several with valid names and weights."""
-    if (teacher.model is None) != bool(teachers):
-        names = ", ".join(teachers)
+    if (run.teacher.model is None) != bool(run.teachers):
+        names = ", ".join(run.teachers)
         raise ConfigError(
             (
-                f"teacher={teacher.model} and teachers.NAME ({names}) are both given: "
-                if teachers
+                f"teacher={run.teacher.model} and teachers.NAME ({names}) are both given: "
+                if run.teachers
                 else "no teacher is given: "
             )
             + "give teacher=DIR for one, or teachers.NAME.model=DIR for several",
             field="teacher.model",
         )
-    for name, each in teachers.items():
+    for name, each in run.teachers.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
+            raise ConfigError(
+                f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
+            )
         if each.model == OWN:
             raise ConfigError(
                 f"teachers.{name}.model={OWN}: a teacher that follows the student must be the only "
                 f"teacher; use teacher={OWN}, or give a checkpoint"
             )
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
-            raise ConfigError(
-                f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
-            )
         if not 0 < each.weight < float("inf"):
             raise ConfigError(f"teachers.{name}.weight={each.weight} must be above 0, and finite")
+
+
+def check_use(run: OpdConfig) -> None:
+    """Raise ConfigError for settings of teachers that conflict with the objective or the run."""
+    teacher, objective = run.teacher, run.objective
+    template, threshold = run.feedback_template(), objective.correct_reward_threshold
+    tells = template is not None and "outcome" in template.placeholders
+    if threshold is not None and not (tells or objective.hint_bonus_coef):
+        raise ConfigError(
+            f"objective.correct_reward_threshold={threshold} changes nothing without {{outcome}} "
+            "in teacher.feedback, or hint_bonus_coef; leave it out"
+        )
+    if teacher.sample_share and teacher.sft_steps == run.steps:
+        raise ConfigError(
+            f"teacher.sample_share={teacher.sample_share} changes nothing with "
+            f"teacher.sft_steps=steps={run.steps}: no step follows; lower teacher.sft_steps, or "
+            "leave it out"
+        )
+    if teacher.moves:
+        _check_own(teacher)
+    elif teacher.server_flags and not hosted(run.teacher_models()):
+        raise ConfigError(
+            f"teacher.server_flags={teacher.server_flags} changes nothing: every teacher is a "
+            "running server; leave it out"
+        )
+    _check_heads(run)
+
+
+def _check_own(teacher: TeacherSettings) -> None:
+    """Raise ConfigError for settings that conflict with teacher=policy."""
+    for name in ("sft_steps", "sample_share"):
+        if (value := getattr(teacher, name)) and teacher.samples_from is None:
+            raise ConfigError(
+                f"teacher.{name}={value} with teacher={OWN}: the student would train on its own "
+                "samples; leave one of them out, or let another model write the samples "
+                "(teacher.samples_from=)"
+            )
+    if teacher.rule is not None:
+        check_pushed("teacher.server_flags", teacher.server_flags)
+        return
+    for name in ("engines", "server_flags"):
+        value = getattr(teacher, name)
+        if value != chz.chz_fields(teacher)[name]._default:
+            raise ConfigError(
+                f"teacher.{name}={value} changes nothing: with teacher={OWN} the policy engines "
+                "score; leave it out, and use policy.engines"
+            )
+
+
+def _check_heads(run: OpdConfig) -> None:
+    """Raise ConfigError if a teacher's head is missing or unused."""
+    models, estimator = run.teacher_models(), run.objective.estimator
+    for name, each in models.items():
+        setting = teacher_setting(name)
+        if estimator == "full" and is_url(each.model) and each.head is None:
+            raise ConfigError(
+                f"estimator=full with {setting}={each.model}, a running server, needs its head in "
+                f"the learner; give {setting}.head=DIR, the checkpoint that it serves, or use "
+                "estimator=top_k",
+                field=f"{setting}.head",
+            )
+    if run.teacher.head is not None and (run.teacher.model is None or run.teacher.moves):
+        raise ConfigError(
+            f"teacher.head={run.teacher.head} is for a single teacher with its own weights; give "
+            "teachers.NAME.head for several teachers, and no head with teacher=policy"
+        )
+    heads = [each.head for each in models.values() if each.head is not None]
+    if heads and (estimator not in ("full", AUTO) or not run.pushes):
+        raise ConfigError(
+            f"teacher.head={heads[0]} is for estimator=full and groups with hidden states from the "
+            "teacher's engines: neither rollout_only=True nor train_from= has them; leave one of "
+            "them out"
+        )

@@ -65,20 +65,17 @@ def _prompts_of(
             raise ConfigError(
                 f"{setting} returns one text per prompt, but an episode of "
                 f"env={type(config.env).__name__} has more than one turn; use env=SingleTurn, or "
-                "leave it out, so that the teacher's engines sample",
-                field=address.url_setting,
+                "leave it out, so that the teacher's engines sample"
             )
         if prompt.tools:
             raise ConfigError(
                 f"{setting} returns text, which cannot contain tool calls, but {where} has "
-                "`tools`; leave the field out of the row, or let the teacher's engines sample",
-                field=address.url_setting,
+                "`tools`; leave the field out of the row, or let the teacher's engines sample"
             )
         if address.completes and not isinstance(prompt.for_text_teacher, str):
             raise ConfigError(
                 f"{setting} continues plain text, but {where} is a chat; give the address "
-                "without /completions, or rows with `prompt`",
-                field=address.url_setting,
+                "without /completions, or rows with `prompt`"
             )
         prompts.append(prompt)
     return prompts
