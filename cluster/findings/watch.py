@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,20 +41,10 @@ from distill.objective.repetition import repeated_share
 from distill.types import StopReason, Trajectory
 
 Detect = Callable[[History, RolloutConfig], Diagnosis | None]
+Score = Callable[[Trajectory], float]
 
 # Stop reasons of trajectories that a limit ended.
 _CUT = (StopReason.LENGTH, StopReason.TURNS, StopReason.TIME)
-
-
-@dataclass(frozen=True, slots=True)
-class Detector:
-    """A detector, and the score that ranks kept trajectories as evidence of its finding.
-
-    The finding has the name of the function `detect`.
-    """
-
-    detect: Detect
-    worst: Callable[[Trajectory], float] | None = None
 
 
 def _largest_gap(member: Trajectory) -> float:
@@ -94,25 +83,27 @@ def _no_preference(_member: Trajectory) -> float:
     return 0.0
 
 
-DETECTORS = (
-    Detector(kl_rises, _largest_gap),
-    Detector(kl_on_few_tokens, _largest_gap),
-    Detector(entropy_collapses, _mean_logprob),
-    Detector(engine_gap_grows),
-    Detector(updates_are_lost),
-    Detector(responses_are_cut, _cut_length),
-    Detector(members_are_equal, _no_preference),
-    Detector(responses_grow, _length),
-    Detector(responses_repeat, _repeated),
-    Detector(eos_vanishes, _cut_length),
-    Detector(advantages_are_zero, _no_preference),
-    Detector(rewards_are_constant, _no_preference),
-    Detector(format_pays_alone, _format_minus_reward),
-    Detector(staleness_at_its_bound),
-    Detector(learner_starves),
-    Detector(teachers_idle),
-    Detector(turns_take_long),
-)
+# Detectors, each with the score that ranks kept trajectories as evidence of its finding, if it has
+# evidence. A finding has the name of its detector.
+DETECTORS: Mapping[Detect, Score | None] = {
+    kl_rises: _largest_gap,
+    kl_on_few_tokens: _largest_gap,
+    entropy_collapses: _mean_logprob,
+    engine_gap_grows: None,
+    updates_are_lost: None,
+    responses_are_cut: _cut_length,
+    members_are_equal: _no_preference,
+    responses_grow: _length,
+    responses_repeat: _repeated,
+    eos_vanishes: _cut_length,
+    advantages_are_zero: _no_preference,
+    rewards_are_constant: _no_preference,
+    format_pays_alone: _format_minus_reward,
+    staleness_at_its_bound: None,
+    learner_starves: None,
+    teachers_idle: None,
+    turns_take_long: None,
+}
 
 
 class Watch:
@@ -139,8 +130,8 @@ class Watch:
         """Findings of this step that were not reported before."""
         self._history.add(metrics)
         found = []
-        for detector in DETECTORS:
-            name, diagnosis = detector.detect.__name__, detector.detect(self._history, self._config)
+        for detect, score in DETECTORS.items():
+            name, diagnosis = detect.__name__, detect(self._history, self._config)
             if diagnosis is not None and name not in self._reported:
                 self._reported.add(name)
                 found.append(
@@ -149,7 +140,7 @@ class Watch:
                         remedy=diagnosis.remedy,
                         name=name,
                         step=self._history.step,
-                        evidence=self._evidence(detector),
+                        evidence=self._evidence(score),
                     )
                 )
         return found
@@ -158,17 +149,17 @@ class Watch:
         """Drop the history after `step`, from which the run continues."""
         self._history.rewind(step)
 
-    def _evidence(self, detector: Detector) -> Evidence | None:
+    def _evidence(self, score: Score | None) -> Evidence | None:
         """Worst trajectory of the newest step that has kept trajectories of the policy."""
-        if detector.worst is None:
+        if score is None:
             return None
         try:
-            return _worst(detector.worst, KeptGroups(self._groups))
+            return _worst(score, KeptGroups(self._groups))
         except DataError:
             return None  # cluster.report names the damaged file to the user
 
 
-def _worst(score: Callable[[Trajectory], float], kept: KeptGroups) -> Evidence | None:
+def _worst(score: Score, kept: KeptGroups) -> Evidence | None:
     for step in reversed(kept.steps):
         members = [
             (score(member), Evidence(step=step, group=each.group.group_id, member=m))

@@ -181,7 +181,7 @@ def test_masked_rewards_do_not_count_as_constant() -> None:
 
 
 def test_every_detector_has_a_planted_failure() -> None:
-    assert {detector.detect.__name__ for detector in DETECTORS} == {*FAILURES, "kl_rises"}
+    assert {detect.__name__ for detect in DETECTORS} == {*FAILURES, "kl_rises"}
 
 
 def falls(step: int) -> float:
