@@ -26,6 +26,7 @@ from cluster.config.teachers import (
     TeacherConfig,
     TeacherSettings,
     check_teachers,
+    check_turns,
     check_use,
     hosted,
 )
@@ -452,10 +453,7 @@ class OpdConfig(RolloutConfig):
         check_teachers(self)
         self.text_endpoints()
         self.teacher.check_place(self.cluster)
-        self.teacher.check_turns(self.teacher_models(), self.engine, self.cluster)
-        self.teacher.check_policy_turns(self.policy, self.weights)
-        if self.policy_takes_turns and not self.only_keeps:
-            self.teacher.check_learner_turns(self.policy, self.cluster, self.learner.workers)
+        check_turns(self)
         check_use(self)
 
 

@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 
-from actors.config import PolicyEngineSettings
 from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_pushed, parallelism
 from cluster.config.common import ServerSettings
 from cluster.config.early_checks import HEAD, OWN, model_field
-from cluster.config.pools import (
-    EnginePoolSettings,
-    PolicyClusterSettings,
-    PolicyPoolSettings,
-    WeightsSettings,
-)
+from cluster.config.pools import EnginePoolSettings
 from distill.data.feedback import FeedbackTemplate
 from distill.errors import ConfigError
 from distill.objective.settings import AUTO
@@ -230,100 +224,6 @@ class TeacherSettings(EnginePoolSettings):
                 )
         return found
 
-    def check_turns(
-        self,
-        teachers: Mapping[str, TeacherConfig],
-        engine: PolicyEngineSettings,
-        cluster: PolicyClusterSettings,
-    ) -> None:
-        """Raise ConfigError for teachers that cannot take turns on GPUs."""
-        if self.gpus == "own":
-            return
-        several = self.gpus == "shared"
-        setting, why = "teacher.gpus", ""
-        if self.moves or len(hosted(teachers)) < 1 + several:
-            of = "several teachers" if several else "teachers"
-            why = (
-                f"is for {of} whose servers the run starts, from checkpoints of their own "
-                f"({'teachers.NAME.model' if several else 'teacher'}=DIR); leave it out"
-            )
-        elif engine.kind == "embedded":
-            why = "needs engine=sglang: the embedded engine keeps its memory"
-        elif cluster.local:
-            why = "with local=True: engines that take turns are processes; leave one of them out"
-        elif self.size.largest > self.size.smallest:
-            setting = "teacher.engines"
-            why = (
-                f"with teacher.engines={self.engines}: engines that share GPUs are placed "
-                f"together, at the start; use teacher.engines={self.size.smallest}"
-            )
-        elif (nodes := parallelism(self.server_flags).nodes) > 1:
-            setting = "teacher.server_flags"
-            why = (
-                f"with teacher.server_flags={self.server_flags}: engines take turns on the GPUs "
-                f"of one node, not of {nodes}; leave --nnodes or teacher.gpus out"
-            )
-        elif self.gpus == "policy" and engine.on_weight_update == "in_place":
-            setting = "engine.on_weight_update"
-            why = (
-                "with on_weight_update=in_place: sleeping engines discard their cache; use "
-                "on_weight_update=continue"
-            )
-        if why:
-            raise ConfigError(f"teacher.gpus={self.gpus} {why}", field=setting)
-
-    def check_policy_turns(self, policy: PolicyPoolSettings, weights: WeightsSettings) -> None:
-        """Raise ConfigError if policy engines cannot take turns with the teachers' engines."""
-        if self.gpus != "policy":
-            return
-        setting, why = "", ""
-        gpus, needed = (parallelism(each.server_flags).gpus for each in (policy, self))
-        if policy.size != self.size:
-            setting = "teacher.engines"
-            why = (
-                f"with policy.engines={policy.engines} teacher.engines={self.engines}: each "
-                "policy engine shares its GPUs with one teacher engine; use "
-                f"policy.engines={self.size.smallest}"
-            )
-        elif gpus != needed:
-            setting = "policy.server_flags"
-            why = (
-                f"with servers of {gpus} GPUs for the policy and {needed} for a teacher: they are "
-                f"on the same GPUs; use --tp-size {needed} in policy.server_flags, too"
-            )
-        elif weights.transport == "adapter":
-            setting = "weights.transport"
-            why = "with weights=adapter: sleeping engines discard their adapters; use weights=auto"
-        if why:
-            raise ConfigError(f"teacher.gpus=policy {why}", field=setting)
-
-    def check_learner_turns(
-        self, policy: PolicyPoolSettings, cluster: PolicyClusterSettings, workers: int
-    ) -> None:
-        """Raise ConfigError if the learner cannot take turns with the engines on its GPUs."""
-        if cluster.colocate == "no":
-            return
-        setting, why = "cluster.colocate", ""
-        engines, rest = divmod(workers, gpus := parallelism(policy.server_flags).gpus)
-        if cluster.colocate == "share":
-            why = "engines that take turns use whole GPUs; use colocate=sleep, or leave it out"
-        elif cluster.device == "cuda" and cluster.gpus_per_actor != 0.5:
-            setting = "cluster.gpus_per_actor"
-            why = (
-                f"gpus_per_actor={cluster.gpus_per_actor:g}: learner and engines take turns on "
-                "whole GPUs; use gpus_per_actor=0.5"
-            )
-        elif rest or policy.size.smallest != engines:
-            setting = "policy.engines"
-            remedy = f"policy.engines={engines} teacher.engines={engines}"
-            why = (
-                f"learner.workers={workers} policy.engines={policy.engines}: each engine is on the "
-                f"GPUs of {gpus} workers; use {f'a multiple of {gpus} workers' if rest else remedy}"
-            )
-        if why:
-            how = f"teacher.gpus=policy colocate={cluster.colocate}"
-            raise ConfigError(f"{how}: {why}", field=setting)
-
     def template(self, correct_threshold: float) -> FeedbackTemplate | None:
         """Template of the prompts that the teacher sees; None to use the prompts of the rows."""
         if self.feedback is None:
@@ -356,6 +256,99 @@ def check_teachers(run: OpdConfig) -> None:
             )
         if not 0 < each.weight < float("inf"):
             raise ConfigError(f"teachers.{name}.weight={each.weight} must be above 0, and finite")
+
+
+def check_turns(run: OpdConfig) -> None:
+    """Raise ConfigError for engines that cannot take turns on GPUs (`teacher.gpus`)."""
+    teacher, engine = run.teacher, run.engine
+    if teacher.gpus == "own":
+        return
+    several = teacher.gpus == "shared"
+    setting, why = "teacher.gpus", ""
+    if teacher.moves or len(hosted(run.teacher_models())) < 1 + several:
+        of = "several teachers" if several else "teachers"
+        why = (
+            f"is for {of} whose servers the run starts, from checkpoints of their own "
+            f"({'teachers.NAME.model' if several else 'teacher'}=DIR); leave it out"
+        )
+    elif engine.kind == "embedded":
+        why = "needs engine=sglang: the embedded engine keeps its memory"
+    elif run.cluster.local:
+        why = "with local=True: engines that take turns are processes; leave one of them out"
+    elif teacher.size.largest > teacher.size.smallest:
+        setting = "teacher.engines"
+        why = (
+            f"with teacher.engines={teacher.engines}: engines that share GPUs are placed "
+            f"together, at the start; use teacher.engines={teacher.size.smallest}"
+        )
+    elif (nodes := parallelism(teacher.server_flags).nodes) > 1:
+        setting = "teacher.server_flags"
+        why = (
+            f"with teacher.server_flags={teacher.server_flags}: engines take turns on the GPUs "
+            f"of one node, not of {nodes}; leave --nnodes or teacher.gpus out"
+        )
+    elif teacher.gpus == "policy" and engine.on_weight_update == "in_place":
+        setting = "engine.on_weight_update"
+        why = (
+            "with on_weight_update=in_place: sleeping engines discard their cache; use "
+            "on_weight_update=continue"
+        )
+    if why:
+        raise ConfigError(f"teacher.gpus={teacher.gpus} {why}", field=setting)
+    if teacher.gpus == "policy":
+        _check_policy_turns(run)
+        if run.cluster.colocate != "no" and not run.only_keeps:
+            _check_learner_turns(run)
+
+
+def _check_policy_turns(run: OpdConfig) -> None:
+    """Raise ConfigError if policy engines cannot take turns with the teachers' engines."""
+    teacher, policy = run.teacher, run.policy
+    setting, why = "", ""
+    gpus, needed = (parallelism(each.server_flags).gpus for each in (policy, teacher))
+    if policy.size != teacher.size:
+        setting = "teacher.engines"
+        why = (
+            f"with policy.engines={policy.engines} teacher.engines={teacher.engines}: each "
+            "policy engine shares its GPUs with one teacher engine; use "
+            f"policy.engines={teacher.size.smallest}"
+        )
+    elif gpus != needed:
+        setting = "policy.server_flags"
+        why = (
+            f"with servers of {gpus} GPUs for the policy and {needed} for a teacher: they are "
+            f"on the same GPUs; use --tp-size {needed} in policy.server_flags, too"
+        )
+    elif run.weights.transport == "adapter":
+        setting = "weights.transport"
+        why = "with weights=adapter: sleeping engines discard their adapters; use weights=auto"
+    if why:
+        raise ConfigError(f"teacher.gpus=policy {why}", field=setting)
+
+
+def _check_learner_turns(run: OpdConfig) -> None:
+    """Raise ConfigError if the learner cannot take turns with the engines on its GPUs."""
+    cluster, policy, workers = run.cluster, run.policy, run.learner.workers
+    setting, why = "cluster.colocate", ""
+    engines, rest = divmod(workers, gpus := parallelism(policy.server_flags).gpus)
+    if cluster.colocate == "share":
+        why = "engines that take turns use whole GPUs; use colocate=sleep, or leave it out"
+    elif cluster.device == "cuda" and cluster.gpus_per_actor != 0.5:
+        setting = "cluster.gpus_per_actor"
+        why = (
+            f"gpus_per_actor={cluster.gpus_per_actor:g}: learner and engines take turns on "
+            "whole GPUs; use gpus_per_actor=0.5"
+        )
+    elif rest or policy.size.smallest != engines:
+        setting = "policy.engines"
+        remedy = f"policy.engines={engines} teacher.engines={engines}"
+        why = (
+            f"learner.workers={workers} policy.engines={policy.engines}: each engine is on the "
+            f"GPUs of {gpus} workers; use {f'a multiple of {gpus} workers' if rest else remedy}"
+        )
+    if why:
+        how = f"teacher.gpus=policy colocate={cluster.colocate}"
+        raise ConfigError(f"{how}: {why}", field=setting)
 
 
 def check_use(run: OpdConfig) -> None:
