@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import chz
 from rich.console import Console
 
 from actors.hub import fetch_missing
 from cluster.base.outcomes import Diverged, Interrupted, RunFailed
 from cluster.config.common import CommonConfig
+from cluster.config.files import as_tree
 from cluster.placement.places import LocalPlaces, Places
 from cluster.placement.roles import cpus_here, model_paths
 from cluster.recipes.context import Observer, RunContext
@@ -92,7 +92,7 @@ def _context(plan: RunPlan, console: Console, observer: Observer) -> RunContext:
         console.print(f"starting from {plan.fork.described}", highlight=False)
     on_ray = not config.cluster.local
     progress = Progression(console, first_step, config.steps, bar=on_ray)
-    settings = chz.asdict(config)
+    settings = as_tree(config)
     best = BestCheckpoint(directory.store, config.checkpoint.keep_best)
     best.recall(directory.read_metrics())
     return RunContext(
