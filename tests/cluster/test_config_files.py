@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.command import parse
 from cluster.config.arguments import built
 from cluster.config.common import Stage
-from cluster.config.files import as_yaml, by_name, read_settings
+from cluster.config.files import as_tree, as_yaml, by_name, read_settings
 from cluster.config.learning_rate import suggested_lr
 from cluster.config.on_policy import OpdConfig
 from cluster.config.recipes import make
@@ -196,6 +196,14 @@ def test_the_config_of_a_run_repeats_it(
 def test_a_written_file_leaves_out_defaults_of_the_environment(opd: NewOpd) -> None:
     env = yaml.safe_load(as_yaml(opd(env=ToolUse(max_turns=3, tools="calculator"))))["env"]
     assert env.pop("class").endswith("ToolUse") and env == {"max_turns": 3}
+
+
+def test_rl_has_no_teachers_to_write_or_to_set() -> None:
+    common = {"student": "s", "prompts": "p.jsonl", "out": "o", "temperature": 1.0}
+    assert not {"teacher", "teachers"} & as_tree(make("rl", **common)).keys()
+    for name in ("teacher", "teacher.engines", "teachers.a.model"):
+        with refuses(ConfigError, name):
+            make("rl", **common, **{name: "2"})
 
 
 def test_a_file_may_name_the_recipe(opd: NewOpd, tmp_path: Path, capsys) -> None:
