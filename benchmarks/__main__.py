@@ -35,7 +35,7 @@ from benchmarks.scaling import measure_scaling, scaling_tables
 from benchmarks.stages import measure_stages
 from benchmarks.transports import measure_transports, transports_tables
 from cluster.command import run_command
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 
 

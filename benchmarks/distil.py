@@ -28,7 +28,7 @@ from actors.embedded.engine import EmbeddedEngine
 from benchmarks.pair import docstrings, given_pair, make_taught_pair
 from cluster.command import run_command
 from cluster.config.estimator import state_bytes
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from distill.engine import GenerateRequest
 from distill.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import score_group
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.placement.engines import RunEngines
 from distill.envs.base import EnvStream

@@ -1,4 +1,4 @@
-"""Settings of the recipes that train on the student's own samples: opd and rl."""
+"""Settings of the recipes that train on the student's own samples: opd (opd.py) and rl."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ from cluster.config.rows import RowCheck, SftMixSettings, StepPromptSettings, by
 from cluster.config.teachers import (
     TeacherConfig,
     TeacherSettings,
-    check_teachers,
-    check_turns,
-    check_use,
     hosted,
 )
 from distill.data.feedback import FeedbackTemplate
@@ -37,7 +34,6 @@ from distill.errors import ConfigError
 from distill.group_share import EVERY_GROUP, GroupShare, TeacherSamples
 from distill.objective.settings import (
     ObjectiveConfig,
-    OpdObjective,
     RlObjective,
     is_own,
 )
@@ -436,25 +432,6 @@ class RolloutConfig(KeepSettings, EnvSettings, CommonConfig):
         With max_staleness=0, that step has no groups before the push has ended.
         """
         return self.queue.max_staleness > 0 and not self.engines_sleep
-
-
-@chz.chz
-class OpdConfig(RolloutConfig):
-    """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
-
-    recipe: ClassVar[str] = "opd"
-    summary: ClassVar[str] = "on-policy distillation: student samples, teacher scores"
-    stage: ClassVar[Stage] = "opd"
-
-    objective: OpdObjective = section_field(OpdObjective)
-
-    @chz.validate
-    def _opd_in_range(self) -> None:
-        check_teachers(self)
-        self.text_endpoints()
-        self.teacher.check_place(self.cluster)
-        check_turns(self)
-        check_use(self)
 
 
 @chz.chz

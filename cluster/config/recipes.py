@@ -10,7 +10,8 @@ from cluster.config.arguments import built
 from cluster.config.common import CommonConfig
 from cluster.config.env import env_field
 from cluster.config.files import by_name
-from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.on_policy import RlConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from distill.envs.base import EnvConfig
 from distill.envs.games.tic_tac_toe import TicTacToeGames

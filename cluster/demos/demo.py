@@ -26,7 +26,7 @@ import cluster.run
 from cluster.base.outcomes import RunFailed
 from cluster.command import run_and_report
 from cluster.config.demos import DemoConfig
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.console import log_console

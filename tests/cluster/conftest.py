@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SftConfig
 from cluster.handles.calls import kill

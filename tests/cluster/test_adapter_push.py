@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actors.sglang.installed import sglang_installed
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.placement.engines import RunEngines
 from cluster.placement.push_plan import adapter_push, describe_push
 from distill.errors import ConfigError

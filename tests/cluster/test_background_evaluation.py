@@ -9,7 +9,7 @@ import pytest
 
 from actors.rollout.evaluator import Evaluation
 from cluster.base.background import Background
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.placement.roles import EVALUATION
 from cluster.recipes.evaluations import Evaluations, EvaluationSchedule
 from cluster.runtime.driver import Driver, Signals

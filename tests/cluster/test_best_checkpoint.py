@@ -8,7 +8,7 @@ from pathlib import Path
 import chz
 import pytest
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import SupervisedConfig
 from cluster.run_files.best_checkpoint import BestCheckpoint

@@ -14,7 +14,7 @@ import torch
 from actors.embedded.reward_model import RewardAnswer
 from cluster.base.background import Background
 from cluster.base.outcomes import Interrupted
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls
 from cluster.handles.engine_pool import EnginePool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.train import with_chat_date
 from distill.settings import changed
 

@@ -14,7 +14,8 @@ from cluster.base.outcomes import Interrupted, error_text
 from cluster.calibrate import CalibrateConfig
 from cluster.command import parse, run_and_report
 from cluster.config.arguments import key_values
-from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.on_policy import RlConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.output import CheckpointSettings
 from cluster.config.recipes import SelfplayConfig, make
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig

@@ -17,7 +17,7 @@ from cluster.config.arguments import built
 from cluster.config.common import Stage
 from cluster.config.files import as_tree, as_yaml, by_name, read_settings
 from cluster.config.learning_rate import suggested_lr
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.supervised import DpoConfig
 from cluster.evaluate import EvaluateConfig

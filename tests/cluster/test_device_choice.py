@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.placement.checked import with_engine
 from cluster.placement.device_choice import with_device
 from distill.errors import ConfigError

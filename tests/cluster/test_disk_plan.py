@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.config.disk_plan import DiskPlan
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from distill.errors import ConfigError
 
 NewOpd = Callable[..., OpdConfig]

@@ -18,7 +18,7 @@ from actors.envs.judge_env import Judged
 from cluster.command import parse
 from cluster.config.checkpoint_facts import check_weights
 from cluster.config.early_checks import check_early
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.evaluate import EvaluateConfig
 from cluster.run_files.out_directory import wait_for_other_job

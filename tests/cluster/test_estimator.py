@@ -12,7 +12,7 @@ from rich.console import Console
 import cluster.run
 from cluster.config import estimator
 from cluster.config.estimator import with_estimator
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from distill.engine import EngineInfo
 from distill.errors import ConfigError

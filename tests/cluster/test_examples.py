@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.files import read_settings
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.supervised import SftConfig
 from cluster.train import main
 from tests.chat_templates import chat_tokenizer

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.on_policy import RlConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.findings.finding import Evidence, Finding
 from cluster.findings.history import SPAN, History

@@ -19,7 +19,7 @@ from actors.config import EngineConfig
 from actors.embedded.engine import EmbeddedEngine
 from actors.rollout.teacher import States
 from cluster import calibrate
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.handles.engine_pool import EnginePool
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.runtime.run_handshake import RunHandshake

@@ -19,7 +19,7 @@ from rich.console import Console
 import cluster.run
 import distill.durable_files
 from cluster.base.outcomes import Interrupted, error_text
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.hosts import group_recorder
 from cluster.inspect.audit import audit

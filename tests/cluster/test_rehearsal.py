@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.rehearsal import strikes
 from cluster.rehearsal.external_server import check_server

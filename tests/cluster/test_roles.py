@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.supervised import SftConfig
 from cluster.placement.layout import RolePlan, describe_layout, render
 from cluster.placement.resources import ResourceDemand

@@ -7,7 +7,7 @@ import pytest
 
 from actors.sglang.config import SglangConfig
 from actors.sglang.flags import server_flags
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.routing import with_routing_replay
 from cluster.placement.engines import RunEngines
 from distill.errors import ConfigError

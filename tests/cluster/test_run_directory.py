@@ -18,7 +18,7 @@ from typing import Any
 import chz
 import pytest
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rows import digests_of
 from cluster.config.supervised import SftConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.run_files.metric_table import HEADLINES
 from cluster.run_files.redact import redacted
 from cluster.run_files.run_directory import RunDirectory

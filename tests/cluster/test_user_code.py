@@ -13,7 +13,7 @@ import pytest
 from actors.rollout import tryout
 from cluster.command import parse
 from cluster.config import user_code
-from cluster.config.on_policy import OpdConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.train import main

@@ -26,7 +26,8 @@ from cluster.config.common import LocalEngineConfig, ModelSettings
 from cluster.config.early_checks import WRITTEN, model_field
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import SamplingSettings
-from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.opd import OpdConfig
 from cluster.config.recipes import make
 from cluster.config.rows import PromptSettings
 from cluster.config.teachers import LocalTeacherSettings
