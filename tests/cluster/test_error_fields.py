@@ -72,7 +72,7 @@ def _named(message: ast.expr) -> list[ast.expr]:
         name.append(ast.Constant(text))
         if equals or not re.fullmatch(r"[\w.-]*", text):
             known = all(
-                re.fullmatch(r"[\w.-]*", e.value) for e in name if isinstance(e, ast.Constant)
+                re.fullmatch(r"[\w.-]*", str(e.value)) for e in name if isinstance(e, ast.Constant)
             )
             return [ast.JoinedStr(name)] if equals and known else []
     return []
