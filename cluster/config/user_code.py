@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,12 +19,12 @@ from distill.envs.base import TEACHER, EnvGroupBuilder, EnvStream
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.objective.custom import (
-    AdvantageTrial,
-    DivergenceTrial,
-    LossTrial,
     own_advantage,
     own_divergence,
     own_loss,
+    try_advantage,
+    try_divergence,
+    try_loss,
 )
 from distill.objective.settings import is_own
 from distill.rewards.model_reward import REWARD_MODEL
@@ -131,14 +132,14 @@ def try_own_objective(config: RolloutConfig, print_line: Callable[[str], None]) 
     trials: list[tuple[str, Callable[[], None]]] = []
     if is_own(objective.baseline):
         own_advantage(objective.baseline)
-        trial = AdvantageTrial(name=objective.baseline, group_size=config.sampling.group_size)
+        trial = partial(try_advantage, objective.baseline, config.sampling.group_size)
         trials.append((f"baseline={objective.baseline}", trial))
     if is_own(objective.loss):
         own_loss(objective.loss)
-        trials.append((f"loss={objective.loss}", LossTrial(name=objective.loss)))
+        trials.append((f"loss={objective.loss}", partial(try_loss, objective.loss)))
     if is_own(objective.divergence):
         own_divergence(objective.divergence)
-        trial = DivergenceTrial(name=objective.divergence)
+        trial = partial(try_divergence, objective.divergence)
         trials.append((f"divergence={objective.divergence}", trial))
     for setting, trial in trials if config.rollout.smoke_test else ():
         try:

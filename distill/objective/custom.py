@@ -17,7 +17,6 @@ all other tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -126,68 +125,49 @@ def _form(made: Any) -> str:
     return f"a {type(made).__name__}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageTrial:
-    """Trial call of a custom advantage with invented rewards.
+def try_advantage(name: str, group_size: int) -> None:
+    """Call a custom advantage with invented rewards.
 
     Two groups; in one of them all members have the same reward.
     """
-
-    name: str
-    group_size: int
-
-    def __call__(self) -> None:
-        members = np.arange(self.group_size)
-        truncated_G = members % 3 == 2
-        groups = [
-            GroupRewards(
-                rewards_G=rewards_G.astype(np.float64),
-                lengths_G=members + 5,
-                truncated_G=truncated_G,
-                counted_G=np.ones(self.group_size, np.bool_),
-            )
-            for rewards_G in (members % 2, np.ones(self.group_size))
-        ]
-        own_advantage(self.name)(groups)
+    members = np.arange(group_size)
+    truncated_G = members % 3 == 2
+    groups = [
+        GroupRewards(
+            rewards_G=rewards_G.astype(np.float64),
+            lengths_G=members + 5,
+            truncated_G=truncated_G,
+            counted_G=np.ones(group_size, np.bool_),
+        )
+        for rewards_G in (members % 2, np.ones(group_size))
+    ]
+    own_advantage(name)(groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossTrial:
-    """Trial call of a custom loss with invented tokens: advantages of both signs, ratios around 1.
+def try_loss(name: str) -> None:
+    """Call a custom loss with invented tokens: advantages of both signs, ratios around 1.
 
     Raises:
-        DataError: when called: a loss or a gradient that is not finite, no gradient, or a token
-            whose loss depends on the others.
+        DataError: a loss or a gradient that is not finite, no gradient, or a token whose loss
+            depends on the others.
     """
-
-    name: str
-
-    def __call__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        drawn_3N = torch.rand(3, _TRIED_TOKENS, generator=generator)
-        logprobs_N = (-0.3 - 3 * drawn_3N[0]).requires_grad_()
-        old_N = logprobs_N.detach() + 0.4 * (drawn_3N[1] - 0.5)
-        advantages_N = 2 * drawn_3N[2] - 1
-        loss = own_loss(self.name)
-        _try(f"loss={self.name}", loss, (logprobs_N, old_N, advantages_N), logprobs_N)
+    generator = torch.Generator().manual_seed(0)
+    drawn_3N = torch.rand(3, _TRIED_TOKENS, generator=generator)
+    logprobs_N = (-0.3 - 3 * drawn_3N[0]).requires_grad_()
+    old_N = logprobs_N.detach() + 0.4 * (drawn_3N[1] - 0.5)
+    advantages_N = 2 * drawn_3N[2] - 1
+    loss = own_loss(name)
+    _try(f"loss={name}", loss, (logprobs_N, old_N, advantages_N), logprobs_N)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DivergenceTrial:
-    """Trial call of a custom divergence with random distributions.
-
-    Raises the same errors as `LossTrial`.
-    """
-
-    name: str
-
-    def __call__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        drawn_2NV = torch.randn(2, _TRIED_TOKENS, _TRIED_VOCABULARY, generator=generator)
-        logits_NV = (3 * drawn_2NV[0]).requires_grad_()
-        log_p_NV, log_q_NV = logits_NV.log_softmax(1), (3 * drawn_2NV[1]).log_softmax(1)
-        divergence = own_divergence(self.name)
-        _try(f"divergence={self.name}", divergence, (log_p_NV, log_q_NV), logits_NV)
+def try_divergence(name: str) -> None:
+    """Call a custom divergence with random distributions. Raises the same errors as `try_loss`."""
+    generator = torch.Generator().manual_seed(0)
+    drawn_2NV = torch.randn(2, _TRIED_TOKENS, _TRIED_VOCABULARY, generator=generator)
+    logits_NV = (3 * drawn_2NV[0]).requires_grad_()
+    log_p_NV, log_q_NV = logits_NV.log_softmax(1), (3 * drawn_2NV[1]).log_softmax(1)
+    divergence = own_divergence(name)
+    _try(f"divergence={name}", divergence, (log_p_NV, log_q_NV), logits_NV)
 
 
 def _try(what: str, function: PerPosition, tensors: Sequence[Tensor], learnt: Tensor) -> None:

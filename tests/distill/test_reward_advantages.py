@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Iterable
 from fractions import Fraction
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.errors import ConfigError, DataError
-from distill.objective.custom import AdvantageTrial, DivergenceTrial, LossTrial
+from distill.objective.custom import try_advantage, try_divergence, try_loss
 from distill.objective.divergences import divergence
 from distill.objective.group_rewards import GroupRewards
 from distill.objective.losses import token_losses
@@ -244,21 +245,21 @@ def test_a_custom_advantage_gets_all_results(own: str) -> None:
     first = own_objectives.SEEN[0]
     assert first.rewards_G.tolist() == [1, 0, 5, 2] and first.source == "s0"
     assert first.truncated_G.tolist() == [False, False, True, False]
-    AdvantageTrial(name=f"{own}:lengths", group_size=4)()
+    try_advantage(f"{own}:lengths", group_size=4)
 
 
 @pytest.mark.parametrize("name", ["raises", "one_short", "divided"])
 def test_bad_results_of_a_custom_advantage_are_refused(own: str, name: str) -> None:
     with refuses(DataError, "baseline"), np.errstate(all="ignore"):
-        AdvantageTrial(name=f"{own}:{name}", group_size=4)()
+        try_advantage(f"{own}:{name}", group_size=4)
 
 
 def test_functions_are_found_and_can_be_called_so_or_are_refused(own: str) -> None:
     for trial, field in (
-        (AdvantageTrial(name=f"{own}:takes_two", group_size=2), "baseline"),
-        (AdvantageTrial(name=f"{own}:misspelt", group_size=2), "baseline"),
-        (LossTrial(name=f"{own}:raises"), "loss"),
-        (LossTrial(name="no_such_module:loss"), "loss"),
+        (partial(try_advantage, f"{own}:takes_two", group_size=2), "baseline"),
+        (partial(try_advantage, f"{own}:misspelt", group_size=2), "baseline"),
+        (partial(try_loss, f"{own}:raises"), "loss"),
+        (partial(try_loss, "no_such_module:loss"), "loss"),
     ):
         with refuses(ConfigError, field):
             trial()
@@ -277,18 +278,18 @@ def test_a_custom_loss_returns_the_tokens_losses(own: str) -> None:
         return made.loss_N.tolist(), gradient_N.tolist()
 
     assert losses(f"{own}:pg") == losses("importance_sampling")
-    LossTrial(name=f"{own}:pg")()
+    try_loss(f"{own}:pg")
 
 
 @pytest.mark.parametrize("name", ["detached", "over_the_batch", "summed", "infinite", "nothing"])
 def test_bad_results_of_a_custom_loss_are_refused(own: str, name: str) -> None:
     with pytest.raises(DataError):
-        LossTrial(name=f"{own}:{name}")()
+        try_loss(f"{own}:{name}")
 
 
 def test_a_custom_divergence_is_one_per_state(own: str) -> None:
     how = ObjectiveConfig(estimator="full", divergence=f"{own}:tv")
-    DivergenceTrial(name=how.divergence)()
+    try_divergence(how.divergence)
     drawn = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)).log_softmax(2)
     made_N = divergence(drawn[0], drawn[1], how.divergence, 0.5)
     expected = [
@@ -305,4 +306,4 @@ def test_a_custom_divergence_is_one_per_state(own: str) -> None:
 @pytest.mark.parametrize("name", ["of_teacher", "mass", "averaged", "scalar"])
 def test_bad_results_of_a_custom_divergence_are_refused(own: str, name: str) -> None:
     with pytest.raises(DataError):
-        DivergenceTrial(name=f"{own}:{name}")()
+        try_divergence(f"{own}:{name}")
