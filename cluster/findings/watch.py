@@ -37,7 +37,7 @@ from cluster.findings.training import (
 )
 from cluster.store.kept_groups import KeptGroups
 from distill.errors import DataError
-from distill.objective.repetition import repeated_share
+from distill.objective.sums import repeated_share
 from distill.types import StopReason, Trajectory
 
 Detect = Callable[[History, RolloutConfig], Diagnosis | None]

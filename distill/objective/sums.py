@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice, pairwise
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.columns import GroupColumns, pack
-from distill.objective.repetition import RUN, repeated_share
 from distill.records import Sum, TrajectoryGroupMeta
 from distill.types import GroupFacts, StopReason, TrajectoryGroup, shared_fields
 
@@ -23,6 +22,10 @@ _TOP = 0.01
 # A group of equal members counts as equal only if independent samples would all be equal with a
 # probability below this.
 _BY_CHANCE = 1e-6
+# Length, in tokens, of a run. A run that occurs a second time is a repetition.
+RUN = 8
+# Base of the polynomial hash of a run, modulo 2^64.
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def meta_of(group: TrajectoryGroup, columns: GroupColumns | None = None) -> TrajectoryGroupMeta:
@@ -158,6 +161,30 @@ def _top_share(actions: ActionTokens) -> Sum | None:
 def _bonuses(actions: ActionTokens) -> Sum | None:
     bonuses_L = actions.columns.arrays.get("bonuses_T")
     return None if bonuses_L is None else (float(bonuses_L.sum(dtype=np.float64)), actions.members)
+
+
+def repeated_share(parts: Sequence[npt.NDArray[np.integer]]) -> float:
+    """Number of runs of `RUN` tokens that occurred earlier in the response, per token.
+
+    The share is near 0 for prose and near 1 for a response in a loop. Each part is the tokens that
+    were sampled in one segment; runs do not cross from one part into the next.
+    """
+    hashes = [_hashes(part_N) for part_N in parts if len(part_N) >= RUN]
+    tokens = sum(len(part_N) for part_N in parts)
+    if not hashes or not tokens:
+        return 0.0
+    runs_M = np.sort(np.concatenate(hashes))
+    return np.count_nonzero(runs_M[1:] == runs_M[:-1]) / tokens
+
+
+def _hashes(tokens_N: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    """Hash of each run: equal runs have equal hashes, and collisions are practically impossible."""
+    tokens_N = tokens_N.astype(np.uint64)
+    runs = len(tokens_N) - RUN + 1
+    total_M = np.zeros(runs, np.uint64)
+    for i in range(RUN):
+        total_M = total_M * _BASE + tokens_N[i : i + runs] + np.uint64(1)
+    return total_M
 
 
 def _repeated(actions: ActionTokens) -> Sum:

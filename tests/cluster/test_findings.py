@@ -15,9 +15,9 @@ from cluster.findings.finding import Evidence, Finding
 from cluster.findings.history import SPAN, History
 from cluster.findings.watch import DETECTORS, Watch
 from cluster.store.kept_groups import KeptGroupWriter
-from distill.objective.repetition import RUN, repeated_share
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
+from distill.objective.sums import RUN, repeated_share
 from distill.settings import changed, meant_by
 from distill.types import StopReason, Trajectory, TrajectoryGroup
 from tests.samples import keep_step, segment, trajectory
