@@ -113,7 +113,7 @@ def trajectory_rows(
             advantages_T=of_segment.advantages_T,
             behaviour_logprobs_T=segment.behaviour_logprobs_T,
             temperature=segment.temperature,
-            source=_source(group_id),
+            source=f"group {group_id}",
             teacher=teacher,
             teacher_coef=of_segment.teacher_coef,
             teacher_context_T=segment.teacher_context_T,
@@ -131,10 +131,6 @@ def trajectory_rows(
     ]
 
 
-def _source(group_id: int) -> str:
-    return f"group {group_id}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowMeta:
     """`RowShape` of a segment: the placeholder of a training row that is not built yet."""
@@ -150,10 +146,6 @@ class RowMeta:
 
     def __len__(self) -> int:
         return self.tokens
-
-    @property
-    def source(self) -> str:
-        return _source(self.place.group_id)
 
 
 def row_metas(group: TrajectoryGroupMeta) -> list[RowMeta]:

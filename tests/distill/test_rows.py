@@ -158,7 +158,7 @@ def test_metadata_equals_that_of_the_row() -> None:
     )
     rows, metas = policy_rows([made], OPD), row_metas(meta_of(made))
     for of_row, row in zip(metas, rows, strict=True):
-        for name in ("first_trained", "num_trained", "teacher", "ends_sequence", "source"):
+        for name in ("first_trained", "num_trained", "teacher", "ends_sequence"):
             assert getattr(of_row, name) == getattr(row, name), name
         assert len(of_row) == len(row)
     for name in ("context_key", "prefix_key"):

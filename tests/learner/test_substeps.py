@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from distill.objective.rows import policy_rows
+from distill.objective.rows import RowMeta, policy_rows
 from distill.objective.settings import Correction, ObjectiveConfig
 from distill.types import TrajectoryGroup
 from learner.loop import PolicyLoop, SupervisedMix
@@ -32,7 +32,13 @@ GROUPS = [group(i, members=2 + i % 2) for i in range(10)]
 
 
 def sources(parts: Sequence[Part]) -> list[list[str]]:
-    return [[row.source for row in part.rows_D] for part in parts]
+    return [
+        [
+            f"group {row.place.group_id}" if isinstance(row, RowMeta) else row.source
+            for row in part.rows_D
+        ]
+        for part in parts
+    ]
 
 
 def rows_of(*group_ids: int) -> list[str]:
