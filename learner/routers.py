@@ -192,8 +192,3 @@ class RoutingReplay:
             return {}
         total = torch.stack(list(differ.values())).sum().float()
         return {MISMATCH: total, MISMATCH + OWN_SHARE: total.new_tensor(self._known)}
-
-
-def check_replays(model: PreTrainedModel) -> None:
-    """Raise ConfigError if `RoutingReplay` does not support the model, which may be on meta."""
-    routers_of(model)

@@ -7,9 +7,9 @@ from typing import TypeVar
 from cluster.config.on_policy import RolloutConfig
 from distill.errors import ConfigError
 from distill.models.loading import load_config, meta_causal_lm
+from distill.models.routers import routers_of
 from distill.routing import MixtureShape
 from distill.settings import changed
-from learner.routers import check_replays
 
 Config = TypeVar("Config", bound=RolloutConfig)
 
@@ -41,7 +41,7 @@ def with_routing_replay(config: Config) -> tuple[Config, str]:
 
 
 def _check(config: RolloutConfig) -> None:
-    check_replays(meta_causal_lm(config.model.path))
+    routers_of(meta_causal_lm(config.model.path))  # raises for routers that cannot replay
     if config.learner.compile:
         raise ConfigError(
             "learner.routing_replay=True with compile=True: routers inside compiled layers have "

@@ -25,7 +25,6 @@ from distill.stops import StopTokens
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.routers import check_replays
 from tests.families import family_dir, undecided
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.learner.routing import other_experts, own_experts
@@ -244,10 +243,10 @@ def test_dense_models_and_unknown_routers_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with refuses(ConfigError, "learner.routing_replay"):
-        check_replays(meta_causal_lm(family_dir(tmp_path, "llama")))
+        routers_of(meta_causal_lm(family_dir(tmp_path, "llama")))
     monkeypatch.delitem(WEIGH, "MixtralTopKRouter")
     with refuses(ConfigError, "learner.routing_replay"):
-        check_replays(meta_causal_lm(family_dir(tmp_path, "mixtral")))
+        routers_of(meta_causal_lm(family_dir(tmp_path, "mixtral")))
 
 
 def test_experts_of_later_turns_are_appended() -> None:
