@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distill.gloo import listen_towards
-from distill.nccl import nccl_settings
+from distill.process_groups import listen_towards, nccl_settings
 
 LOOPBACK = "127.0.0.1"
 # Calls in different lanes run concurrently. Methods in `main` use collectives of the default group

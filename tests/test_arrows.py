@@ -36,7 +36,7 @@ EXEMPT = {
     "cluster/placement/prefetch.py": {"ray"},
     "cluster/placement/shared_storage.py": {"ray"},
     "cluster/rehearsal/strikes.py": {"ray"},
-    "distill/gloo.py": {"socket"},  # asks the kernel for a route, and sends nothing
+    "distill/process_groups.py": {"socket"},  # asks the kernel for a route, and sends nothing
     "distill/json_schemas.py": {"jsonschema", "jsonschema_specifications", "referencing"},
     "distill/tools/calculator.py": {"simpleeval"},
 }

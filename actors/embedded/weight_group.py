@@ -16,8 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from distill.engine import JOINING, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
-from distill.gloo import listen_towards
-from distill.nccl import nccl_settings
+from distill.process_groups import listen_towards, nccl_settings
 from distill.weight_group import NOT_RECEIVED, announce, join_group, learner_store, leave_group
 from distill.weights.model_weights import split_bucket
 

@@ -23,10 +23,9 @@ from actors.sglang.installed import require_sglang
 from actors.sglang.parallelism import Parallelism, parallelism
 from actors.sglang.server import SglangServer
 from distill.errors import ConfigError
-from distill.gloo import INTERFACE, interface_towards
 from distill.gpu import gpu_bytes, part_bytes
 from distill.gpu_turn import GpuTurn
-from distill.nccl import nccl_settings
+from distill.process_groups import INTERFACE, interface_towards, nccl_settings
 
 if TYPE_CHECKING:
     from actors.sglang.memory import ServerMemory

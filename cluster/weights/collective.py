@@ -54,7 +54,7 @@ from cluster.handles.node import node_address
 from cluster.weights.transport import Sending, Transport
 from distill.engine import ABORTS, JOINING, SENDS, CollectiveBroadcast, GroupMember
 from distill.errors import EngineError, first_line
-from distill.gloo import listen_towards
+from distill.process_groups import listen_towards
 from distill.weight_group import join_group, learner_store, leave_group
 from distill.weights.model_weights import (
     BUCKET_BYTES,

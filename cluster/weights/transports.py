@@ -35,7 +35,7 @@ from distill.engine import CheckpointDirectory
 from distill.errors import CheckpointError
 from distill.gpu import visible_gpus
 from distill.models.loading import load_config
-from distill.nccl import nccl_settings
+from distill.process_groups import nccl_settings
 from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import Weights, save_weights

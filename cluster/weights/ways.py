@@ -34,7 +34,7 @@ class Place:
         host: name of its machine.
         gpus: ids of its GPUs on that node, empty on a CPU. For the learner, those of rank 0, which
             sends the weights.
-        nccl: NCCL settings of its process (`distill.nccl`).
+        nccl: NCCL settings of its process (`distill.process_groups`).
         nodes: number of nodes that the engine's server spans.
     """
 

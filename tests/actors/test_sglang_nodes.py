@@ -19,7 +19,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.nodes import RanksStore, SglangFollower
 from actors.sglang.start import MeetingPoint
 from distill.errors import ConfigError, EngineError, EngineLost
-from distill.gloo import INTERFACE
+from distill.process_groups import INTERFACE
 from learner.process_group import LOOPBACK
 from tests.tiny import tiny_model_dir
 from tests.waiting import DEADLINE_S

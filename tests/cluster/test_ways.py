@@ -8,7 +8,7 @@ from actors.sglang.parallelism import Parallelism
 from actors.sglang.start import server_environment
 from cluster.weights.ways import Place, lenders_of, plan_ways
 from distill.errors import ConfigError
-from distill.nccl import nccl_settings
+from distill.process_groups import nccl_settings
 from distill.weights.lending import LenderPlace
 from tests.refusals import refuses
 

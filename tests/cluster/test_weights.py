@@ -49,7 +49,7 @@ from distill.errors import (
     NonFiniteError,
 )
 from distill.models.loading import load_causal_lm, read_weights
-from distill.nccl import nccl_settings
+from distill.process_groups import nccl_settings
 from distill.records import TrainedGroups
 from distill.sampling import TrainSampling
 from distill.weights.model_weights import HeldWeights, Weights, plan_buckets

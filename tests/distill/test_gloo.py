@@ -6,13 +6,13 @@ import socket
 import psutil
 import pytest
 
-from distill.gloo import INTERFACE, interface_towards, listen_towards
+from distill.process_groups import INTERFACE, interface_towards, listen_towards
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != INTERFACE})
-    monkeypatch.setattr("distill.gloo._chosen", None)
+    monkeypatch.setattr("distill.process_groups._chosen", None)
 
 
 def interfaces() -> dict[str, str]:

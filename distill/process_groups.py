@@ -1,19 +1,25 @@
-"""Choice of the network interface that gloo listens on, for processes that meet at an address.
+"""Settings of process groups: gloo's network interface, and what NCCL's members must agree on.
 
 By default, gloo listens on the address of the host's name. Debian and Ubuntu map that name to
 127.0.1.1, which no other machine reaches: a group over two machines then waits until its deadline.
 Processes on one machine need no address that other machines reach.
+
+Unless the environment sets them, SGLang turns two settings of NCCL off for its servers, while NCCL
+turns them on; a group of a server and a learner then hangs or fails. Each process reads them once,
+when it opens its first communicator.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 import psutil
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _chosen: str | None = None
+_AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 def listen_towards(address: str) -> None:
@@ -41,3 +47,8 @@ def interface_towards(address: str) -> str | None:
         if any(each.family == family and each.address == own for each in addresses):
             return name
     return None
+
+
+def nccl_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """NCCL settings for a process with this environment and for the server that it starts."""
+    return {name: environment.get(name, value) for name, value in _AGREED.items()}
