@@ -29,7 +29,7 @@ from distill.engine import ScoreRequest
 from distill.handshake.canary import CanaryRows
 from distill.sampling import UNSCALED
 from learner.canaries import CopyQuestion, training_rows, watched
-from learner.frozen import LocalTeachers
+from learner.teachers import LocalTeachers
 
 T = 0.7
 
@@ -87,7 +87,7 @@ async def measure(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
 def measure_copy(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
     """Median seconds of a teacher copy for a step's distributions, and for a canary."""
     teachers = LocalTeachers({"": model}, dtype=torch.float32, device="cpu")
-    [copy] = watched(teachers, None, token_budget=4096)
+    [copy] = watched(teachers, token_budget=4096)
     rows = CanaryRows.of(copy.answer(CopyQuestion(temperature=T)).scored.info, T)
     seconds: tuple[list[float], list[float]] = ([], [])
     for seed in range(config.rounds + 1):

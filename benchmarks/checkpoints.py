@@ -64,12 +64,12 @@ def measure(directory: Path) -> dict[str, float]:
         for background in (False, True):
             number += 1
             store = CheckpointStore(directory / "checkpoints", keep=1)
-            writer = CheckpointWriter(learner, tokenizer, store, background=background)
+            writer = CheckpointWriter(learner, tokenizer, store)
             note(step=median(step() for _ in range(3)))
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             began = time.perf_counter()
-            writer.begin(number, {})
+            (writer.begin if background else writer.save)(number, {})
             waited = time.perf_counter() - began
             if not background:
                 note(at_once=waited, at_once_mb=_memory("VmHWM") - before)

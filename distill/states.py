@@ -1,8 +1,8 @@
 """Hidden states that a model's vocabulary projection turns into distributions, as numpy arrays.
 
 A teacher's engine returns the hidden states at the trained positions, and the learner applies the
-teacher's head to them (`learner.frozen.TeacherHead`). Transferring one state per trained token thus
-gives log q_T at every token of the vocabulary, at any T.
+teacher's head to them (`learner.teachers.TeacherHead`). Transferring one state per trained token
+thus gives log q_T at every token of the vocabulary, at any T.
 
 numpy has no bfloat16, so values of 16 bits are stored as uint16 together with the name of their
 dtype. Rollout workers forward states without torch, so only functions with tensors import it.

@@ -15,8 +15,8 @@ from distill.objective.custom import per_position
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.settings import AUTO, LossName, ObjectiveConfig, is_own
 from learner.forward import Forward, LossFunction
-from learner.frozen import LocalTeachers
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
+from learner.teachers import LocalTeachers
 
 # (logprobs_N, old_N, advantages_N) of trained tokens -> loss of each token, (N,). The signature is
 # that of the setting loss=module:function (`distill.objective.custom`).

@@ -35,9 +35,9 @@ from isotherm.losses import Loss, LossUnit, choose_loss
 from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
+from learner.teachers import LocalTeachers
 
 _PUSH_TIMEOUT_S = 3600.0
 

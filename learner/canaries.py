@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
 
 from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.handshake.canary import CanaryAnswers, CanaryRows, CanaryScores
@@ -30,8 +29,8 @@ from distill.objective.rows import row_to_score
 from distill.states import HiddenStates
 from distill.types import FloatArray, TokenArray, TopLogprobs
 from distill.weights.digests import digest_of, tensor_checksum
-from learner.frozen import FrozenModel, LocalTeachers, TeacherHead
 from learner.sharding import local, stored
+from learner.teachers import FrozenModel, LocalTeachers, TeacherHead
 
 # Number of tokens at each position, besides the row's own, whose log-probs are compared. They are
 # taken from the whole distribution, as for estimator=full.
@@ -142,30 +141,10 @@ class WatchedModel:
         return rows.answer(scores)
 
 
-class Base(NamedTuple):
-    """A model without its adapter; `dtype` is the compute precision.
-
-    `logprobs` returns log p_T of the rows' trained tokens, one array for each row.
-    """
-
-    model: PreTrainedModel
-    path: str
-    dtype: str
-    logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]]
-
-    def read(
-        self, rows_D: Sequence[TrainingRow], _ids_K: TokenArray
-    ) -> list[tuple[FloatArray, FloatArray]]:
-        """Log-probs of the rows' trained tokens, and none of other tokens. See `Read`."""
-        return [(own_N, np.empty(0, np.float32)) for own_N in self.logprobs(rows_D)]
-
-
-def watched(
-    teachers: LocalTeachers | None, base: Base | None, token_budget: int
-) -> list[WatchedModel]:
-    """Frozen models of a worker: its copies of teachers or their heads, and its adapter's base."""
+def watched(teachers: LocalTeachers, token_budget: int) -> list[WatchedModel]:
+    """A worker's copies of teachers or their heads."""
     found = []
-    for name, teacher in ({} if teachers is None else teachers.models).items():
+    for name, teacher in teachers.models.items():
         if isinstance(teacher, TeacherHead):
             model, config, read = teacher.projection, teacher.config, partial(_read_head, teacher)
         else:
@@ -177,13 +156,6 @@ def watched(
             WatchedModel(
                 name, teacher.path, model, config,
                 dtype=dtype, read=read, listed=_LISTED,
-            )
-        )  # fmt: skip
-    if base is not None:
-        found.append(
-            WatchedModel(
-                None, base.path, base.model, base.model.config,
-                dtype=base.dtype, read=base.read, listed=0,
             )
         )  # fmt: skip
     return found

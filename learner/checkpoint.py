@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -394,10 +393,3 @@ def _read_whole(path: Path) -> Checkpoint:
     found = _read(path)
     _verify(path)
     return found
-
-
-def link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or a file system without hard links
-        shutil.copy2(source, target)

@@ -20,7 +20,7 @@ from typing import Any
 from distill.types import Tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner
-from learner.state import StateCopy
+from learner.sharded_model import StateCopy
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +36,8 @@ class Written:
 class CheckpointWriter:
     """Writes the checkpoints of one training loop."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        tokenizer: Tokenizer,
-        store: CheckpointStore,
-        *,
-        background: bool | None = None,
-    ) -> None:
-        """
-        Args:
-            background: whether `begin` copies the state; None: if the copy takes at most half of
-                the free memory.
-        """
+    def __init__(self, learner: Learner, tokenizer: Tokenizer, store: CheckpointStore) -> None:
         self._learner, self._tokenizer, self._store = learner, tokenizer, store
-        self._background = background
         self._warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._latest: Future[Written] | None = None
@@ -68,8 +55,8 @@ class CheckpointWriter:
     def begin(self, step: int, delivery: Mapping[str, Any]) -> Checkpoint | None:
         """Copy the current state, start a thread that writes the copy, and return None.
 
-        First wait until the previous copy is written. If the state is not copied, the same as
-        `save`.
+        First wait until the previous copy is written. If a copy would take more than half of the
+        free memory, the same as `save`.
 
         Raises:
             CheckpointError: the state was not copied, and the checkpoint could not be written.
@@ -105,8 +92,6 @@ class CheckpointWriter:
             wait([self._latest])
 
     def _copies(self) -> bool:
-        if self._background is not None:
-            return self._background
         fits = self._learner.has_room_for_copy()
         if not fits and not self._warned:
             self._warned = True

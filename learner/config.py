@@ -89,7 +89,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRule:
-    """Update rule of an EMA or lagged teacher (`learner.own_teacher`). Exactly one field is set.
+    """Update rule of an EMA or lagged teacher (`learner.teachers`). Exactly one field is set.
 
     Attributes:
         every: lagged teacher: copy the weights at each version that is divisible by this.

@@ -152,11 +152,13 @@ class Forward:
     ) -> list[FloatArray]:
         """log p_T of each row's trained tokens, in main memory, in the passes of `batches`."""
         by_row: dict[int, FloatArray] = {}
+        self._causal_lm.eval()
         for rows_B in self.batches(rows_D, token_budget, group):
             logprobs_N = self(self._collated(rows_B)).logprobs_N.cpu().numpy()
             ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
             by_row |= zip(map(id, rows_B), np.split(logprobs_N, ends), strict=True)
             after_pass()
+        self.training_mode()
         return [by_row[id(row)] for row in rows_D]
 
     def __call__(

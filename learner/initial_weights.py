@@ -61,7 +61,7 @@ class InitialWeights:
         elif reads_by_tensor(self.model, path):
             self._begin()
         else:
-            self.model = self._whole()
+            self.model = whole_model(path, dtype, reward_padding, "cpu")
         plan = self._plan() if group.rank == 0 else None
         self._dtypes: dict[str, torch.dtype] = group.broadcast(plan)
         # Modules, not parameters or names: sharding replaces parameters, adapters rename modules.
@@ -96,11 +96,6 @@ class InitialWeights:
         if self._padding is not None:
             return meta_reward_model(self._path, padding=self._padding)
         return meta_causal_lm(self._path, dtype=self._dtype)
-
-    def _whole(self) -> PreTrainedModel:
-        if self._padding is not None:
-            return start_reward_model(self._path, padding=self._padding, device="cpu")
-        return load_causal_lm(self._path, dtype=self._dtype, device="cpu")
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -142,6 +137,15 @@ class InitialWeights:
                     zeros[key] = torch.zeros(parameter.shape, dtype=parameter.dtype)
                 parameter.data = zeros[key]
         return model
+
+
+def whole_model(
+    path: str, dtype: torch.dtype, reward_padding: int | None, device: str
+) -> PreTrainedModel:
+    """The initial model with its values, on one worker. The head of a reward model is new."""
+    if reward_padding is not None:
+        return start_reward_model(path, padding=reward_padding, device=device)
+    return load_causal_lm(path, dtype=dtype, device=device)
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,33 +1,52 @@
-"""Memory estimate of a learner before its model is loaded, to raise an error before an OOM kill.
+"""Memory of a learner's worker: for the model, and a plan of passes that fit beside it.
 
 Weights, gradients and moments are computed from the checkpoint's headers (`estimate_memory`),
-passes from its config (`learner.pass_memory`). `learner.memory_plan` adds them up.
+passes from its config (`learner.pass_memory`), before the model is loaded: what does not fit is an
+error, not an OOM kill. `dry_run=True` prints the plan for a GPU's size (`LearnerMemory`). A worker
+computes its plan for the free memory (`plan_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
-from pathlib import Path
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from distill.errors import CheckpointError, ConfigError
-from distill.gpu import CONTEXT_BYTES, gpu_bytes, headroom, parameter_count, part_bytes, readable
+from distill.errors import ConfigError
+from distill.gpu import (
+    CONTEXT_BYTES,
+    gib,
+    gpu_bytes,
+    headroom,
+    parameter_count,
+    part_bytes,
+    readable,
+)
 from distill.main_memory import free_main_memory, require_main_memory
 from distill.models.loading import (
     load_config,
-    meta_causal_lm,
-    tensor_layouts,
-    tensor_shapes,
     vocab_size,
-    weight_files,
 )
-from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
-from distill.weights.shared_memory import block_bytes
+from learner.config import TOKEN_BUDGET, LearnerConfig, Precision
+from learner.pass_memory import (
+    ModelSize,
+    PassMemory,
+    PassPlan,
+    PassRequest,
+    count_of,
+    fit_pass,
+    known_shapes,
+    refusal,
+)
+from learner.process_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+# Multiples of the number of workers that an error message tries as remedies.
+_MORE_WORKERS = (2, 4, 8)
 
 
 class BytesPerParameter(NamedTuple):
@@ -54,7 +73,7 @@ FROZEN = BytesPerParameter("frozen weights in fp32", 4)
 def holding_of(*, adapter: bool, followed: bool) -> BytesPerParameter:
     """Bytes per parameter of a learner.
 
-    `followed`: it also holds an EMA or lagged teacher (`learner.own_teacher`).
+    `followed`: it also holds an EMA or lagged teacher (`learner.teachers`).
     """
     if adapter:
         return FROZEN
@@ -81,11 +100,11 @@ def estimate_memory(model: str, holding: BytesPerParameter = TRAINED) -> MemoryE
     shapes = known_shapes(model)
     if shapes is None:
         return None
-    return MemoryEstimate(parameters=sum(map(prod, shapes.values())), holding=holding)
+    return MemoryEstimate(parameters=count_of(shapes), holding=holding)
 
 
 def frozen_in(dtype: torch.dtype) -> BytesPerParameter:
-    """Bytes per parameter of a model that is not trained (`learner.frozen`)."""
+    """Bytes per parameter of a model that is not trained (`learner.teachers`)."""
     return BytesPerParameter(f"a frozen model's weights in {dtype}", dtype.itemsize)
 
 
@@ -98,7 +117,7 @@ def frozen_bytes(models: Iterable[str], dtype: str) -> int | None:
 
 
 def head_bytes(model: str, dtype: str) -> int:
-    """Bytes of a teacher's head in a worker (`learner.frozen.TeacherHead`).
+    """Bytes of a teacher's head in a worker (`learner.teachers.TeacherHead`).
 
     It is held in the dtype of its checkpoint, and in the `dtype` of its states if that differs.
     """
@@ -106,37 +125,6 @@ def head_bytes(model: str, dtype: str) -> int:
     text = config.get_text_config()
     held = {text.dtype or config.dtype or torch.float32, getattr(torch, dtype)}
     return vocab_size(config) * text.hidden_size * sum(each.itemsize for each in held)
-
-
-def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the model's tensors by name, from the headers of its safetensors files.
-
-    If the model is on the hub and its files are not on this machine, the shapes come from its
-    config. None if neither is available.
-    """
-    if weight_files(model):
-        return tensor_shapes(model)
-    return None if Path(model).exists() else _shapes_by_config(model)
-
-
-@lru_cache
-def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
-    try:
-        tensors = meta_causal_lm(name).named_parameters()
-    except CheckpointError:  # the hub is unreachable, or the model is not a causal language model
-        return None
-    return {name: tuple(tensor.shape) for name, tensor in tensors}
-
-
-def largest_bucket(model: str, dtype: torch.dtype) -> int:
-    """Bytes of the largest bucket of a push in this dtype.
-
-    A full bucket if the checkpoint has no files on this machine.
-    """
-    if not weight_files(model):
-        return BUCKET_BYTES
-    layouts = [layout.rounded_to(dtype) for layout in tensor_layouts(model).values()]
-    return max(map(block_bytes, plan_buckets(layouts)))
 
 
 def check_fits(
@@ -197,3 +185,194 @@ def free_bytes(device: str) -> int:
         torch.cuda.empty_cache()  # blocks that this process has freed
         return torch.cuda.mem_get_info(device)[0]
     return free_main_memory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMemory:
+    """Memory of a model's learner. The properties are bytes of one worker, without passes.
+
+    Attributes:
+        holding: bytes per parameter, without passes.
+        frozen: bytes of the frozen models that the workers share.
+        workers: number of workers.
+        replicas: number of replicas of the model, each shared by `workers / replicas` workers.
+        offloads: the moments are on the GPU only during the optimizer's step, when no pass runs.
+    """
+
+    model: ModelSize
+    dtype: Precision
+    device: str
+    holding: BytesPerParameter = TRAINED
+    frozen: int = 0
+    workers: int = 1
+    replicas: int = 1
+    offloads: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self._own_parameters * self.holding.weights
+
+    @property
+    def gradients(self) -> int:
+        return self._own_parameters * self.holding.gradients
+
+    @property
+    def moments(self) -> int:
+        return self._own_parameters * self.holding.moments
+
+    @property
+    def own_frozen(self) -> int:
+        """Bytes of a worker's shards of the frozen models."""
+        return -(-self.frozen // self._shards)
+
+    @property
+    def _shards(self) -> int:
+        return self.workers // self.replicas
+
+    @property
+    def _own_parameters(self) -> int:
+        return -(-self.model.parameters // self._shards)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all tensors of the worker, on the GPU and in main memory."""
+        return self.weights + self.own_frozen + self.gradients + self.moments
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes between two steps: weights, and moments that are not in main memory."""
+        return self.outside_passes - self.gradients
+
+    @property
+    def outside_passes(self) -> int:
+        """Bytes while a pass runs, without the pass itself."""
+        return self.during_update - (self.moments if self.offloads else 0)
+
+    @property
+    def during_update(self) -> int:
+        """Bytes during the optimizer's step."""
+        return CONTEXT_BYTES + self.held
+
+    @property
+    def whole_gradients(self) -> int:
+        """Bytes of a worker's gradients before they are summed over the workers."""
+        return self.model.parameters * self.holding.gradients
+
+    def require_room(self, room: int, what: str) -> None:
+        """Raise ConfigError if the peak, without passes, does not fit into `room` bytes."""
+        if self.during_update > room:
+            raise ConfigError(
+                f"{what} in the learner does not fit: weights, gradients and "
+                f"moments{' with copies of teachers' * bool(self.frozen)} take "
+                f"{gib(self.during_update)} GiB of a GPU in an update, and {gib(room)} GiB are "
+                "available. Use more learner.workers, fewer learner.replicas, an adapter "
+                "(lora.rank), or a smaller model",
+                field="learner.workers",
+            )
+
+    @property
+    def passes(self) -> PassMemory | None:
+        """Memory of a worker's passes; None if the config lacks a field."""
+        try:
+            return PassMemory.of(
+                self.model, dtype=self.dtype, device=self.device, workers=self.workers
+            )
+        except AttributeError:  # the model is not attention and an MLP, so its config differs
+            return None
+
+    def plan(self, room: int, asked: PassRequest) -> PassPlan | None:
+        """Plan of a worker whose context, states and passes share `room` bytes.
+
+        Memory that the passes leave free may hold whole gradients (`PassPlan.reduces_once`); no
+        pass is made smaller for this. None if the memory of a pass is unknown for this config.
+
+        Raises:
+            ConfigError: no plan fits; the message names settings that would fit.
+        """
+        passes = self.passes
+        if passes is None:
+            return None
+        left = room - self.outside_passes
+        plan = fit_pass(passes, left, asked, device=self.device)
+        if plan is None:
+            remedies = list(self._remedies(room, asked))
+            raise refusal(passes, left, asked, self.device, remedies)
+        fits = passes.of_plan(plan, asked.longest_rows) + self.whole_gradients <= left
+        return plan._replace(reduces_once=self.workers > 1 and fits)
+
+    def _fits(self, room: int, asked: PassRequest) -> bool:
+        passes = self.passes
+        assert passes is not None
+        left = room - self.outside_passes
+        return (
+            self.during_update <= room
+            and fit_pass(passes, left, asked, device=self.device) is not None
+        )
+
+    def _remedies(self, room: int, asked: PassRequest) -> Iterator[str]:
+        """Changes of settings other than lengths, each of which makes the pass fit."""
+        if asked.gradient_checkpointing is False:
+            asked = asked._replace(gradient_checkpointing=None)
+            if self._fits(room, asked):
+                yield "gradient_checkpointing=True"
+        if not self.device.startswith("cuda"):
+            return  # workers of one machine share its memory
+        if self.replicas > 1 and replace(self, replicas=1)._fits(room, asked):
+            yield "learner.replicas=1"
+        may_offload = not self.offloads and self.holding.moments > 0
+        if may_offload and replace(self, offloads=True)._fits(room, asked):
+            yield "offload_optimizer=True"
+            may_offload = False
+        for many in (self.workers * times for times in _MORE_WORKERS):
+            for offload in [False, True] if may_offload else [False]:
+                larger = replace(self, workers=many, offloads=self.offloads or offload)
+                if larger._fits(room, asked):
+                    yield f"learner.workers={many}{' offload_optimizer=True' * offload}"
+                    return
+
+
+def plan_memory(config: LearnerConfig, device: str, group: WorkerGroup) -> PassPlan:
+    """Plan passes for the memory that the model leaves; the same on all workers. Collective.
+
+    Raises:
+        ConfigError: the model does not fit, or no pass fits in addition to the model.
+    """
+    settings, offloads = config.learner, config.learner.offload_optimizer
+    holding = holding_of(adapter=config.lora.trains_adapter, followed=config.shadow is not None)
+    sharers = group.sharers(device)
+    room = room_bytes(device, config.gpu_part, config.gpu_taken)
+    check_fits(config.model, device, holding, sharers / group.shards, room)
+    if offloads and device.startswith("cuda"):
+        check_offload_fits(config.model, holding, group.shards, group.workers_here())
+    asked = PassPlan(
+        settings.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
+        bool(settings.gradient_checkpointing),
+    )
+    plan = None
+    if (size := ModelSize.of(config.model)) is not None:
+        memory = LearnerMemory(
+            model=size,
+            dtype=config.dtype,
+            device=device,
+            holding=holding,
+            workers=group.size,
+            replicas=group.replicas,
+            offloads=offloads,
+        )
+        request = PassRequest.of(settings, config.longest_rows)
+        # The context of this process exists already, so the free memory does not include it.
+        room = room // sharers + CONTEXT_BYTES
+        plan = memory.plan(room, request)
+    plan = plan or asked
+    if group.sum_over_workers(float(plan.gradient_checkpointing)):
+        plan = plan._replace(gradient_checkpointing=True)
+    if group.sum_over_workers(float(not plan.reduces_once)):
+        plan = plan._replace(reduces_once=False)
+    if plan[:2] != asked[:2]:
+        logger.warning(
+            "memory of %s is limited: using gradient_checkpointing=%s, token_budget=%d",
+            device,
+            plan.gradient_checkpointing,
+            plan.token_budget,
+        )
+    return plan

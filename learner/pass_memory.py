@@ -1,4 +1,4 @@
-"""Memory of forward and backward passes, and a plan of passes that fit into a given memory.
+"""Memory of a model's forward and backward passes, and a plan of passes that fit into a memory.
 
 The memory of a pass follows from the config, the precision and the number of tokens that run
 together (`PassMemory`). If it does not fit, layers are recomputed, or fewer tokens run together
@@ -8,22 +8,37 @@ any case.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from distill.errors import CheckpointError, ConfigError
 from distill.gpu import readable
 from distill.models.decoder_sizes import HeadSizes, mlp_width
 from distill.models.linear_stats import positions_per_trained_chunk, positions_together
-from distill.models.loading import exact_attention, vocab_size
+from distill.models.loading import (
+    exact_attention,
+    load_config,
+    meta_causal_lm,
+    tensor_shapes,
+    vocab_size,
+    weight_files,
+)
 from learner.config import TOKEN_BUDGET, LearnerSettings, Precision
 
 # Factor of a pass's bytes for gradients of activations and fragmentation of the allocator.
 _PASS_MARGIN = 1.1
 # Smallest token budget that `fit_pass` chooses by itself.
 SMALLEST_BUDGET = 1024
+# Step of the row lengths that an error message tries as remedies, in tokens.
+_LENGTH_STEP = 256
 # Number of float32 tensors in the size of a chunk's logits: the logits divided by T, their
 # log-softmax (overwritten by its gradient), a divergence's gradient, and the logits' gradient.
 _STATISTICS = 4
@@ -31,6 +46,55 @@ _STATISTICS = 4
 # pass, and kept by every other layer. torch's memory tracker measures 3.8 and 1 (attention sinks),
 # 4.3 and 2 (soft caps).
 _SCORES_AT_ONCE, _SCORES_KEPT = 5, 2
+
+
+def count_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Number of parameters of tensors of these shapes."""
+    return sum(map(prod, shapes.values()))
+
+
+def known_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the model's tensors by name, from the headers of its safetensors files.
+
+    If the model is on the hub and its files are not on this machine, the shapes come from its
+    config. None if neither is available.
+    """
+    if weight_files(model):
+        return tensor_shapes(model)
+    return None if Path(model).exists() else _shapes_by_config(model)
+
+
+@lru_cache
+def _shapes_by_config(name: str) -> dict[str, tuple[int, ...]] | None:
+    try:
+        tensors = meta_causal_lm(name).named_parameters()
+    except CheckpointError:  # the hub is unreachable, or the model is not a causal language model
+        return None
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Properties of a model that determine its learner's memory.
+
+    Attributes:
+        config: transformers config of the model.
+        parameters: number of parameters.
+        query_norm: attention normalises queries and keys.
+    """
+
+    config: Any
+    parameters: int
+    query_norm: bool
+
+    @classmethod
+    def of(cls, model: str) -> ModelSize | None:
+        """Size of a checkpoint's model; None if its config or shapes are unknown."""
+        shapes = known_shapes(model)
+        if shapes is None:
+            return None
+        parameters, query_norm = count_of(shapes), any("q_norm." in name for name in shapes)
+        return cls(config=load_config(model), parameters=parameters, query_norm=query_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +124,7 @@ class PassMemory:
     ending: int
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        *,
-        dtype: Precision,
-        device: str,
-        parameters: int,
-        workers: int,
-        query_norm: bool,
-    ) -> PassMemory:
+    def of(cls, model: ModelSize, *, dtype: Precision, device: str, workers: int) -> PassMemory:
         """Pass memory of a decoder with attention and a gated MLP.
 
         Tensors of a token in a layer: x and normalised x of two norms, and the inputs of q, k, v,
@@ -78,10 +133,11 @@ class PassMemory:
         Autocast (one worker) has float32 between layers, and a copy for each Linear.
         tests/learner/test_memory.py compares this with the tensors that autograd saves.
         """
+        config = model.config
         text = config.get_text_config()
         hidden, heads = text.hidden_size, HeadSizes.of(text)
         queries, keys = heads.queries * heads.dim, heads.keys * heads.dim
-        normed = (queries + keys) * query_norm
+        normed = (queries + keys) * model.query_norm
         mlp, copies = _mlp_widths(text)
         half = dtype == "bfloat16"
         if not half:
@@ -101,10 +157,10 @@ class PassMemory:
         # Autocast copies every weight once. FSDP holds two whole layers and the weights outside of
         # layers; for one layer also the gradients, and the float32 copy that is summed over the
         # workers.
-        copied, ending = parameters * number * half, 0
+        copied, ending = model.parameters * number * half, 0
         if workers > 1:
             ending = 2 * embedding * (2 * number + 4)
-            layer = parameters // text.num_hidden_layers
+            layer = model.parameters // text.num_hidden_layers
             copied = (2 * embedding + 3 * layer) * number + 4 * layer
         return cls(
             layers=text.num_hidden_layers,
@@ -215,3 +271,36 @@ def fit_pass(memory: PassMemory, room: int, asked: PassRequest, *, device: str) 
             if memory.bytes(tokens, checkpointing=checkpointing, row=row) <= room:
                 return PassPlan(budget, checkpointing)
     return None
+
+
+def refusal(
+    passes: PassMemory, left: int, asked: PassRequest, device: str, remedies: list[str]
+) -> ConfigError:
+    """Error for a pass that does not fit into `left` bytes."""
+    recomputed, rows = asked.gradient_checkpointing is not False, asked.longest_rows
+    budget = asked.token_budget or SMALLEST_BUDGET
+
+    def needed(tokens: int) -> int:
+        row = min(rows, tokens) or None
+        if rows >= budget:  # shorter rows run together, up to the budget
+            tokens = max(tokens, budget)
+        return passes.bytes(tokens, checkpointing=recomputed, row=row)
+
+    lengths = range(_LENGTH_STEP, max(budget, rows), _LENGTH_STEP)
+    shorter = bisect_right(lengths, left, key=needed) * _LENGTH_STEP
+    if rows >= budget:
+        field, what = (
+            "sampling.max_new_tokens",
+            f"max_new_tokens (or max_length): rows of {rows} tokens need",
+        )
+        remedies += [f"rows of at most {shorter} tokens"] if shorter else []
+    else:
+        field, what = "learner.token_budget", f"token_budget={budget} needs"
+        remedies += [f"token_budget={shorter}"] if shorter and asked.token_budget else []
+    use = f"Use {', or '.join(remedies)}" if remedies else "Use GPUs with more memory"
+    return ConfigError(
+        f"{what} {readable(needed(max(budget, rows)))} for a pass (activations, logits"
+        f"{', attention scores' * bool(passes.scores)}) and {device} has "
+        f"{readable(max(left, 0))} left beside the model. {use}",
+        field=field,
+    )

@@ -109,7 +109,7 @@ class Dealing:
             sequences=sum(row.ends_sequence for row in part.rows_D),
         )
         dealt = self.dealt(part).dealt or ()
-        # Workers may run different teachers at the same time (learner.frozen).
+        # Workers may run different teachers at the same time (learner.teachers).
         teachers = [
             sorted({rows[0].teacher for rows, _ in in_round})
             for in_round in zip(*dealt, strict=True)
@@ -186,6 +186,14 @@ class UpdateShare:
     grad_norm: float
     lr: float
     seconds: Mapping[str, float]
+
+
+class CopyCost(NamedTuple):
+    """Size of a copy of this worker's moments, and free main memory of its host, in bytes."""
+
+    host: str
+    bytes: int
+    free: int
 
 
 class Portion(NamedTuple):

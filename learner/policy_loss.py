@@ -23,7 +23,7 @@ from distill.objective.objectives import (
 )
 from distill.objective.settings import Normalisation, ObjectiveConfig
 from learner.forward import Forward, LossFunction
-from learner.frozen import LocalTeachers
+from learner.teachers import LocalTeachers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class PolicyObjectiveLoss:
 
     Attributes:
         teachers: teachers in the learner; needed only for estimator=full.
-        own_teacher: the learner's own model is the teacher instead (`learner.own_teacher`).
+        own_teacher: the learner's own model is the teacher instead (`learner.teachers`).
         stop_event: tokens that are one outcome (`distill.stops`), also in the forward pass.
     """
 

@@ -20,9 +20,8 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import ConfigError
 from distill.gpu_turn import GpuTurn
 from distill.models.attention_probe import shares_prefixes
-from distill.models.loading import load_causal_lm, resolve_device
+from distill.models.loading import resolve_device
 from distill.models.model_files import ModelFiles, checkpoint_config, generation_settings
-from distill.models.reward import start_reward_model
 from distill.pace import Progress
 from distill.weights.lending import BucketLender, LenderPlace, LentBucket
 from distill.weights.model_weights import first_non_finite
@@ -36,10 +35,9 @@ from learner.export import (
     plain_weights,
 )
 from learner.forward import Forward
-from learner.initial_weights import InitialWeights
+from learner.initial_weights import InitialWeights, whole_model
 from learner.lora import adapter_tensors, add_lora
-from learner.memory import free_bytes
-from learner.memory_plan import plan_memory
+from learner.memory import free_bytes, plan_memory
 from learner.optimizer import (
     assert_optimizes,
     build_optimizer,
@@ -49,21 +47,22 @@ from learner.optimizer import (
     moments,
     move_moments_to_memory,
     offload_moments,
+    write_tensors,
 )
-from learner.own_teacher import OwnTeacher, Shadow
-from learner.plan import Portion
+from learner.plan import CopyCost, Portion
 from learner.process_group import WorkerGroup
 from learner.routers import RoutingReplay
 from learner.sharding import (
     Fingerprints,
     Root,
     compile_layers,
+    copied,
     local,
     reshard,
     shard,
     shard_fingerprints,
 )
-from learner.state import CopyCost, copied, write_tensors
+from learner.teachers import Shadow
 
 
 class ModelShard:
@@ -85,10 +84,12 @@ class ModelShard:
         self._config, self._group = config, group
         self.turn = _turn_of(config.gpu_turns[: group.rank + 1])
         self.passes = plan_memory(config, self.device, group)
-        initial = None
+        padding, initial = config.reward_padding, None
         if group.size > 1:
-            initial = InitialWeights(config.model, group, reward_padding=config.reward_padding)
-        self.model = self._load() if initial is None else initial.model
+            initial = InitialWeights(config.model, group, reward_padding=padding)
+            self.model = initial.model
+        else:
+            self.model = whole_model(config.model, torch.float32, padding, self.device)
         names = Names.of(self.model, config.model) if group.rank == 0 else None
         self.names: Names = group.broadcast(names)
         self.files = self._files()
@@ -114,7 +115,7 @@ class ModelShard:
             event=() if config.stops is None else config.stops.event,
             replay=self._replay,
         )
-        self._reshard_root()
+        reshard(self._root)
         self.optimizer = build_optimizer(self.model, config.learner)
         self._accumulates = False
         self._copied: dict[str, Tensor] = {}
@@ -122,13 +123,6 @@ class ModelShard:
         if config.learner.offload_optimizer:
             offload_moments(self.optimizer)
         self._shadow = None if config.shadow is None else Shadow(self.model, config.shadow)
-        self._own_teacher = OwnTeacher(
-            self._forward,
-            self._shadow,
-            group=group,
-            token_budget=self.passes.token_budget,
-            reshard=self._reshard_root,
-        )
         self.rounded = RoundedUpdate()
         plain = plain_weights(self.model, self.rounded)
         self._exported = Exported(self.model, self.names, plain, leads=group.rank == 0)
@@ -149,12 +143,6 @@ class ModelShard:
     def packs(self) -> bool:
         """True if rows run packed, for `distill.objective.batching.BatchShape`."""
         return self._forward.packs
-
-    def _load(self) -> Any:
-        path, padding = self._config.model, self._config.reward_padding
-        if padding is not None:
-            return start_reward_model(path, padding=padding, device=self.device)
-        return load_causal_lm(path, dtype=torch.float32, device=self.device)
 
     def _files(self) -> ModelFiles:
         """Files of a checkpoint except the weights."""
@@ -195,11 +183,6 @@ class ModelShard:
     def fingerprints(self, _: None) -> Fingerprints:
         """Fingerprints of this worker's shards of gradient and weights."""
         return shard_fingerprints(self.model, self._group)
-
-    def _reshard_root(self) -> None:
-        """Reshard FSDP2's root parameters, which a forward without gradients leaves gathered."""
-        if self._root is not None:
-            reshard(self._root)
 
     def gather(self, portion: Portion) -> dict[str, Tensor]:
         """Gather weights whole. Only the leader returns them; other workers return nothing."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,23 @@ from distill.pace import Progress
 from distill.types import Tokenizer
 from distill.weights.adapter import AdapterWeights
 from distill.weights.lending import LenderPlace, LentBucket
-from distill.weights.model_weights import Weights, by_dtype, joined, save_weights, total_bytes
+from distill.weights.model_weights import (
+    HeldWeights,
+    Weights,
+    by_dtype,
+    joined,
+    names_of,
+    plan_buckets,
+    save_weights,
+    total_bytes,
+)
 from learner.config import LearnerConfig, ShadowRule
 from learner.forward import LossFunction
 from learner.lora import save_adapter, served_form
-from learner.plan import Portion
+from learner.optimizer import TrainerState, read_trainer, write_trainer
+from learner.plan import CopyCost, Portion
 from learner.process_group import Lane, WorkerGroup
-from learner.sharding import Fingerprints, whole_fingerprints
-from learner.state import (
-    CopyCost,
-    StateCopy,
-    TrainerState,
-    copied,
-    copied_weights,
-    read_trainer,
-    write_trainer,
-)
+from learner.sharding import Fingerprints, copied, whole_fingerprints
 from learner.worker import LearnerWorker
 
 # Longest wait of one `acquire_turn` call of a worker, seconds. Each call counts as progress.
@@ -138,7 +140,7 @@ class ShardedModel:
 
     @property
     def own_teacher(self) -> ShadowRule | None:
-        """Update rule of the EMA or lagged teacher (`learner.own_teacher`), or None without one."""
+        """Update rule of the EMA or lagged teacher (`learner.teachers`), or None without one."""
         return self.worker.own_teacher
 
     def follow(self, version: int) -> None:
@@ -244,6 +246,56 @@ class ShardedModel:
         # Workers that are not in the checkpoint keep their initial RNG state.
         missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(state.rng))
         self.on_each("set_rng_state", [*state.rng, *missing][: self._group.size])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StateCopy:
+    """Copy of the complete state of a checkpoint. It is written once, in any thread, or dropped.
+
+    Each worker copies its own shard of AdamW's moments to main memory, and the leader also copies
+    the weights. All workers write the moments together, in the lane `checkpoint` and with a
+    separate process group, because the next step's collectives run concurrently.
+
+    Attributes:
+        write_moments: writes all workers' copies of the moments to a directory, and drops them;
+            with None it only drops them.
+        write_model: writes weights as a Hugging Face checkpoint with its tokenizer.
+        write_adapter: writes the adapter; None if there is no adapter.
+    """
+
+    weights: HeldWeights
+    write_moments: Callable[[str | None], object]
+    trainer: TrainerState
+    write_model: Callable[[Path, Weights], None]
+    write_adapter: Callable[[Path], None] | None
+    _begun: bool = field(init=False, default=False)
+
+    def write(self, path: Path) -> None:
+        """Write the copy in the format of `Learner.save`.
+
+        Raises: as `Learner.save`.
+        """
+        self._begun = True
+        self.write_moments(str(path / "optimizer"))
+        self.write_model(path / "model", self.weights)
+        if self.write_adapter is not None:
+            self.write_adapter(path / "adapter")
+        write_trainer(path, self.trainer)
+
+    def drop(self) -> None:
+        """Free the memory on every worker. The copy cannot be written afterwards."""
+        if not self._begun:
+            self._begun = True
+            self.write_moments(None)
+        self.weights, self.write_adapter = HeldWeights({}), None
+
+
+def copied_weights(weights: Weights) -> HeldWeights:
+    """Copy of the weights in main memory, gathered in portions. A collective if sharded."""
+    copies: dict[str, torch.Tensor] = {}
+    for bucket in plan_buckets(weights.layouts):
+        copies |= copied(weights.gather(names_of(bucket)))
+    return HeldWeights(copies)
 
 
 class _GatheredWeights:

@@ -203,9 +203,12 @@ def sum_over_replicas(model: nn.Module, group: WorkerGroup) -> None:
         work.wait()
 
 
-def reshard(root: Root) -> None:
-    """Release gathered weights and keep the shards, which the optimizer and checkpoints use."""
-    for module in root.modules():
+def reshard(root: Root | None) -> None:
+    """Release gathered weights and keep the shards, which the optimizer and checkpoints use.
+
+    Call it after a pass without gradients, which leaves weights gathered. No-op without a root.
+    """
+    for module in () if root is None else root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
@@ -223,6 +226,17 @@ def whole_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """Shard of the tensor on this worker."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors, or of this worker's shards, in main memory."""
+    return {name: _in_memory(tensor) for name, tensor in tensors.items()}
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    copy = local(tensor.detach()).to("cpu", copy=True)
+    # Not from_local, which moves the shard to the devices of the mesh.
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy  # pyright: ignore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

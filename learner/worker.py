@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -21,12 +22,12 @@ from torch import Tensor
 
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
+from distill.objective.objectives import TeacherDistribution
 from distill.records import RowPlace, TrajectorySource
-from distill.types import FloatArray
-from learner.canaries import Base, CopyAnswer, CopyQuestion, WatchedModel, watched
+from distill.types import FloatArray, TokenArray
+from learner.canaries import CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
-from learner.frozen import FrozenModel, LocalTeachers
 from learner.lora import adapter_off
 from learner.memory import room_bytes
 from learner.plan import FrozenRows, MicroBatch, PassShare, UpdateShare
@@ -35,7 +36,8 @@ from learner.process_group import WorkerGroup
 from learner.rollout_share import RolloutShare
 from learner.routers import RouterBalance
 from learner.shard import ModelShard
-from learner.sharding import sum_over_replicas, whole
+from learner.sharding import reshard, sum_over_replicas, whole
+from learner.teachers import FrozenModel, LocalTeachers, teacher_row
 from learner.trace import Stages
 
 # A micro-batch's fraction of its part's trained tokens: the weight in the mean train/router_aux.
@@ -140,13 +142,29 @@ class LearnerWorker(ModelShard):
         if not isinstance(loss, PolicyObjectiveLoss) or not loss.needs_distribution:
             return loss
         if loss.own_teacher:
-            distribution = self._own_teacher.distribution_of(batch)
+            distribution = self._own_distribution(batch)
         else:
             assert loss.teachers is not None, "estimator=full without a teacher"
             distribution = loss.teachers.distribution_of(
                 batch, self.passes.token_budget, micro.teachers
             )
         return partial(loss, distribution=distribution)
+
+    def _own_distribution(self, batch: Batch) -> TeacherDistribution:
+        """The learner's own model as the teacher: its lagged or EMA weights if any, or the current.
+
+        The weights are swapped for one pass, without dropout or router noise. It runs before the
+        student's pass on the batch, so it changes no tensor that a backward pass needs.
+        """
+        seen = [teacher_row(row) for row in batch.rows]
+        copies = "none" if self._shadow is None else "trained"
+        with nullcontext() if self._shadow is None else self._shadow.swapped():
+            try:
+                return self._forward.distribution_of(
+                    seen, self.passes.token_budget, self._group, copies=copies
+                )
+            finally:
+                reshard(self._root)
 
     def _gap_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Metric of routing replay: log-prob gap to the sampler without replay.
@@ -212,7 +230,7 @@ class LearnerWorker(ModelShard):
                 metrics["train/loss"] = loss
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
         self._forward.training_mode()
-        self._reshard_root()
+        reshard(self._root)
         return dict(made)
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
@@ -220,12 +238,10 @@ class LearnerWorker(ModelShard):
 
         Collective: every worker calls it with its own rows, at least one.
         """
-        self.model.eval()
         made = self._forward.logprobs(
             rows_D, self.passes.token_budget, self._group, self.progress.mark
         )
-        self._forward.training_mode()
-        self._reshard_root()
+        reshard(self._root)
         return made
 
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
@@ -266,10 +282,24 @@ class LearnerWorker(ModelShard):
     def canary(self, question: CopyQuestion) -> list[CopyAnswer]:
         """Canary results of this worker's frozen models: copies of teachers, and the base."""
         if self._watched is None:
-            base = Base(self.model, self.origin, self._config.dtype, self.base_logprobs)
-            budget = self.passes.token_budget
-            self._watched = watched(self._teachers, base if question.base else None, budget)
+            teachers, budget = self._teachers, self.passes.token_budget
+            self._watched = [] if teachers is None else watched(teachers, budget)
+            if question.base:
+                self._watched.append(self._watched_base())
         return [model.answer(question) for model in self._watched]
+
+    def _watched_base(self) -> WatchedModel:
+        """The model without its adapter. No log-probs of other tokens than the rows' are read."""
+
+        def read(
+            rows_D: Sequence[TrainingRow], _: TokenArray
+        ) -> list[tuple[FloatArray, FloatArray]]:
+            return [(own_N, np.empty(0, np.float32)) for own_N in self.base_logprobs(rows_D)]
+
+        return WatchedModel(
+            None, self.origin, self.model, self.model.config,
+            dtype=self._config.dtype, read=read, listed=0,
+        )  # fmt: skip
 
     def resolve_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
         """Rows, with places of rollouts replaced by the rows that this worker has built."""

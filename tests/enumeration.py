@@ -24,8 +24,8 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig, TopKFrom
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.forward import Forward
-from learner.frozen import LocalTeachers
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
+from learner.teachers import LocalTeachers
 from tests.samples import segment_of, trajectory
 from tests.states import with_states
 

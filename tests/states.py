@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import TrainingRow
 from distill.states import HiddenStates, joined
-from learner.frozen import teacher_row
+from learner.teachers import teacher_row
 from tests.tiny import VOCAB_SIZE
 
 

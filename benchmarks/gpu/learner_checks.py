@@ -20,10 +20,10 @@ from distill.models.loading import load_config
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
+from learner.teachers import LocalTeachers
 from tests.enumeration import ESTIMATORS, World, error
 
 LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())

@@ -6,7 +6,8 @@ from benchmarks.gpu.learner_checks import LOSS, new_learner
 from benchmarks.gpu.measure import free_memory, held_bytes, peak_bytes
 from benchmarks.gpu.setting import Numbers, Setting, named, require, rows_of
 from distill.gpu import GIB, gpu_bytes
-from learner.memory_plan import LearnerMemory, ModelSize
+from learner.memory import LearnerMemory
+from learner.pass_memory import ModelSize
 from learner.plan import Part
 
 # Of these the last recomputes its layers.

@@ -32,7 +32,7 @@ from distill.objective.settings import ObjectiveConfig
 from distill.weights.model_weights import HeldWeights
 from learner.flops import ModelFlops
 from learner.forward import Forward
-from learner.pass_memory import PassMemory
+from learner.pass_memory import ModelSize, PassMemory
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, WorkerGroup, open_store
 from learner.sharding import compile_layers, shard
@@ -140,10 +140,8 @@ def sharded(setting: Setting, *, compiled: bool) -> Numbers:
     made: Numbers = {}
     with group_of_one(setting) as group:
         steps = _Steps(setting.random(config, Qwen3ForCausalLM), group, compiled=compiled)
-        plan = PassMemory.of(
-            config, dtype="bfloat16", device=setting.device, parameters=steps.parameters,
-            workers=2, query_norm=True,
-        )  # fmt: skip
+        size = ModelSize(config=config, parameters=steps.parameters, query_norm=True)
+        plan = PassMemory.of(size, dtype="bfloat16", device=setting.device, workers=2)
         for length in lengths:
             rows = rows_of(config, count=1, length=length, seed=length)
             found = steps.measured(setting, rows)

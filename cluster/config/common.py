@@ -52,8 +52,7 @@ Stage = Literal["sft", "opd", "rl", "dpo", "reward_model"]
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
-    from learner.memory import BytesPerParameter
-    from learner.memory_plan import LearnerMemory
+    from learner.memory import BytesPerParameter, LearnerMemory
 
 
 @chz.chz
@@ -310,7 +309,7 @@ class CommonConfig(
 
     @property
     def teacher_rule(self) -> ShadowRule | None:
-        """Update rule of an EMA or lagged teacher (`learner.own_teacher`); None without one."""
+        """Update rule of an EMA or lagged teacher (`learner.teachers`); None without one."""
         return None
 
     @property
@@ -332,7 +331,8 @@ class CommonConfig(
 
         The device must already be chosen.
         """
-        from learner.memory_plan import LearnerMemory, ModelSize  # imports torch
+        from learner.memory import LearnerMemory  # imports torch
+        from learner.pass_memory import ModelSize
 
         frozen, size = self.frozen_in_learner(), ModelSize.of(self.model.path)
         if frozen is None or size is None:

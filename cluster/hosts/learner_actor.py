@@ -31,7 +31,6 @@ from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
 from learner.config import LearnerConfig
 from learner.forward import LossFunction
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.loop import (
     GroupSource,
@@ -50,6 +49,7 @@ from learner.policy_loss import (
 )
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop, with_reference
+from learner.teachers import LocalTeachers
 from learner.trace import Tracing
 
 # Supervised rows that are trained together with rollouts: their number per update, and the default

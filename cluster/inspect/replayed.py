@@ -17,10 +17,10 @@ from distill.objective.rows import rows_by_group
 from distill.objective.settings import Normalisation
 from distill.objective.whole_groups import LocalGroups
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
+from learner.optimizer import read_trainer, write_trainer
 from learner.plan import Part
 from learner.policy_loss import TeacherSamplesLoss
 from learner.rollouts import KeptRollouts, Rollouts
-from learner.state import read_trainer, write_trainer
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint

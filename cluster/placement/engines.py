@@ -139,13 +139,21 @@ def lends_weights(config: RolloutConfig) -> bool:
 
 
 def lent_bytes(config: RolloutConfig) -> int:
-    """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU."""
+    """Bytes of the largest bucket of a push by ipc: its additional memory on each GPU.
+
+    A full bucket if the checkpoint has no files on this machine.
+    """
     import torch  # not at module level: settings do not need it
 
-    from learner.memory import largest_bucket
+    from distill.models.loading import tensor_layouts, weight_files
+    from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
+    from distill.weights.shared_memory import block_bytes
 
-    dtype = config.engine.dtype_on(config.cluster.device)
-    return largest_bucket(config.model.path, getattr(torch, dtype))
+    if not weight_files(config.model.path):
+        return BUCKET_BYTES
+    dtype = getattr(torch, config.engine.dtype_on(config.cluster.device))
+    layouts = tensor_layouts(config.model.path).values()
+    return max(map(block_bytes, plan_buckets([layout.rounded_to(dtype) for layout in layouts])))
 
 
 def _learner_gpu_bytes(config: RolloutConfig) -> int:

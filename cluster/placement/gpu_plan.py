@@ -2,7 +2,7 @@
 
 The plan needs no GPU. Sizes are computed from configs and checkpoints' headers, by the functions
 that engines and learner workers use when they start (actors/sglang/memory.py and
-learner/memory_plan.py).
+learner/memory.py).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ run. Schedules and random numbers are not copied.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from distill.errors import ConfigError, DataError
 from distill.models.loading import load_config
 from distill.tokenizer import first_difference, load_tokenizer
 from distill.types import Tokenizer
-from learner.checkpoint import Checkpoint, CheckpointStore, link_or_copy
+from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LoraSettings
 from learner.lora import check_same_form
-from learner.state import TrainerState, write_trainer
+from learner.optimizer import TrainerState, write_trainer
 
 # Fields of a model's config that do not affect its computation, or that a run sets itself.
 _PASSED_OVER = (
@@ -252,5 +253,12 @@ def write_start(checkpoint: Path, path: Path, *, moments: bool) -> None:
     """
     for name in ("model", "adapter", *(["optimizer"] if moments else [])):
         if (checkpoint / name).is_dir() or name == "model":
-            shutil.copytree(checkpoint / name, path / name, copy_function=link_or_copy)
+            shutil.copytree(checkpoint / name, path / name, copy_function=_link_or_copy)
     write_trainer(path, TrainerState(moments=moments))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or a file system without hard links
+        shutil.copy2(source, target)

@@ -31,7 +31,7 @@ from distill.engine import EngineInfo, Score, ScoreRequest
 from distill.errors import CalibrationError, EngineError
 from distill.records import TrainedGroups
 from learner.canaries import CopyAnswer, CopyQuestion, watched
-from learner.frozen import LocalTeachers
+from learner.teachers import LocalTeachers
 from tests.actors.prefix_engine import PrefixEngine
 from tests.conftest import TinyPair
 from tests.queues import queue_here
@@ -94,7 +94,7 @@ class Holder:
         self._copies = [
             LocalTeachers({"maths": model}, dtype=torch.float32, device="cpu") for _ in range(2)
         ]
-        self._watched = [watched(each, None, token_budget=4096) for each in self._copies]
+        self._watched = [watched(each, token_budget=4096) for each in self._copies]
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
         return [[each.answer(question) for each in of_rank] for of_rank in self._watched]

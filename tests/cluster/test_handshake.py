@@ -32,8 +32,8 @@ from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.types import FloatArray
 from learner.config import LearnerConfig
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.handles import Handle
 from tests.tiny import EOS, tiny_model_dir

@@ -25,7 +25,7 @@ from cluster.store.replay_log import KeptSteps
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import Batch
-from learner.frozen import LocalTeachers
+from learner.teachers import LocalTeachers
 from learner.worker import LearnerWorker
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, opd_arguments

@@ -23,12 +23,12 @@ from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, Precision
 from learner.forward import LossFunction
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.loop import PolicyLoop
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.supervised import RowStream, SupervisedLoop
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.weights import gather_all
 

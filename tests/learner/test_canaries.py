@@ -11,9 +11,9 @@ from distill.handshake.canary import Drift
 from distill.models.vocabulary_head import VocabularyHead
 from learner.canaries import CopyAnswer, CopyQuestion, WatchedModel, watched
 from learner.config import LearnerConfig
-from learner.frozen import FrozenModel, LocalTeachers
 from learner.learner import Learner
 from learner.sharding import local
+from learner.teachers import FrozenModel, LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLearner
 from tests.learner.two_workers import on_workers
@@ -38,7 +38,7 @@ def copy_in(teachers: LocalTeachers) -> FrozenModel:
 
 @pytest.fixture
 def copy(teachers: LocalTeachers) -> WatchedModel:
-    [copy] = watched(teachers, None, token_budget=4096)
+    [copy] = watched(teachers, token_budget=4096)
     return copy
 
 

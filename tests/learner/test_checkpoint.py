@@ -28,13 +28,19 @@ from distill.objective.batching import Batch
 from distill.objective.losses import Metrics, StepCounts
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.config import LoraSettings, ShadowRule
+from learner.config import LearnerSettings, LoraSettings, ShadowRule
 from learner.forward import Forward, LossFunction
 from learner.learner import Learner
-from learner.optimizer import build_optimizer, build_schedule
+from learner.optimizer import (
+    build_optimizer,
+    build_schedule,
+    read_tensors,
+    read_trainer,
+    tensor_sizes,
+    write_tensors,
+)
 from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
-from learner.state import read_tensors, read_trainer, tensor_sizes, write_tensors
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
 from tests.samples import training_row
@@ -402,8 +408,9 @@ def with_unused_layer(learner: Learner) -> Learner:
     worker = learner.worker
     torch.manual_seed(0)
     worker.model.model.register_module("tower", torch.nn.Linear(3, 2))
-    worker.optimizer = build_optimizer(worker.model, worker._config.learner)
-    worker.set_schedule(build_schedule(worker.optimizer, worker._config.learner, 6).state_dict())
+    settings = LearnerSettings(lr=1e-2, weight_decay=0.1)
+    worker.optimizer = build_optimizer(worker.model, settings)
+    worker.set_schedule(build_schedule(worker.optimizer, settings, 6).state_dict())
     return learner
 
 
@@ -430,7 +437,7 @@ def test_a_run_with_a_weight_without_a_gradient_resumes(
     for learner in (straight, after):
         for parameter in learner.model.model.tower.parameters():
             parameter.grad = torch.ones_like(parameter)
-        learner.worker._update()
+        learner.worker.optim_step(1.0)
     for name, parameter in straight.model.named_parameters():
         assert torch.equal(after.model.get_parameter(name), parameter), name
 
@@ -479,7 +486,7 @@ def test_a_checkpoint_is_read_without_unpickling(
 def test_tensors_of_any_kind_come_back_from_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("learner.state.FILE_BYTES", 64)
+    monkeypatch.setattr("learner.optimizer.FILE_BYTES", 64)
     state = {
         "step": torch.tensor(7.0), "wide": torch.randn(5, 9),
         "rounded": torch.randn(40).to(torch.bfloat16), "strided": torch.randn(6, 4).T,

@@ -51,11 +51,9 @@ NewWriter = Callable[..., CheckpointWriter]
 
 @pytest.fixture
 def new_writer(trained: Learner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> NewWriter:
-    def new(
-        store: CheckpointStore | None = None, background: bool | None = True
-    ) -> CheckpointWriter:
+    def new(store: CheckpointStore | None = None) -> CheckpointWriter:
         store = store or CheckpointStore(tmp_path / "beside", keep=2)
-        return CheckpointWriter(trained, tokenizer, store, background=background)
+        return CheckpointWriter(trained, tokenizer, store)
 
     return new
 
@@ -85,7 +83,7 @@ def test_the_copy_is_the_state_that_was_copied(
     write = partial(learner.save, tokenizer=tokenizer)
     expected = CheckpointStore(tmp_path / "at once", keep=1).save(step=1, write=write, delivery={})
     gate = Gate(tmp_path / "beside")
-    writer = CheckpointWriter(learner, tokenizer, gate, background=True)
+    writer = CheckpointWriter(learner, tokenizer, gate)
     assert writer.begin(1, {"watermark": 3}) is None
     train(learner)
     assert writer.written(wait=False) is None
@@ -123,7 +121,7 @@ def test_a_checkpoint_is_written_at_once_if_memory_is_short(
 ) -> None:
     numbers = sum(p.numel() for p in trained.model.parameters())
     copy = 12 * numbers + 4 * len(list(trained.model.parameters()))  # AdamW counts steps, too
-    writer = new_writer(background=None)
+    writer = new_writer()
     monkeypatch.setattr(learner.shard, "free_bytes", lambda _: 2 * copy - 1)
     for step in (1, 2):
         made = writer.begin(step, {})
@@ -133,4 +131,3 @@ def test_a_checkpoint_is_written_at_once_if_memory_is_short(
     monkeypatch.setattr(learner.shard, "free_bytes", lambda _: 2 * copy)
     assert writer.begin(3, {}) is None
     assert isinstance(writer.written(wait=True), Written)
-    assert new_writer(background=False).begin(4, {}) is not None

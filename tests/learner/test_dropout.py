@@ -20,10 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distill.objective.batching import TrainingRow
 from learner.config import LearnerConfig
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import cross_entropy_loss
+from learner.teachers import LocalTeachers
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
 from tests.samples import after_context, training_row
 from tests.tiny import SIZES, VOCAB_SIZE

@@ -12,12 +12,12 @@ import torch
 from distill.objective.settings import ObjectiveConfig
 from learner.canaries import CopyQuestion
 from learner.config import LearnerConfig
-from learner.frozen import FrozenModel, LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.process_group import WorkerGroup
 from learner.sharding import local
+from learner.teachers import FrozenModel, LocalTeachers
 from tests.conftest import TinyPair
 from tests.families import family_dir
 from tests.learner.conftest import untimed

@@ -15,10 +15,9 @@ from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.objective.settings import CORRECTION_CAP, ObjectiveConfig
 from learner.config import LearnerSettings, Schedule
 from learner.learner import Learner
-from learner.optimizer import lr_factor
+from learner.optimizer import lr_factor, read_trainer, write_trainer
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.state import read_trainer, write_trainer
 from tests.conftest import TinyPair
 from tests.families import family_dir
 from tests.learner.conftest import (

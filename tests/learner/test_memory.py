@@ -26,14 +26,13 @@ from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.settings import ObjectiveConfig
 from distill.settings import changed
 from learner.config import LearnerConfig, Precision
-from learner.frozen import FrozenModel
 from learner.learner import Learner
-from learner.memory import FROZEN, room_bytes
-from learner.memory_plan import LearnerMemory, ModelSize
-from learner.pass_memory import PassMemory, PassPlan, PassRequest
+from learner.memory import FROZEN, LearnerMemory, room_bytes
+from learner.pass_memory import ModelSize, PassMemory, PassPlan, PassRequest
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
+from learner.teachers import FrozenModel
 from tests.conftest import TinyPair
 from tests.families import FAMILIES
 from tests.refusals import refuses
@@ -92,9 +91,12 @@ def kept(config: PreTrainedConfig, layers: int, dtype: Precision, workers: int) 
     return sum(size for _, size in found.values())
 
 
-def memory_of(config: PreTrainedConfig, dtype: Precision, workers: int, **changes: Any):
-    settings = {"device": "cpu", "parameters": 0, "query_norm": isinstance(config, Qwen3Config)}
-    return PassMemory.of(config, dtype=dtype, workers=workers, **settings | changes)
+def memory_of(
+    config: PreTrainedConfig, dtype: Precision, workers: int, device: str = "cpu", **changes: Any
+) -> PassMemory:
+    sizes = {"parameters": 0, "query_norm": isinstance(config, Qwen3Config)} | changes
+    size = ModelSize(config=config, **sizes)
+    return PassMemory.of(size, dtype=dtype, device=device, workers=workers)
 
 
 @pytest.mark.parametrize(

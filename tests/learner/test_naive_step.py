@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
-from learner.frozen import LocalTeachers
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.enumeration import error
 from tests.learner.conftest import NewLearner

@@ -11,10 +11,10 @@ import torch
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import ShadowRule
-from learner.frozen import FrozenModel, LocalTeachers
 from learner.learner import Learner
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss
+from learner.teachers import FrozenModel, LocalTeachers
 from tests.conftest import TinyPair
 from tests.families import family_dir
 from tests.learner.conftest import NewLearner, adjusted

@@ -34,10 +34,10 @@ from distill.models.attention_probe import check_packs
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from learner.frozen import LocalTeachers
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from learner.supervised import with_reference
+from learner.teachers import LocalTeachers
 from tests.flex_twin import dense_flex
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.learner.test_dropout import checkpoint

@@ -22,7 +22,6 @@ from distill.objective.batching import collate
 from distill.settings import changed
 from learner.config import LearnerConfig, LearnerSettings
 from learner.forward import Forward
-from learner.frozen import LocalTeachers
 from learner.learner import Learner
 from learner.memory import (
     FROZEN,
@@ -35,6 +34,7 @@ from learner.memory import (
 from learner.optimizer import build_optimizer, move_moments_to_memory, offload_moments
 from learner.plan import Part
 from learner.sharding import local
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, assert_same, gradients, untimed
 from tests.samples import after_context, training_row

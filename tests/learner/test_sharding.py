@@ -37,7 +37,8 @@ from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, Precision, ShadowRule
 from learner.forward import LossFunction
 from learner.learner import Learner
-from learner.memory_plan import LearnerMemory, ModelSize
+from learner.memory import LearnerMemory
+from learner.pass_memory import ModelSize
 from learner.plan import Part
 from learner.policy_loss import PolicyObjectiveLoss, PreferenceLoss, cross_entropy_loss
 from learner.process_group import WorkerGroup
@@ -243,7 +244,7 @@ def save_beside(learner: Learner, given: dict[str, Any]) -> Checkpoint:
     tokenizer = load_tokenizer(given["tokenizer"])
     root = Path(given["root"]).with_name("beside")
     root.write_text("no directory can be made here")
-    writer = CheckpointWriter(learner, tokenizer, CheckpointStore(root, keep=1), background=True)
+    writer = CheckpointWriter(learner, tokenizer, CheckpointStore(root, keep=1))
     writer.begin(HALF, {})
     with pytest.raises(CheckpointError):
         writer.written(wait=True)

@@ -18,7 +18,7 @@ from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import TokenArray, TrajectoryGroup
-from learner.frozen import LocalTeachers, teacher_row
+from learner.teachers import LocalTeachers, teacher_row
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_distribution
 from tests.samples import group, ids, sample, training_row, trajectory

@@ -170,9 +170,9 @@ async def _measured(config: ForecastConfig, run: RolloutConfig, inputs: RolloutI
 
     from cluster.inspect.forecast.measure import TOP, measure
     from learner.config import LearnerConfig
-    from learner.frozen import LocalTeachers
     from learner.learner import Learner
     from learner.policy_loss import PolicyObjectiveLoss
+    from learner.teachers import LocalTeachers
 
     count = min(config.eval.size, len(inputs.train))
     if count < 2:

@@ -1,4 +1,4 @@
-"""Frozen models in the learner: its copies of teachers or their heads, and DPO's reference.
+"""Teachers in the learner, and DPO's reference: frozen models, heads, and a copy that follows.
 
 A learner with several workers shards frozen models like the student (`learner.sharding`): each
 worker holds its share of the weights, and a layer is gathered while it runs. A pass is then
@@ -17,7 +17,8 @@ heads (`VocabularyHead.distribution_of`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -25,7 +26,8 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distill.models.attention_probe import shares_prefixes
 from distill.models.head import in_dtype, load_head
@@ -36,11 +38,15 @@ from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
 from distill.states import joined
 from distill.types import FloatArray, TokenArray
+from learner.config import ShadowRule
 from learner.forward import Forward, shortest
 from learner.initial_weights import InitialWeights
 from learner.memory import check_fits, frozen_in
 from learner.process_group import WorkerGroup
-from learner.sharding import Root, reshard, shard
+from learner.sharding import Root, local, reshard, shard
+
+# Suffix of the shadow's tensors, which are saved with AdamW's moments of the same weights.
+SUFFIX = ".teacher"
 
 
 class Teacher(ABC):
@@ -173,12 +179,7 @@ class FrozenModel(Teacher):
             packs=packing and shares,
             event=event,
         )
-        self._release()
-
-    def _release(self) -> None:
-        """Drop the other workers' shares, which a pass without gradients leaves gathered."""
-        if self._root is not None:
-            reshard(self._root)
+        reshard(self._root)
 
     def distribution_of(self, batch: Batch, token_budget: int) -> TeacherDistribution:
         """log q_T of slices of the batch's trained tokens, with each row's teacher context.
@@ -192,12 +193,12 @@ class FrozenModel(Teacher):
         try:
             return self._forward.distribution_of(seen, token_budget, self._group, copies=copies)
         finally:
-            self._release()
+            reshard(self._root)
 
     def logprobs(self, rows_D: Sequence[TrainingRow], token_budget: int) -> list[FloatArray]:
         """log q_T of each row's trained tokens, without teacher contexts. Collective."""
         made = self._forward.logprobs(rows_D, token_budget, self._group)
-        self._release()
+        reshard(self._root)
         return made
 
 
@@ -298,3 +299,59 @@ def teacher_row(row: TrainingRow) -> TrainingRow:
         clipped_kl_coef_T=None,
         teacher_gaps_T=None,
     )
+
+
+class Shadow:
+    """A lagged or EMA teacher: a second set s of the trained weights w, updated from them.
+
+        every=n    s <- w, at each version that n divides: the student 0 to n - 1 steps before
+        ema=a      s <- a s + (1 - a) w, after every step (Polyak & Juditsky 1992; Tarvainen &
+                   Valpola 2017): at version v it is  a^v w_0 + (1 - a) sum_{i=1}^{v} a^{v-i} w_i
+
+    It is fp32, initially equal to the weights, and sharded like them: each worker updates its own
+    share. Weights that are not trained exist once.
+    """
+
+    def __init__(self, model: nn.Module, rule: ShadowRule) -> None:
+        self._rule = rule
+        self._weights = {
+            name: p.detach() for name, p in model.named_parameters() if p.requires_grad
+        }
+        self._shadows = {name: weight.clone() for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def follow(self, version: int) -> None:
+        """Update the shadow. Call this after each step, with the new version of the weights."""
+        if not self._rule.moves_at(version):
+            return
+        shadows, weights = map(list, zip(*self._pairs(), strict=True))
+        if self._rule.ema is None:
+            for shadow, weight in zip(shadows, weights, strict=True):
+                shadow.copy_(weight)
+        else:
+            get_ema_multi_avg_fn(self._rule.ema)(shadows, weights, version)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the exact values of the weights and the shadow. Call it again to undo."""
+        for shadow, weight in self._pairs():
+            own = weight.clone()
+            weight.copy_(shadow)
+            shadow.copy_(own)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Context manager in which the model has the shadow's values."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The tensors, not copied, by their names in checkpoints."""
+        return {f"{name}{SUFFIX}": shadow for name, shadow in self._shadows.items()}
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, weight in self._weights.items():
+            yield local(self._shadows[name]), local(weight)
