@@ -157,6 +157,19 @@ def ray_engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def lasting(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[dict[str, Any]]:
+    """Three engines on Ray for tests that end none of them."""
+    with housed(tiny_pair, actor) as make:
+        yield make(*[EmbeddedEngine] * 3)
+
+
+@pytest.fixture
+def pair(lasting: dict[str, Any]) -> dict[str, Any]:
+    """Two of the lasting engines."""
+    return {name: lasting[name] for name in ("policy engine 0", "policy engine 1")}
+
+
 def settings(**changes: Any) -> PushSettings:
     given: dict[str, Any] = {
         "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere", "model": "m",
@@ -211,8 +224,8 @@ def versions(engines: Mapping[str, Any]) -> list[int]:
     return [calls.get(info, timeout=TIMEOUT_S).weight_version for info in asked]
 
 
-def test_a_push_reaches_every_engine_and_then_frees_slots(ray_engines, learner: Learner) -> None:
-    pair, queue = ray_engines(EmbeddedEngine, EmbeddedEngine), Queue()
+def test_a_push_reaches_every_engine_and_then_frees_slots(pair, learner: Learner) -> None:
+    queue = Queue()
     publish = publisher(pair, learner, queue)
     first = sent(publish, learner.weights(), 0)
     assert queue.published == [(0, 0)] and "push/probe_gap" not in first
@@ -572,9 +585,9 @@ class Ungathered:
 
 @pytest.mark.parametrize("choice, portions", [("shared_memory", 0), ("disk", 0), ("group", 2)])
 def test_an_error_of_the_learner_s_own_is_raised_as_it_is_and_ends_no_engine(
-    ray_engines, learner: Learner, tmp_path: Path, choice: str, portions: int
+    pair, learner: Learner, tmp_path: Path, choice: str, portions: int
 ) -> None:
-    pair, queue = ray_engines(EmbeddedEngine, EmbeddedEngine), Queue()
+    queue = Queue()
     publish = publisher(
         pair, learner, queue, choice=choice, directory=str(tmp_path), bucket_bytes=BUCKET_BYTES,
         timeout_s=10 * TIMEOUT_S,
@@ -1146,10 +1159,9 @@ def test_engines_that_join_a_group_survive_one_that_dies_in_it(
 
 
 def test_groups_that_were_replaced_leave_no_threads_at_the_learner(
-    ray_engines, learner: Learner
+    lasting, learner: Learner
 ) -> None:
-    crew = ray_engines(EmbeddedEngine, EmbeddedEngine, EmbeddedEngine)
-    first, second, lent = ({name: engine} for name, engine in crew.items())
+    first, second, lent = ({name: engine} for name, engine in lasting.items())
     publish = publisher(first, learner, Queue(), choice="group", bucket_bytes=BUCKET_BYTES)
     gc.collect()  # groups of other tests
 
@@ -1171,9 +1183,9 @@ def test_groups_that_were_replaced_leave_no_threads_at_the_learner(
 
 
 def test_an_embedded_engine_generates_until_all_of_the_weights_have_come(
-    ray_engines, learner: Learner, monkeypatch: pytest.MonkeyPatch
+    lasting, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [engine] = ray_engines(EmbeddedEngine).values()
+    engine = lasting["policy engine 0"]
     publish = publisher(
         {"policy engine 0": engine}, learner, Queue(), choice="group", bucket_bytes=BUCKET_BYTES
     )
