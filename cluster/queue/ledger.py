@@ -111,7 +111,6 @@ class Ledger:
         self._start_from(trained)
         for group_id, kept in (adopted or {}).items():
             self.kept[group_id] = kept
-            self._rescored.add(group_id)
             self._started[group_id] = kept.started - self._base
             self._pending.add(group_id)
 
@@ -143,7 +142,7 @@ class Ledger:
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: StepGroups | None = None
         self.kept: dict[int, Kept] = {}
-        # Kept groups that were delivered again since, or are to be: the kept scores are not valid.
+        # Kept groups that were delivered again since: the kept scores are not valid.
         self._rescored: set[int] = set()
 
     # the workers' end
@@ -400,7 +399,6 @@ class Ledger:
             self.resampled |= set(ids)
             self.provenance.discard_rewards(ids)
             self._forget_kept(ids)
-        self._rescored |= self.kept.keys() & set(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=ids, reason=self._last_reason)
         self._make_pending(ids)

@@ -17,7 +17,7 @@ from rich.console import Console
 from cluster.inspect.audit import Audit, AuditConfig, audit, main, print_audit
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
-from cluster.queue.ledger_types import LedgerSettings, adopted
+from cluster.queue.ledger_types import LedgerSettings
 from cluster.queue.scoring import read_scoring
 from distill.errors import ConfigError, DataError
 from distill.records import Lease, TrainedGroups
@@ -268,34 +268,6 @@ def test_steps_taken_during_the_push_of_the_one_before(
         assert found == [] and audit(path, steps=4).trained == 8
     else:
         assert any(problem in each for each in found), found
-
-
-def test_groups_on_disk_are_followed_over_deaths_and_jobs(path: Path) -> None:
-    """Kept groups outlive the queue, and the next job adopts them with their age."""
-    run = Run(path)
-    run.make()
-    run.step(1)
-    leases = run.make()
-    run.ledger.keep({one.group_id: one.attempt for one in leases})
-    run.ledger.recover([one.group_id for one in leases])
-    ids = sorted(run.ledger.kept)
-    assert len(ids) == 2
-    played = replay(path).ledger
-    assert played is not None and dict(played.kept) == dict(run.ledger.kept)
-    taken = adopted(played.kept, run.trained, LedgerSettings(**SETTINGS))
-    assert sorted(taken) == ids
-    run.journal.record(
-        "start", run="s", run_id="isotherm", epoch=2, settings=SETTINGS, **run.trained.to_json(),
-        adopted={str(i): list(kept) for i, kept in taken.items()},
-    )  # fmt: skip
-    run.ledger = Ledger(
-        LedgerSettings(**SETTINGS), run.trained, epoch=2, record=run.journal.record, adopted=taken
-    )
-    for version in (2, 3, 4):
-        run.step(version)
-    found = audit(path, steps=4)
-    assert found.problems == [] and found.adopted == 2
-    assert found.re_leases["when the queue died"] == 2, "those that were not on disk"
 
 
 @pytest.mark.parametrize(
