@@ -340,6 +340,13 @@ class ModelledRun:
             if self.leases[group_id]:
                 self.drops(self.leases[group_id][-1])
         assert self.ledger.ready() is not None and self.ledger.overdue() == []
+        if chance.random() < 0.5:  # lose the new leases too: the age counts from the first of them
+            self.lease(chance)
+            self.now += LEASE_S
+            self.expire(chance)
+            self.take_and_train(chance)
+            self.arrive(chance)
+            self.lease(chance)
 
     # scorers
 
@@ -358,11 +365,21 @@ class ModelledRun:
         """A scorer's canary is bad, and another one takes its place."""
         if not self.scores.kinds:
             return
+        if chance.random() < 0.5:  # its first wrong scores are in the taken step
+            self.prove(chance)
+            self.finish(chance)
+            self.take(chance)
         number, kind = chance.choice(list(self.scores.kinds.items()))
         new = number not in self.scores.moved
         self.canary(number, False, chance)
         if new:
             self.admit(kind)
+
+    def prove(self, chance: random.Random) -> None:
+        self.ledger.ask(list(self.scores.kinds))
+        self.scores.send(self.scores.kinds)
+        for number in self.scores.kinds.keys() - self.scores.moved:
+            self.canary(number, True, chance)
 
     def canary(self, number: int, good: bool, chance: random.Random) -> None:
         taken = set(self.promised.group_ids if self.promised else ())
@@ -546,6 +563,10 @@ class ModelledRun:
         self.on_disk = on_disk
         self.leased_at = {i: each.started for i, each in taken.items()}
         self.leases = {i: [] for i in taken}
+        if chance.random() < 0.5:  # deliver some, and die before they are on disk again
+            self.lease(chance)
+            self.finish(chance)
+            self.lose_the_queue(chance)
 
     # what always holds
 
