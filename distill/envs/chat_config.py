@@ -41,6 +41,7 @@ from distill.sampling import EvalSampling
 from distill.text.chunks import require_splitter
 from distill.text.condense import (
     INSTRUCTION,
+    LEAST_CHUNK,
     Condenser,
     KeywordCondenser,
     ModelCondenser,
@@ -313,7 +314,12 @@ class ChatConfig(EnvConfig):
             max_new_tokens=self.condenser_tokens or setting.max_new_tokens,
         )
         room = setting.context_length - sampling.max_new_tokens
-        if room < 2:
+        if target < LEAST_CHUNK:
+            raise ConfigError(
+                f"env.condense_to={target} is too short for condenser={BY_POLICY}, which "
+                f"summarises chunks of at least {LEAST_CHUNK} tokens; raise it, or env.max_tokens"
+            )
+        if room < 2 * LEAST_CHUNK:
             raise ConfigError(
                 f"env.condenser_tokens={sampling.max_new_tokens} leaves no room for the "
                 f"text in the models' context of {setting.context_length}; lower it",
@@ -324,7 +330,7 @@ class ChatConfig(EnvConfig):
             tokenizer=setting.tokenizer,
             sampling=sampling,
             instruction=self.condenser_prompt or INSTRUCTION,
-            chunk_tokens=max(1, min(target, room // 2)),
+            chunk_tokens=min(target, room // 2),
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from distill.chat.responses import read_response
 from distill.chat.template import Message, render_messages, render_text
 from distill.engine import GenerateRequest, SamplingModel
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
 from distill.libraries import require_library
 from distill.lookup import resolve_function
 from distill.sampling import Sampling
@@ -43,6 +43,8 @@ INSTRUCTION = (
     "Summarise the text below. Keep names, numbers, decisions and open questions; add nothing that "
     "it does not say; answer with the summary alone."
 )
+# Smallest chunk in tokens that `ModelCondenser` summarises.
+LEAST_CHUNK = 16
 # Smallest and largest size, in tokens, of the pieces that `KeywordCondenser` keeps or drops whole:
 # a sentence or two.
 _PIECE_TOKENS = 16, 48
@@ -213,11 +215,10 @@ class ModelCondenser:
         sampling: sampling parameters; max_new_tokens must leave room for the summary, and for
             thinking if the model thinks.
         instruction: text before the focus and the chunk in each prompt.
-        chunk_tokens: size of a chunk, which must fit the model's context together with the
-            instruction and the summary.
+        chunk_tokens: size of a chunk, at least LEAST_CHUNK. It must fit the model's context
+            together with the instruction and the summary.
 
     Raises:
-        ConfigError: chunks are too small for summaries.
         DataError, EngineError: raised by the sampler.
     """
 
@@ -228,10 +229,7 @@ class ModelCondenser:
     chunk_tokens: int = 2048
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 16:
-            raise ConfigError(
-                f"chunk_tokens={self.chunk_tokens} must be at least 16", field="chunk_tokens"
-            )
+        assert self.chunk_tokens >= LEAST_CHUNK
 
     async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
         num_tokens = count_tokens(self.tokenizer, text)

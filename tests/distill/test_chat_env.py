@@ -398,6 +398,13 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
         Echoes(max_tokens=40)(None, setting(TOKENIZER))
 
 
+@pytest.mark.parametrize("name, value", [("condense_to", 15), ("condenser_tokens", 481)])
+def test_the_chunks_of_a_condensing_model_have_a_least_size(name: str, value: int) -> None:
+    chosen = {"condenser": "model", "max_tokens": 100, "condense_to": 30} | {name: value}
+    with refuses(ConfigError, f"env.{name}"):
+        Echoes(**chosen)(None, setting(TOKENIZER, max_new_tokens=20))
+
+
 def test_fixed_messages_longer_than_the_budget() -> None:
     with refuses(TooLong, "env.condense_to"):
         Echoes(words="1" * 99, max_tokens=100, condenser="keywords", condense_to=30)(
