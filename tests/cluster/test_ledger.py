@@ -920,6 +920,43 @@ def test_only_groups_that_kill_workers_are_set_aside_and_soon(
     assert sum(worker.deaths for worker in workers) <= (max_failures + 2) * len(poison)
 
 
+def test_a_taken_group_that_comes_back_constant_makes_no_room_for_another() -> None:
+    ledger = new(groups_per_step=1, total_groups=1, most_replaced=1)
+    [first] = ledger.lease("a", 9)
+    assert ledger.deliver(first)
+    taken = ledger.take()
+    assert taken is not None and ledger.mark_lost(taken.group_ids, "its node died") == [0]
+    [again] = ledger.lease("a", 9)
+    assert ledger.deliver(again, "a", 1.0)
+    assert ledger.take() == taken
+    assert ledger.status().credit == 0 and ledger.lease("a", 9) == []
+
+
+def test_a_lost_group_that_the_taken_step_replaces_is_not_sampled_again() -> None:
+    ledger = new(groups_per_step=1, max_staleness=1, most_replaced=1)
+    for one in ledger.lease("a", 2):
+        assert ledger.deliver(one, "a", 1.0)
+    taken = ledger.take()
+    assert taken is not None and (taken.group_ids, taken.replaced) == ([1], {0: 1.0})
+    ledger.keep({1: 1})
+    ledger.recover([1])
+    assert ledger.status().pending == [] and ledger.take() == taken
+
+
+def test_a_taken_step_counts_as_trained_though_the_queue_lost_it_and_set_a_group_aside() -> None:
+    ledger = new(max_failures=1)
+    for one in ledger.lease("a", 9):
+        ledger.deliver(one)
+    assert ledger.take() is not None
+    ledger.recover()
+    [again, _] = ledger.lease("a", 9)
+    ledger.fail(again, "no longer")
+    assert ledger.status().set_aside == 1
+    ledger.publish(1, TrainedGroups(2))
+    assert ledger.status().set_aside == 0
+    assert lease(ledger, 9) == [2, 3]
+
+
 def test_a_delivery_without_a_lease_is_dropped() -> None:
     ledger = new()
     assert not ledger.deliver(Lease(group_id=1, attempt=1, epoch=1))
