@@ -133,9 +133,7 @@ def test_a_retry_gets_the_first_answer_and_a_repeat_a_new_one() -> None:
     assert len(served(client, policy, TOKENIZER).trajectories_G[0].segments) == 3
 
 
-def test_a_client_that_leaves_within_its_request_is_no_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_client_that_leaves_in_its_request_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     async def client(endpoint: AgentEndpoint) -> None:
         port = int(endpoint.base_url.split(":")[2].partition("/")[0])
         _, writer = await asyncio.open_connection("127.0.0.1", port)

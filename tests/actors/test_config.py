@@ -20,9 +20,7 @@ from tests.refusals import refuses
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_auto_is_sglang_where_it_is_installed_and_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_auto_is_sglang_where_it_can_run(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     for module in (config_module, sglang_here):
         monkeypatch.setattr(module, "sglang_installed", lambda: installed)
     assert EngineSettings(kind="auto").kind_on("cuda") == ("sglang" if installed else "embedded")
@@ -68,9 +66,7 @@ def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> No
     assert start_deadline(7, str(tmp_path)) == 7
 
 
-def test_kernels_are_not_compiled_before_a_start_unless_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_are_compiled_before_a_start_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
     monkeypatch.delenv(name, raising=False)
     assert server_environment("cuda", 1, Parallelism())[name] == "false"

@@ -29,6 +29,7 @@ from distill.engine import GenerateRequest, Sample, ScoreRequest
 from distill.errors import ConfigError, EngineError
 from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
+from tests.naive import naive_logprobs
 from tests.refusals import refuses
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
 from tests.waiting import DEADLINE_S
@@ -108,12 +109,9 @@ async def test_every_architecture_is_scored_like_its_own_forward(
             [ScoreRequest(tokens_T=c, start=first, temperatures=(0.8,)) for c in chains]
         )
         for sample, tokens_T, score in zip(samples, chains, scores, strict=True):
-            ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
-            with torch.no_grad():
-                logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0] / 0.8
-            expected_T = logits_TV.log_softmax(-1)[:-1].gather(1, ids_1T[0, 1:, None])[:, 0]
+            expected_T = naive_logprobs(model, tokens_T, first, 0.8)
             for given_T in (sample.logprobs_T, score.logprobs_by_temperature[0]):
-                np.testing.assert_allclose(given_T, expected_T[first - 1 :], atol=1e-4)
+                np.testing.assert_allclose(given_T, expected_T, atol=1e-4)
 
 
 async def test_a_token_of_probability_zero_has_a_finite_log_prob(tmp_path: Path) -> None:
@@ -150,9 +148,7 @@ def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None
         np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-5)
 
 
-def test_a_prompt_is_run_once_for_all_its_samples(
-    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_share_a_prompt(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     run = SharedPrefixModel.run
 
@@ -174,9 +170,7 @@ async def test_a_cancelled_caller_leaves_nothing_behind(engine: EmbeddedEngine) 
     assert await engine.abort() == 0, "something of it is still under way"
 
 
-def test_a_failing_thread_reaches_every_caller(
-    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callers_see_failures(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, all_in = threading.Event(), threading.Event()
 
     def explode(batch: DecodeBatch, version: int) -> None:

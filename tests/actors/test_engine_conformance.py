@@ -29,6 +29,7 @@ from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.types import StopReason
 from distill.weights.shared_memory import SharedTensors
+from tests.naive import naive_distribution, naive_logprobs
 from tests.refusals import refuses
 from tests.samples import ids
 from tests.states import expect_states, states_request
@@ -184,24 +185,6 @@ def ask(
     return GenerateRequest(
         prompt_tokens_T=prompt_T, sampling=sampling, num_samples=num_samples, seed=seed
     )
-
-
-@torch.no_grad()
-def naive_distribution(
-    model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
-) -> np.ndarray:
-    """log softmax(z / T) of every token, one row for each position from `start` on."""
-    ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
-    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
-    return torch.log_softmax(logits_TV / temperature, dim=-1)[start - 1 : -1].numpy()
-
-
-def naive_logprobs(
-    model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
-) -> np.ndarray:
-    """log softmax(z / T)[token] for positions from `start` on: one row, no cache, no padding."""
-    log_p_NV = naive_distribution(model, tokens_T, start, temperature)
-    return np.take_along_axis(log_p_NV, tokens_T[start:, None], axis=1)[:, 0]
 
 
 def chain(prompt_T: np.ndarray, sample: Sample) -> np.ndarray:

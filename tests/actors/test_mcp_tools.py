@@ -284,9 +284,7 @@ def test_the_server_sees_no_variable_that_is_not_named(
     assert "swordfish" in policy.seen[1]
 
 
-def test_python_is_the_run_s_interpreter(
-    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_is_the_run_s(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     mine = McpServer(command=("python", str(server / "server.py"), str(server)))
     assert "add" in {tool.name for tool in server_tools(mine)}

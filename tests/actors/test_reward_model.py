@@ -98,9 +98,7 @@ def test_a_foreign_model_s_score_is_read_where_its_class_reads_it(
     assert scores == pytest.approx(expected, abs=1e-5)
 
 
-def test_requests_at_the_same_time_share_a_pass(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_requests_share_a_pass(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     score = EmbeddedRewardModel.score_rows
 
@@ -136,9 +134,6 @@ async def test_its_heartbeat_counts_rows(checkpoint: str) -> None:
     before = await model.health()
     await model.rewards(ASKED)
     assert [before, await model.health(), await model.queue_length()] == [0, len(ASKED), 0]
-
-
-# Before anything starts
 
 
 def test_prompts_are_checked_before_a_run(checkpoint: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from learner.learner import Learner
 from learner.lora import adapter_tensors, save_adapter
 from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
 from tests.families import SIZES
+from tests.naive import naive_logprobs
 from tests.tiny import save_tokenizer
 from tests.waiting import DEADLINE_S
 
@@ -303,16 +304,12 @@ class Adapted:
         save_adapter(self._out / f"v{version}", lora, adapter_tensors(lora))
         return self.learner.adapter(torch.float32).copied()
 
-    @torch.no_grad()
     def logprobs(self, tokens_T: TokenArray, temperature: float, version: int | None) -> FloatArray:
         """log p_T of each token but the first, by transformers and peft; None is the base."""
         model: Any = load_causal_lm(self._base, dtype=torch.float32, device="cpu")
         if version is not None:
             model = PeftModel.from_pretrained(model, str(self._out / f"v{version}"))
-        ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
-        logits_TV = model.eval()(input_ids=ids_1T).logits[0] / temperature
-        log_p_TV = torch.log_softmax(logits_TV, dim=-1)[:-1]
-        return log_p_TV.gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
+        return naive_logprobs(model.eval(), tokens_T, 1, temperature)
 
 
 TOKENS_T = np.random.default_rng(0).integers(3, 60, size=40).astype(np.int32)

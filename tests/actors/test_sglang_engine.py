@@ -1,4 +1,4 @@
-"""The HTTP engine against a server that misbehaves in every way on purpose."""
+"""The HTTP engine: bodies of its requests, and a server that misbehaves in every way."""
 
 import asyncio
 import base64
@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.sglang.answers import read_experts, read_sample
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
 from actors.sglang.external import ExternalSglangEngine
-from actors.sglang.requests import Chunks, bounded
+from actors.sglang.plugin.listed_steps import LISTED_OUTPUT_KEY, LISTED_OUTPUT_SWITCH
+from actors.sglang.requests import NEUTRAL, Chunks, bounded, sampling_body
 from distill.engine import GenerateRequest, Score, ScoreRequest
 from distill.errors import DataError, EngineError
+from distill.routing import MixtureShape
 from distill.sampling import TrainSampling
+from distill.stops import StopTokens
 from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
+from tests.samples import TEMPERATURE, ids
 from tests.waiting import DEADLINE_S
 
 TOKENS_T = np.arange(2, 10, dtype=np.int32)
@@ -120,9 +125,7 @@ def input_rows(*logprobs: float | None, first_token: int = 4) -> list[list[Any]]
 
 @pytest.mark.parametrize("temperatures", [(0.7,), (0.7, 1.0), (1.0, 0.7), (1.0,), (0.5, 0.7)])
 @pytest.mark.parametrize("plugin", [True, False])
-def test_the_likeliest_are_those_at_the_first_temperature(
-    temperatures: tuple[float, ...], plugin: bool
-) -> None:
+def test_the_top_is_at_the_first_temperature(temperatures: tuple[float, ...], plugin: bool) -> None:
     server = MisbehavingServer()
     if not plugin:
         server.spoil = in_meta(input_logprob_temperature=None)
@@ -221,9 +224,7 @@ def test_a_malformed_answer_is_an_error(call: Call, spoil: Callable[[Any], Any])
         ask(server, call)
 
 
-def test_many_rows_are_scored_in_requests_of_bounded_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_rows_are_scored_with_bounded_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of five tokens: two per request, or one if tokens are listed."""
     monkeypatch.setattr("actors.sglang.requests.ANSWER_BYTES", 5 * 40 * 2)
     asked: list[int] = []
@@ -255,9 +256,7 @@ def test_prompts_that_must_not_be_cut_are_sent_a_prefill_chunk_at_a_time() -> No
     assert bounded(requests, (), Chunks(-1, 1)) == [slice(0, 5)]
 
 
-def test_one_of_several_requests_that_fails_is_the_error_of_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_failing_request_is_the_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.sglang.requests.ANSWER_BYTES", 1)
     server = MisbehavingServer()
     server.failures = [400]
@@ -266,9 +265,7 @@ def test_one_of_several_requests_that_fails_is_the_error_of_all(
 
 
 @pytest.mark.parametrize("call", [score, generate])
-def test_answers_are_read_in_a_thread_beside_the_event_loop(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_read_in_a_thread(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON is parsed there, so that heartbeats continue."""
     threads: dict[str, str] = {}
 
@@ -309,3 +306,109 @@ async def test_an_external_server_that_is_something_else_is_refused() -> None:
                 await engine.info()
             finally:
                 await engine.close()
+
+
+TWO_SAMPLES = GenerateRequest(
+    prompt_tokens_T=ids(4, 5, 6), sampling=TrainSampling(temperature=TEMPERATURE, max_new_tokens=9),
+    num_samples=3, seed=-7,
+)  # fmt: skip
+
+
+def test_samples_of_one_prompt_are_one_request() -> None:
+    body = sampling_body(TWO_SAMPLES, 8, stops=StopTokens(ids=(2, 9)), seeded=False)
+    assert body == {
+        "return_logprob": True,
+        "input_ids": [[4, 5, 6]],
+        "sampling_params": NEUTRAL
+        | {"temperature": TEMPERATURE, "max_new_tokens": 8, "stop_token_ids": [2, 9], "n": 3},
+    }
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_listed_tokens_are_requested_from_sglang_and_the_plugin(seeded: bool) -> None:
+    event = StopTokens(ids=(2, 9), one_event=True)
+    for request, stops, top, given in [
+        (replace(TWO_SAMPLES, top_k=3), None, 3, None),
+        (replace(TWO_SAMPLES, top_k=3), event, 4, [2, 9]),
+        (TWO_SAMPLES, event, None, [2, 9]),
+    ]:
+        body = sampling_body(request, 8, stops=stops, seeded=seeded)
+        assert (body.get("top_logprobs_num"), body.get("token_ids_logprob")) == (top, given)
+        params = body["sampling_params"]
+        for each in params if seeded else [params]:
+            assert each["custom_params"] == {LISTED_OUTPUT_SWITCH: True}
+
+
+def listed_answer(texts: Any) -> dict[str, Any]:
+    """Sample of tokens 5 and 9 that lists token 9 and the two likeliest tokens at each step."""
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-1.0, 5, None], [-3.0, 9, None]],
+        LISTED_OUTPUT_KEY: texts,
+    }
+    return {"output_ids": [5, 9], "meta_info": meta}
+
+
+def listed_text(*values: float | np.ndarray) -> str:
+    return base64.b64encode(b"".join(np.float32(v).tobytes() for v in values)).decode()
+
+
+def test_listed_tokens_of_the_plugin_are_read() -> None:
+    five, seven, nine = (np.array(i, "<i4").view("<f4") for i in (5, 7, 9))
+    texts = [
+        listed_text(-4.0, -0.5, -1.0, five, -1.5, seven),
+        listed_text(-0.25, -2.0, -0.25, nine, -3.0, five),
+    ]
+    read = read_sample(listed_answer(texts), (2, 9), 1, version=0)
+    assert read.top_ids_TK is not None and read.top_ids_TK.tolist() == [[2], [2]]
+    assert read.logprobs_T.tolist() == pytest.approx([-1.0, np.logaddexp(-0.25, -2.0)])
+    for wrong in (texts[:1], [*texts[:1], "AAAA"], [*texts[:1], "?"], [None, None]):
+        with pytest.raises(EngineError) as error:
+            read_sample(listed_answer(wrong), (2, 9), 1, version=0)
+        assert LISTED_OUTPUT_KEY in str(error.value)
+
+
+def test_experts_are_asked_for_from_the_first_that_is_not_known() -> None:
+    body = sampling_body(replace(TWO_SAMPLES, experts=True, known=2), 8, stops=None, seeded=False)
+    assert body["return_routed_experts"] is True and body["routed_experts_start_len"] == 2
+    assert "return_routed_experts" not in sampling_body(TWO_SAMPLES, 8, stops=None, seeded=False)
+
+
+def answered(experts: np.ndarray | None, reason: str = "stop") -> dict[str, Any]:
+    content = None if experts is None else base64.b64encode(experts.astype("<i4").tobytes())
+    meta: dict[str, Any] = {"finish_reason": {"type": reason}}
+    if content is not None:
+        meta["routed_experts"] = content.decode()
+    return {"meta_info": meta}
+
+
+def test_experts_are_read_as_the_server_sends_them() -> None:
+    mixture = MixtureShape(layers=2, experts=300, top_k=3)
+    experts_NLK = np.arange(4 * 2 * 3).reshape(4, 2, 3) + 276
+    made = read_experts(answered(experts_NLK), 4, mixture)
+    assert made is not None and made.dtype == np.uint16
+    np.testing.assert_array_equal(made, experts_NLK)
+    assert read_experts(answered(None, "abort"), 4, mixture) is None
+    small = read_experts(answered(experts_NLK - 276), 4, replace(mixture, experts=24))
+    assert small is not None and small.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "experts", [None, np.ones((3, 2, 3)), np.full((4, 2, 3), 9), np.zeros((4, 2, 3))]
+)
+def test_experts_that_cannot_be_are_refused(experts: np.ndarray | None) -> None:
+    with pytest.raises(EngineError):
+        read_experts(answered(experts), 4, MixtureShape(layers=2, experts=8, top_k=3))
+
+
+def test_a_seeded_server_gets_a_seed_a_sample() -> None:
+    body = sampling_body(TWO_SAMPLES, 8, stops=None, seeded=True)
+    assert body["input_ids"] == [[4, 5, 6]] * 3
+    seeds = [params["sampling_seed"] for params in body["sampling_params"]]
+    assert len(set(seeds)) == 3 and all(0 <= seed < 1 << 31 for seed in seeds)
+    assert all("n" not in params for params in body["sampling_params"])
+    # Sample g depends on (seed, g) only, not on the number of samples.
+    fewer = sampling_body(replace(TWO_SAMPLES, num_samples=2), 8, stops=None, seeded=True)
+    assert fewer["sampling_params"] == body["sampling_params"][:2]
+    others = sampling_body(replace(TWO_SAMPLES, seed=8), 8, stops=None, seeded=True)
+    assert not {params["sampling_seed"] for params in others["sampling_params"]} & set(seeds)

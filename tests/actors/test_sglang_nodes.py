@@ -133,9 +133,7 @@ def test_no_free_ports_in_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "address, written", [("10.0.0.1", "10.0.0.1:9"), ("fe80::1", "[fe80::1]:9")]
 )
-def test_addresses_of_both_kinds_are_written_as_sglang_reads_them(
-    address: str, written: str
-) -> None:
+def test_addresses_are_written_as_sglang_reads_them(address: str, written: str) -> None:
     point = MeetingPoint(address=address, port=9)
     assert point.flags(1) == ["--node-rank", "1", "--dist-init-addr", written]
     assert point.environment.get(INTERFACE) != "lo", "the others must reach it"

@@ -100,9 +100,7 @@ def test_rows_are_those_that_sglang_keeps(lengths: list[tuple[int, int]]) -> Non
 
 
 @given(lengths_G, st.data())
-def test_scaled_rows_equal_the_slow_loop(
-    lengths: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_rows_equal_the_slow_loop(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
     width = 11
     rows = rows_of_requests(*zip(*lengths, strict=True))
     temperatures = data.draw(
@@ -180,9 +178,7 @@ def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPa
 
 
 @given(data=st.data(), length=st.integers(1, 12))
-def test_a_prompt_in_pieces_is_whole_however_often_it_is_prefilled(
-    data: st.DataObject, length: int
-) -> None:
+def test_a_prompt_in_pieces_is_whole_in_any_prefill(data: st.DataObject, length: int) -> None:
     """A retracted request is prefilled again from any position: a prefix may be cached."""
     values_S, pieces, at = torch.arange(length, dtype=torch.float32), Pieces(), 0
     for _ in range(data.draw(st.integers(0, 6))):
@@ -208,9 +204,7 @@ def test_listed_tokens_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("chunks", "dtype"), [([3], torch.float32), ([5], torch.float32), ([4], torch.bfloat16)]
 )
-def test_other_rows_than_the_requests_have_are_refused(
-    chunks: list[int], dtype: torch.dtype
-) -> None:
+def test_other_rows_than_requests_are_refused(chunks: list[int], dtype: torch.dtype) -> None:
     rows = rows_of_requests([4], [0])
     scaled_rows = ScaledRows(rows, [0.7], unscaled={}, vocab_size=8, device=torch.device("cpu"))
     with pytest.raises(UnknownPassError):
@@ -357,9 +351,7 @@ def test_each_unrecognised_internal_is_named() -> None:
     ]
 
 
-def test_a_package_that_sglang_lacks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "lacking_sglang"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -696,9 +688,7 @@ def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
 
 @pytest.mark.slow
 @needs_sglang
-def test_a_teacher_that_prefills_in_chunks_scores_each_row_once(
-    served: Served, served_in_pieces: Served
-) -> None:
+def test_a_teacher_scores_rows_in_chunks_once(served: Served, served_in_pieces: Served) -> None:
     """q_1, q_T and top k of rows of one to four chunks, starting in any chunk.
 
     Compared with a server that prefills each row at once.
@@ -904,9 +894,7 @@ requests_G = st.lists(
 
 
 @given(requests_G)
-def test_a_step_lists_the_requested_tokens_of_each_request(
-    asked_G: list[tuple[int, list[int] | None] | None],
-) -> None:
+def test_a_step_lists_tokens_by_request(asked_G: list[tuple[int, list[int] | None] | None]) -> None:
     logprobs_GV = torch.randn(len(asked_G), VOCAB).log_softmax(1)
     reqs = [request(0, None) if asked is None else opted(*asked) for asked in asked_G]
     listed = step(reqs, logprobs_GV)[LISTED_OUTPUT_KEY]

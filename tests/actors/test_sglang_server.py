@@ -68,9 +68,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @needs_sglang
-def test_a_server_hides_its_keys_and_ends_with_its_owner(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+def test_a_server_hides_keys_and_ends_with_its_owner(tiny_pair: TinyPair, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, tiny_pair.student, str(log)],

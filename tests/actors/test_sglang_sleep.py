@@ -121,9 +121,7 @@ def session_of(server: Server, mode: OnWeightUpdate, directory: str) -> WeightSe
 
 @pytest.mark.parametrize("mode", ["continue", "restart", "finish"])
 @pytest.mark.parametrize("seed", range(3))
-async def test_no_request_is_served_by_released_weights(
-    mode: OnWeightUpdate, seed: int, directory: str
-) -> None:
+async def test_released_weights_are_unused(mode: OnWeightUpdate, seed: int, directory: str) -> None:
     server, draw = Server(mode), random.Random(seed)
     session = session_of(server, mode, directory)
 
@@ -191,9 +189,7 @@ async def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
             assert made.versions_T.tolist() == [2, 2, 2]
 
 
-async def test_weights_that_do_not_fit_leave_the_engine_asleep(
-    directory: str, tmp_path: Any
-) -> None:
+async def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) -> None:
     server = Server("continue")
     session = session_of(server, "continue", directory)
     async with asyncio.timeout(DEADLINE_S):
@@ -208,9 +204,7 @@ async def test_weights_that_do_not_fit_leave_the_engine_asleep(
 
 
 @pytest.mark.parametrize("good", [True, False])
-async def test_an_engine_with_kept_weights_serves_after_their_verification(
-    good: bool, directory: str
-) -> None:
+async def test_kept_weights_serve_after_their_verification(good: bool, directory: str) -> None:
     server = Server("finish", keeps=True)
     session = session_of(server, "finish", directory)
     proven: list[int] = []

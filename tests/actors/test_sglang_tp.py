@@ -30,6 +30,7 @@ from distill.types import FloatArray
 from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_shard_rules
 from learner.process_group import LOOPBACK
+from tests.naive import naive_distribution
 from tests.states import expect_states, states_request
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.waiting import DEADLINE_S
@@ -55,12 +56,8 @@ class Served:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(coroutine, timeout=DEADLINE_S))
 
-    @torch.no_grad()
     def logprobs(self, model: int, temperature: float) -> FloatArray:
-        """log p_T of all ids at each position from START on."""
-        ids_1T = torch.from_numpy(TOKENS_T.astype(np.int64))[None]
-        logits_TV = self.models[model](input_ids=ids_1T, use_cache=False).logits[0].float()
-        return torch.log_softmax(logits_TV / temperature, dim=-1)[START - 1 : -1].numpy()
+        return naive_distribution(self.models[model], TOKENS_T, START, temperature)
 
     def weights(self, model: int) -> HeldWeights:
         return HeldWeights(dict(self.models[model].named_parameters()))

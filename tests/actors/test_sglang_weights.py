@@ -40,6 +40,7 @@ from distill.sampling import TrainSampling
 from distill.stops import StopTokens
 from distill.weights.model_weights import TensorLayout
 from distill.weights.shared_memory import SharedTensors
+from tests.naive import naive_logprobs
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 from tests.waiting import DEADLINE_S
 from tests.weights import shared
@@ -127,17 +128,13 @@ class Served:
         """Assert that each token has the log-prob of the model of its version."""
         np.testing.assert_allclose(self.gaps(request, sample), 0, atol=1e-4)
 
-    @torch.no_grad()
     def gaps(self, request: GenerateRequest, sample: Sample) -> np.ndarray:
         """Each token's log-prob minus that of the model of its version."""
         start = len(request.prompt_tokens_T)
-        ids = np.concatenate([request.prompt_tokens_T, sample.tokens_T]).astype(np.int64)
-        ids_1T = torch.from_numpy(ids)[None]
+        tokens_T = np.concatenate([request.prompt_tokens_T, sample.tokens_T])
         gaps_T = np.zeros(len(sample.tokens_T))
         for parity, model in enumerate(self.models):
-            logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
-            log_p_TV = torch.log_softmax(logits_TV / TEMPERATURE, dim=-1)[start - 1 : -1]
-            expected_T = log_p_TV.gather(1, ids_1T[0, start:, None])[:, 0].numpy()
+            expected_T = naive_logprobs(model, tokens_T, start, TEMPERATURE)
             mine = sample.versions_T % 2 == parity
             gaps_T[mine] = sample.logprobs_T[mine] - expected_T[mine]
         return gaps_T

@@ -231,9 +231,7 @@ def generate(teacher: TextTeacher, samples: int, teacher_prompt: str = "") -> li
     return asyncio.run(sampled())
 
 
-def test_a_group_s_samples_are_as_long_as_they_come(
-    server: TextServer, teacher: TextTeacher
-) -> None:
+def test_samples_are_as_long_as_they_come(server: TextServer, teacher: TextTeacher) -> None:
     """A long tail: some end at once, some are cut by the server, some exceed the limit."""
     texts = [Says("a"), Says("b" * 11), Says("c" * 12), Says("d" * 400), Says("e" * 9, "length")]
     server.failures = [503, *texts]

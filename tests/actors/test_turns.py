@@ -181,9 +181,7 @@ def test_engines_in_turns_score_as_they_do_alone(tiny_pair: TinyPair, tmp_path: 
 
 @pytest.mark.slow
 @needs_sglang
-async def test_an_engine_that_wakes_with_other_weights_answers_nothing(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+async def test_an_engine_with_other_weights_is_mute(tiny_pair: TinyPair, tmp_path: Path) -> None:
     other = tiny_model_dir(tmp_path, seed=9, hidden_size=32, layers=1)
     async with asyncio.timeout(DEADLINE_S):
         async with two_engines(tiny_pair, tmp_path) as (student, teacher):
@@ -234,9 +232,7 @@ def test_new_weights_wake_an_engine_and_are_its_own_after_the_next_sleep(
 
 @pytest.mark.slow
 @needs_sglang
-async def test_a_server_that_dies_asleep_is_noticed_and_holds_no_turn(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+async def test_a_server_that_dies_asleep_holds_no_turn(tiny_pair: TinyPair, tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with two_engines(tiny_pair, tmp_path) as (student, teacher):
             await asleep(student, teacher)

@@ -100,9 +100,7 @@ def test_tools(python: str) -> None:
         assert trajectory.metrics["agent/rewritten"] == trajectory.metrics["agent/unmatched"] == 0
 
 
-def test_a_game_that_comes_with_the_library(
-    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_game_of_a_library(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hangman of textarena with a dictionary of five words; the game is the user."""
     words = ["apple", "house", "plant", "water", "stone"]
     (tmp_path / "corpora/words").mkdir(parents=True)

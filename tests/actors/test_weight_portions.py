@@ -103,9 +103,7 @@ def test_a_draft_of_its_own_names_is_left_alone(info: dict[str, Any], selector: 
         assert {body["selector"] for body in server.bodies(path)} == {selector}
 
 
-def test_files_are_not_loaded_into_another_draft(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_go_into_no_other_draft(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
     monkeypatch.setattr("actors.sglang.weight_loads.pushed_shapes", lambda _: shapes)
     server = WeightsServer(

@@ -17,7 +17,7 @@ from cluster.store.group_format import GroupRow, batch_of, groups_of, read_group
 from distill.columns import checked, pack
 from distill.errors import DataError
 from distill.types import Segment, StopReason, TopLogprobs, TrajectoryGroup
-from tests.distill.test_group_columns import assert_same
+from tests.distill.test_groups import assert_same
 from tests.refusals import refuses
 from tests.samples import group, segment, top_logprobs, trajectory
 

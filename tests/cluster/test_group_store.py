@@ -20,7 +20,7 @@ from distill.records import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
 from tests.cluster.test_queue import kill_queue, long_group
 from tests.conftest import TinyPair
-from tests.distill.test_group_columns import assert_same
+from tests.distill.test_groups import assert_same
 from tests.queues import NewQueue
 from tests.samples import group, packed
 from tests.simulated_run import SimulatedRun

@@ -19,7 +19,7 @@ from learner.learner import Learner
 from learner.loop import PolicyLoop
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
-from tests.distill.test_group_columns import assert_same
+from tests.distill.test_groups import assert_same
 from tests.full_disk import files_of_at_most
 from tests.learner.conftest import World
 from tests.refusals import refuses

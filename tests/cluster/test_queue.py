@@ -23,7 +23,7 @@ from distill.objective.whole_groups import opened
 from distill.records import Lease, StepGroups, TrainedGroups, TrajectoryId
 from distill.states import HiddenStates
 from distill.types import TrajectoryGroup
-from tests.distill.test_group_columns import assert_same
+from tests.distill.test_groups import assert_same
 from tests.queues import NewQueue
 from tests.samples import group, packed, segment, top_logprobs, trajectory
 from tests.waiting import DEADLINE_S, until

@@ -107,9 +107,7 @@ def test_a_template_with_generation_marks(chatty: PreTrainedTokenizerBase) -> No
     assert chain.loss_mask_T.tolist() == [bool(mask) for mask in marked["assistant_masks"]]
 
 
-def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
-    chatty: PreTrainedTokenizerBase,
-) -> None:
+def test_dropped_thinking_is_trained_where_it_is_seen(chatty: PreTrainedTokenizerBase) -> None:
     chatty.chat_template = FORGETFUL
     messages = say("hi", "<think>hm</think>ho", "and?", "<think>er</think>no")
     assert shown(chatty, chains_of(chatty, messages)) == [
@@ -120,9 +118,7 @@ def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
-def test_tool_calls_are_trained_and_tool_results_are_not(
-    chatty: PreTrainedTokenizerBase, arguments: object
-) -> None:
+def test_calls_are_trained_not_results(chatty: PreTrainedTokenizerBase, arguments: object) -> None:
     """OpenAI's format has the arguments as JSON text; templates want the object."""
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [
@@ -220,9 +216,7 @@ def test_conversations_that_cannot_be_trained(
         chains_of(chatty, messages)
 
 
-def test_a_generation_prompt_that_the_turn_does_not_continue_is_refused(
-    chatty: PreTrainedTokenizerBase,
-) -> None:
+def test_a_prompt_that_no_turn_continues_is_refused(chatty: PreTrainedTokenizerBase) -> None:
     chatty.chat_template = OPENS_THINKING
     with refuses(DataError, "messages"):
         chains_of(chatty, say("hi", "ho"))

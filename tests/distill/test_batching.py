@@ -163,9 +163,7 @@ def test_packed_units_fill_the_budget_without_padding(
 
 
 @given(made=groups(), workers=st.integers(1, 8))
-def test_batches_are_dealt_once_and_evenly(
-    made: tuple[list[TrainingRow], int], workers: int
-) -> None:
+def test_batches_are_dealt_evenly(made: tuple[list[TrainingRow], int], workers: int) -> None:
     batches = list(split_by_token_budget(made[0], 300, made[1], MOST_MASK))
     dealt = deal(batches, workers, MOST_MASK)
     assert len({len(mine) for mine in dealt}) == 1

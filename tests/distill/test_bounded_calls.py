@@ -75,9 +75,7 @@ def test_a_script_is_not_run_again_by_its_child(caller: subprocess.Popen[str]) -
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
-def test_a_caller_that_is_killed_leaves_neither_child_nor_semaphore(
-    caller: subprocess.Popen[str],
-) -> None:
+def test_a_killed_caller_leaves_neither_child_nor_semaphore(caller: subprocess.Popen[str]) -> None:
     assert caller.stdout is not None
     assert caller.stdout.readline() == "(3, 1)\n"
     started = {psutil.Process(caller.pid), *psutil.Process(caller.pid).children(recursive=True)}

@@ -292,9 +292,7 @@ def test_a_hint_without_room_for_a_turn_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_truncated_turn_is_the_last_with_ends_when_cut(
-    monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+def test_a_truncated_turn_is_the_last_one(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     monkeypatch.setattr(Echo, "ends_when_cut", ends)
     short = TrainSampling(temperature=TEMPERATURE, max_new_tokens=4)
     policy = Scripted(TOKENIZER, ["7" * 30] * 3)

@@ -43,9 +43,7 @@ def test_the_remains_of_a_killed_writer_are_replaced(tmp_path: Path, left_direct
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_content_and_name_are_synced_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_and_content_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power failure leaves the file unchanged or complete."""
     path, seen, real = tmp_path / "kept", list[tuple[str, bool]](), os.fsync
 

@@ -257,9 +257,7 @@ def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.parametrize("elements, computed", [(1 << 20, 1), (1 << 30, 2)])
-def test_a_small_distribution_is_computed_once_for_both_passes(
-    elements: int, computed: int
-) -> None:
+def test_a_small_distribution_is_computed_once_for_two_passes(elements: int, computed: int) -> None:
     asked: list[slice] = []
 
     def distribution(positions: slice) -> Tensor:

@@ -163,9 +163,7 @@ def nullable(schema: dict, *required: str) -> dict:
         (ADD, False, False),
     ],
 )
-def test_null_arguments_are_kept_if_the_tool_has_them(
-    tool: dict, kept: bool, kept_from_arrow: bool
-) -> None:
+def test_null_arguments_of_the_tool_are_kept(tool: dict, kept: bool, kept_from_arrow: bool) -> None:
     row = {"messages": [called("get", {"city": "Paris", "unit": None})], "tools": [tool]}
     for from_arrow, stays in ((False, kept), (True, kept_from_arrow)):
         [message] = normal_row(row, from_arrow=from_arrow)["messages"]

@@ -185,9 +185,7 @@ def test_rows_name_their_teacher(
         (("maths",), "code"),
     ],
 )
-def test_an_unknown_teacher_is_refused(
-    load, teachers: tuple[str, ...], teacher: str | None
-) -> None:
+def test_unknown_teachers_are_refused(load, teachers: tuple[str, ...], teacher: str | None) -> None:
     with refuses(DataError, "teacher", names="prompts.jsonl:2:"):
         load(named("maths"), named(teacher), teachers=teachers)
 
@@ -222,9 +220,7 @@ async def _rewards(builder: SingleTurnGroupBuilder, tokens: list[int]) -> list[f
     return [result.reward for result in results]
 
 
-def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_reward_and_facts_reach_the_environments(tokenizer: PreTrainedTokenizerBase) -> None:
     """Also after the dataset was pickled."""
     prompt = Prompt(
         tokens_T=ids(3), answer="4", line=1, teacher="maths", tag="sums",
@@ -273,9 +269,7 @@ def test_a_format_is_counted_and_pays_beside_the_prompt_s_phrases(
 DEADLINE_S = 60.0
 
 
-def test_rewards_are_computed_one_at_a_time_beside_everything_else(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_rewards_are_computed_one_by_one_beside_others(tokenizer: PreTrainedTokenizerBase) -> None:
     begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
     at_work, at_once = 0, []
 

@@ -151,9 +151,7 @@ def test_rewards_that_differ_by_more_are_scaled_as_numbers_without_rounding(
 
 
 @given(reward=st.floats(-1e3, 1e3), size=st.integers(2, 24))
-def test_a_function_of_the_user_s_sees_rewards_whose_mean_is_no_noise(
-    reward: float, size: int
-) -> None:
+def test_a_user_s_function_sees_rewards_whose_mean_is_no_noise(reward: float, size: int) -> None:
     rewards_G = GroupRewards.of(rewarded([reward] * size)).rewards_G
     centred_G = rewards_G - rewards_G.mean()
     assert np.abs(centred_G / (rewards_G.std() + 1e-6)).max() < 1e-5

@@ -1,5 +1,6 @@
-"""Supervised rows: prompt, completion and EOS; or a conversation's assistant turns."""
+"""Rows of SFT and of preferences: encoding, limits and refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.example_encoder import ExampleEncoder
+from distill.data.preferences import PreferencePair, load_preference_pairs
 from distill.data.sft_rows import SFT_TEMPERATURE, load_sft_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -23,13 +25,22 @@ CHAT = {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "
 LIMITS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
 
 
-@pytest.fixture
-def load(tmp_path: Path):
+def loader(file: Path, load: Callable[[str, ExampleEncoder], list]):
     def load_rows(*rows: dict, tokenizer: PreTrainedTokenizerBase = TOKENIZER, **limits: Any):
-        file = write_rows(tmp_path / "data.jsonl", *rows)
-        return load_sft_rows(file, ExampleEncoder(tokenizer=tokenizer, **LIMITS | limits))
+        encoder = ExampleEncoder(tokenizer=tokenizer, **LIMITS | limits)
+        return load(write_rows(file, *rows), encoder)
 
     return load_rows
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    return loader(tmp_path / "data.jsonl", load_sft_rows)
+
+
+@pytest.fixture
+def load_pairs(tmp_path: Path):
+    return loader(tmp_path / "pairs.jsonl", load_preference_pairs)
 
 
 def facts(row: TrainingRow) -> tuple[list[int], list[bool]]:
@@ -171,3 +182,114 @@ def test_token_ids_are_taken_as_they_are(load) -> None:
 def test_bad_token_ids_are_named(load, changes: dict, field: str | None) -> None:
     with refuses(DataError, field, names="data.jsonl:2:"):
         load(GOOD, sampled() | changes)
+
+
+STRINGS = {"prompt": "2+2=", "chosen": "4", "rejected": "5!"}
+USER, RIGHT, WRONG, MORE = (
+    {"role": role, "content": content}
+    for role, content in [("user", "2+2"), ("assistant", "4"), ("assistant", "5"), ("user", "ok?")]
+)
+
+
+def shown(row: TrainingRow) -> tuple[str, str]:
+    """(whole text, its trained text)"""
+    return (
+        str(TOKENIZER.decode(row.tokens_T.tolist())),
+        str(TOKENIZER.decode(row.tokens_T[row.loss_mask_T].tolist())),
+    )
+
+
+def both(pair: PreferencePair) -> tuple:
+    return shown(pair.chosen), shown(pair.rejected)
+
+
+def test_strings_are_encoded_as_completions_are(load_pairs, tmp_path: Path) -> None:
+    [pair] = load_pairs(STRINGS)
+    assert both(pair) == (("2+2=4<eos>", "4<eos>"), ("2+2=5!<eos>", "5!<eos>"))
+    for side in ("chosen", "rejected"):
+        assert getattr(pair, side).source == f"{tmp_path}/pairs.jsonl:1 {side}"
+
+
+ASKED, ASKED_TWICE = "u:2+2\na:", "u:2+2\na:4\nu:ok?\na:"
+BEFORE = [USER, RIGHT, MORE]
+
+
+@pytest.mark.parametrize(
+    ("row", "before"),
+    [
+        ({"messages": [USER], "chosen": "4", "rejected": "5"}, ASKED),
+        ({"messages": [USER], "chosen": [RIGHT], "rejected": "5"}, ASKED),
+        ({"messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]}, ASKED),
+        ({"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, ASKED),
+        ({"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, ASKED),
+        ({"prompt": "2+2", "chosen": [RIGHT], "rejected": "5"}, ASKED),
+        ({"messages": BEFORE, "chosen": "4", "rejected": "5"}, ASKED_TWICE),
+        ({"chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]}, ASKED_TWICE),
+        ({"prompt": "2+2", "chosen": [*BEFORE, RIGHT], "rejected": [*BEFORE, WRONG]}, ASKED_TWICE),
+    ],
+)
+def test_the_common_beginning_of_both_sides_is_context(load_pairs, row: dict, before: str) -> None:
+    [pair] = load_pairs(row)
+    assert both(pair) == ((before + "4\n", "4\n"), (before + "5\n", "5\n"))
+
+
+def test_continuations_of_several_turns_train_them_all(load_pairs) -> None:
+    row = {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, WRONG]}
+    [pair] = load_pairs(row)
+    assert both(pair) == (("u:2+2\na:4\nu:ok?\na:4\n", "4\n4\n"), ("u:2+2\na:5\n", "5\n"))
+
+
+def test_several_turns_that_the_template_rewrites_are_refused(load_pairs, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}"
+        "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    save_tokenizer(tmp_path, chat_template=template)
+    tokenizer = load_tokenizer(str(tmp_path))
+    sides = (
+        [{"role": "assistant", "content": c}, MORE, {"role": "assistant", "content": "z"}]
+        for c in "xy"
+    )
+    row = dict(zip(("chosen", "rejected"), sides, strict=True)) | {"messages": [USER]}
+    with refuses(DataError, None, names="pairs.jsonl:1:"):
+        load_pairs(row, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
+        {"messages": [USER], "chosen": "4", "rejected": [RIGHT]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]},
+    ],
+)
+def test_equal_sides_are_refused(load_pairs, row: dict) -> None:
+    with refuses(DataError, "chosen", names="pairs.jsonl:2:"):
+        load_pairs(STRINGS, row)
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "rejected"),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "prompt"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "chosen"),
+        ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, None),
+        ({"prompt": "3+3", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "prompt"),
+        ({"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": "5"}, "prompt"),
+        ({"chosen": "b", "rejected": "c"}, "chosen"),
+        ({"chosen": [USER, RIGHT]}, "rejected"),
+        ({"chosen": [USER, RIGHT], "rejected": [MORE, WRONG]}, "chosen"),
+        ({"chosen": [USER, RIGHT], "rejected": [USER]}, None),
+        ({"messages": [USER], "chosen": [MORE], "rejected": "5"}, None),
+        ({"messages": [USER], "chosen": [{}], "rejected": "5"}, "chosen[0]"),
+        ({"messages": "hi", "chosen": "4", "rejected": "5"}, "messages"),
+        ({"messages": [USER], "chosen": "4", "rejected": 5}, "rejected"),
+        ({"messages": [USER], "chosen": [], "rejected": "5"}, "chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": "x" * 63}, "data.max_length"),
+        ({"messages": [USER], "chosen": "b", "rejected": "x" * 64}, "data.max_length"),
+    ],
+)
+def test_a_bad_pair_is_named(load_pairs, row: dict, field: str | None) -> None:
+    with refuses(DataError, field, names="pairs.jsonl:2:"):
+        load_pairs(STRINGS, row)

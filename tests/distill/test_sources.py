@@ -1,7 +1,8 @@
-"""Sources of rows: syntax, names, reading once, and digests of content."""
+"""Sources of rows: syntax, names, digests, columns of any name, and functions of rows."""
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.data.columns import PromptColumns
+from distill.data.columns import Columns, PromptColumns, refuse_misspelt
+from distill.data.prompts import FIELDS
+from distill.data.row_conversion import LongRows, TooLong
 from distill.data.row_reader import RowReader
 from distill.data.sources import Source, parse_sources
 from distill.errors import ConfigError, DataError
@@ -187,3 +190,161 @@ def test_a_digest_is_of_content_and_weights(tmp_path: Path, saved: str) -> None:
 
 def test_data_read_by_an_environment_has_no_digest(tmp_path: Path) -> None:
     assert RowReader().digest([Source(place=str(tmp_path), name="a")]) is None
+
+
+GSM8K = {"question": "Natalia sold 48 clips. How many?", "answer": "48/2 = 24\n#### 72"}
+
+
+def mapped(columns: Columns, *rows: dict) -> list[dict]:
+    return [row for _, row in columns.as_fields(list(enumerate(rows, 1)), "file")]
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+PAIRS = Columns(columns={"prompt": "q", "chosen": "good", "rejected": "bad"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "fields"),
+    [
+        (
+            PromptColumns(columns={"prompt": "question", "answer": "solution"}),
+            [{"question": "a", "solution": 4, "answer": "long", "prompt": "raw", "level": 3}],
+            [{"prompt": "a", "answer": 4, "level": 3}],
+        ),
+        (PromptColumns(columns={"prompt": "prompt"}), [{"prompt": CHAT}], [{"messages": CHAT}]),
+        (
+            PromptColumns(columns={"prompt": "q", "answer": "a"}),
+            [{"q": "x", "a": "1"}, {"q": "y"}],
+            [{"prompt": "x", "answer": "1"}, {"prompt": "y"}],
+        ),
+        (
+            PAIRS,
+            [{"q": "1", "good": "2", "bad": "3"}],
+            [{"prompt": "1", "chosen": "2", "rejected": "3"}],
+        ),
+    ],
+    ids=["others stay", "a chat", "an optional column", "pairs"],
+)
+def test_columns_are_read_as_fields(columns: Columns, rows: list, fields: list) -> None:
+    assert mapped(columns, *rows) == fields
+
+
+@pytest.mark.parametrize(
+    ("columns", "field"),
+    [
+        (PromptColumns(columns={"prompt": "questoin"}), "columns.prompt"),
+        (PromptColumns(answer_pattern="=> (.+)"), "answer_pattern"),
+        (Columns(columns={"completion": "reply"}), "columns.completion"),
+        (Columns(columns={"chosen": "good"}), "columns.chosen"),
+        (Columns(columns={"rejected": "bad"}), "columns.rejected"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named(columns: Columns, field: str) -> None:
+    with refuses(DataError, field):
+        mapped(columns, GSM8K)
+
+
+def test_an_answer_key_that_no_row_has_is_named() -> None:
+    with refuses(DataError, "columns.answer"):
+        mapped(PromptColumns(columns={"answer": "anwser"}), {"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "found"),
+    [
+        ("#### (.+)", "#### 1,234 \n", "1,234"),
+        (r"\\boxed\{(.*?)\}", r"\boxed{1} so \boxed{2}", "2"),
+        (r"\d+$", "of 3, 14", "14"),
+        (r"(\d+)|none", 17, "17"),
+    ],
+)
+def test_the_last_match_or_its_first_group(pattern: str, answer: object, found: str) -> None:
+    columns = PromptColumns(answer_pattern=pattern)
+    assert mapped(columns, {"prompt": "a", "answer": answer}) == [{"prompt": "a", "answer": found}]
+    assert mapped(columns, {"prompt": "a"}) == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("slip", "beside"),
+    [
+        *((slip, {"prompt": "a"}) for slip in ("anwser", "Answer", "teacher_promt", "bonusses")),
+        *((slip, {}) for slip in ("promt", "Prompt", "mesages")),
+    ],
+)
+def test_a_misspelt_field_is_noticed(slip: str, beside: dict[str, str]) -> None:
+    with refuses(DataError, slip):
+        refuse_misspelt(beside | {slip: "b"}, FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["id", "level", "tags", "lag", "prompt_id", "answer_type", "message", "promt", "question", ""],
+)
+def test_other_columns_are_ignored(name: str) -> None:
+    refuse_misspelt({"prompt": "a", "answer": "b", name: "c"}, FIELDS)
+
+
+LENGTHS = [3, 9, 1, 12, 8]
+NUMBERED = [(2 * number, length) for number, length in enumerate(LENGTHS, 1)]
+
+
+def fitting(_number: int, length: int) -> int:
+    if length > 8:
+        raise TooLong(f"{length} tokens", length=length, field="data.max_length")
+    return length
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_long_rows_are_one_error(threads: int) -> None:
+    with refuses(TooLong, "data.max_length", names="a.jsonl:8: 12 tokens") as caught:
+        LongRows().converted("a.jsonl", NUMBERED, fitting, threads=threads)
+    assert "2 of 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_dropped_rows_are_one_warning(threads: int, caplog: pytest.LogCaptureFixture) -> None:
+    long = LongRows(drop=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # training and evaluation may read the same source
+            made = long.converted("a.jsonl", NUMBERED, fitting, threads=threads)
+            assert made == [3, 1, 8]
+    [record] = caplog.records
+    assert "2 of 5" in record.getMessage() and "a.jsonl" in record.getMessage()
+    assert long.dropped == {"a.jsonl": {4, 8}}
+
+
+def test_a_source_of_long_rows_alone_is_refused() -> None:
+    with refuses(TooLong, "data.max_length"):
+        LongRows(drop=True).converted("a.jsonl", NUMBERED[1:2], fitting)
+
+
+def test_many_rows_stay_in_order() -> None:
+    numbers = range(1, 9999)
+    made = LongRows().converted("a.jsonl", ((n, n % 7) for n in numbers), lambda n, row: (n, row))
+    assert made == [(n, n % 7) for n in numbers]
+
+
+def _refused(number: int) -> Callable[[int, int], int]:
+    def convert(given: int, length: int) -> int:
+        if given == number:
+            raise DataError("`prompt` is blank", field="prompt")
+        return fitting(given, length)
+
+    return convert
+
+
+def test_another_fault_is_named_also_after_long_rows() -> None:
+    for drop in (False, True):
+        with refuses(DataError, "prompt", names="a.jsonl:10: `prompt`"):
+            LongRows(drop=drop).converted("a.jsonl", NUMBERED, _refused(10))
+
+
+def test_the_digest_changes_with_the_dropped_rows() -> None:
+    def digest(rows: list[tuple[int, int]]) -> str:
+        long = LongRows(drop=True)
+        long.converted("a.jsonl", rows, fitting)
+        return long.digest(["a.jsonl", "b.jsonl"])
+
+    assert digest(NUMBERED[:1]) == ""
+    assert "2 rows" in digest(NUMBERED)
+    assert len({digest(NUMBERED), digest(NUMBERED[:2]), digest([*NUMBERED[:3], (11, 9)])}) == 3

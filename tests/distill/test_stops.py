@@ -1,15 +1,20 @@
-"""The run's stop tokens: the union of the models', or chosen ones; one event."""
+"""Stop tokens of the run: a union or chosen ones, one event; and temperatures of sampling."""
 
+import math
 from collections.abc import Collection, Sequence
 from copy import deepcopy
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from distill.errors import ConfigError
 from distill.models.logprobs import as_outcomes, log_distribution, selected_logprobs
 from distill.objective.divergences import generalised_jsd, kl
+from distill.sampling import EvalSampling, TrainSampling, check_temperature
 from distill.stops import StopTokens, hits, parse_stop_tokens
 from tests.chat_templates import chat_tokenizer
 from tests.refusals import refuses
@@ -55,8 +60,6 @@ def test_tokens_by_text_or_id() -> None:
     for bad in ("<|im_ed|>", str(len(tokenizer)), ","):
         with refuses(ConfigError, "model.stop_tokens"):
             parse_stop_tokens(bad, tokenizer)
-    with refuses(ConfigError, "model.stop_tokens"):
-        parse_stop_tokens("<|im_ed|>", tokenizer)
 
 
 def test_an_event_is_one_outcome_of_the_distribution() -> None:
@@ -100,3 +103,37 @@ def test_absent_tokens_do_not_count_in_a_divergence(name: str) -> None:
     torch.testing.assert_close(made(True), made(False))
     ours, truth = (torch.autograd.grad(made(merge), z_NV)[0] for merge in (True, False))
     torch.testing.assert_close(ours, truth)
+
+
+@given(st.floats())
+@example(0.0)
+def test_training_takes_every_finite_temperature_above_zero_and_no_other(value: float) -> None:
+    if math.isfinite(value) and value > 0:
+        assert TrainSampling(temperature=value, max_new_tokens=1).temperature == value
+    else:
+        with refuses(ConfigError, "temperature"):
+            TrainSampling(temperature=value, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("value", ["1.0", None, [1.0]])
+def test_a_temperature_is_a_number(value: object) -> None:
+    with refuses(ConfigError, "my.field"):
+        check_temperature(value, "my.field")  # pyright: ignore[reportArgumentType]
+
+
+def test_training_has_no_truncation_to_set() -> None:
+    assert {field.name for field in fields(TrainSampling)} == {"temperature", "max_new_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("max_new_tokens", 0),
+    ],
+)
+def test_evaluation_ranges(name: str, value: float) -> None:
+    with refuses(ConfigError, name):
+        EvalSampling(**{"temperature": 1.0, "max_new_tokens": 3, name: value})

@@ -235,9 +235,7 @@ def test_channels_that_are_not_the_final_one_are_no_answer() -> None:
         ("", "", ""),
     ],
 )
-def test_without_marks_in_the_template_thinking_is_in_think(
-    text: str, thinking: str, answer: str
-) -> None:
+def test_without_marks_thinking_is_in_think(text: str, thinking: str, answer: str) -> None:
     response = THINK.response(text)
     assert (response.thinking, response.answer, response.text) == (thinking, answer, text)
 

@@ -342,9 +342,7 @@ _ARGUMENTS = st.fixed_dictionaries(
     words=st.sampled_from(["", "Let me see.", "One (1):\n\n- two"]),
     arguments=st.lists(_ARGUMENTS, min_size=1, max_size=2),
 )
-def test_rendered_calls_are_parsed_back(
-    family: str, words: str, arguments: list[dict[str, Any]]
-) -> None:
+def test_calls_are_parsed_back(family: str, words: str, arguments: list[dict[str, Any]]) -> None:
     if family in ("llama", "gpt-oss"):  # one call a turn
         arguments = arguments[:1]
     tokenizer, ids = chat_tokenizer(family), ["functions.every:0", "functions.every:1"]

@@ -59,9 +59,7 @@ def test_importing_it_imports_neither_torch_nor_ray(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "meant"), [("trian", "'train'"), ("sft", "train recipe=sft")])
-def test_an_unknown_command_is_refused_with_the_nearest(
-    here: Path, script: str, word: str, meant: str
-) -> None:
+def test_an_unknown_command_is_refused(here: Path, script: str, word: str, meant: str) -> None:
     done = python(script, word, cwd=here)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {word!r} ") and meant in done.stderr
@@ -95,9 +93,7 @@ def test_every_name_is_there() -> None:
 
 
 @pytest.mark.parametrize("package", [True, False], ids=["a package", "a module"])
-def test_a_package_of_the_same_name_is_called_by_its_path(
-    here: Path, script: str, package: bool
-) -> None:
+def test_packages_of_the_same_name_have_their_path(here: Path, script: str, package: bool) -> None:
     hiding = here / "cluster" if package else here / "cluster.py"
     if package:
         hiding.mkdir()
@@ -117,9 +113,7 @@ def test_a_package_of_the_same_name_is_called_by_its_path(
 
 
 @pytest.mark.slow
-def test_rays_workers_find_modules_in_the_working_directory(
-    here: Path, script: str, tiny_pair: TinyPair
-) -> None:
+def test_ray_s_workers_find_users_modules(here: Path, script: str, tiny_pair: TinyPair) -> None:
     (here / "my_file.py").write_text("def f(response, answer):\n    return len(response)\n")
     settings = opd_arguments(tiny_pair, here / "out", reward="my_file:f", reward_coef=1, steps=1)
     done = python(script, "train", "recipe=opd", *settings, cwd=here)

@@ -140,9 +140,7 @@ def test_help_version_and_doctor(installed: Installation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
-def test_a_run_and_the_commands_that_read_it(
-    installed: Installation, tiny_pair: TinyPair, engine: str
-) -> None:
+def test_a_run_and_its_commands(installed: Installation, tiny_pair: TinyPair, engine: str) -> None:
     if engine == "sglang" and not sglang_installed():
         pytest.skip("SGLang is not installed")
     out = installed.directory / engine

@@ -151,9 +151,7 @@ def test_arguments_that_do_not_fit(run, arguments, message: str) -> None:
         {"enum": 3},
     ],
 )
-def test_a_schema_that_cannot_be_checked_is_an_error(
-    run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
-) -> None:
+def test_an_invalid_schema(run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]) -> None:
     monkeypatch.setattr(Given, "schema_of_arguments", {"properties": {"n": schema}})
     for value in ("a" * 40 + "b", 1, {"b": 1}):
         (outcome, other) = run(call(n=value), ToolCall(name="calculator", arguments={}))
@@ -181,9 +179,7 @@ def test_schemas_of_other_authors(
 
 
 @pytest.mark.parametrize("combined", ["$ref", "allOf"])
-def test_names_may_be_elsewhere_in_the_schema(
-    run, monkeypatch: pytest.MonkeyPatch, combined: str
-) -> None:
+def test_names_elsewhere_in_the_schema(run, monkeypatch: pytest.MonkeyPatch, combined: str) -> None:
     named = {"properties": {"n": {"type": "integer"}}}
     reference = {"$ref": "#/$defs/Named"}
     top = reference if combined == "$ref" else {"allOf": [reference]}

@@ -1,18 +1,24 @@
-"""Functions as tools: schema, results and pickling."""
+"""Tools: arithmetic, programs, retrieval, and functions of users."""
 
 import asyncio
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from distill.errors import ConfigError
+from distill.errors import ConfigError, DataError
+from distill.sandbox.sandbox import SandboxLimits
 from distill.tools.base import ToolError
+from distill.tools.calculator import Calculator, calculate
 from distill.tools.functions import function_tool
 from distill.tools.load import load_tools
+from distill.tools.python import PythonTool
+from distill.tools.retrieval import Retrieval
 from tests.refusals import refuses
+from tests.rows import write_rows
 
 MODULE = '''
 import asyncio, sys, threading
@@ -194,3 +200,182 @@ def test_by_name(tmp_path: Path) -> None:
 def test_names_that_cannot_be_loaded(names: str) -> None:
     with refuses(ConfigError, "env.tools"):
         load_tools(names)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("7 // 2", "3"),
+        ("-7 % 3", "2"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("2 ** -100000000", "0"),
+        ("10 / 4", "2.5"),
+        ("1e3", "1000"),
+        ("1 / 3", "0.333333333333"),
+        ("2.0 ** 53", "9.00719925474e+15"),
+        ("2.0 ** 53 - 1", "9007199254740991"),
+        ("2 ** 64", "18446744073709551616"),
+        ("sqrt(16)", "4"),
+        ("round(2.567, 2)", "2.57"),
+        ("max(1, 2.5, -3)", "2.5"),
+        ("factorial(5)", "120"),
+        ("cos(pi)", "-1"),
+        (" 6 \N{MULTIPLICATION SIGN} 7 ", "42"),
+        ("+3", "3"),
+    ],
+)
+def test_values(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "1 / 0",
+        "1 +",
+        "",
+        "2 ^ 3",
+        "x + 1",
+        "sqrt(-1)",
+        "(-8) ** 0.5",
+        "1e308 * 10",
+        "round(5, -1000000000)",
+        "factorial(100000)",
+        "min()",
+        "sqrt(value=2)",
+        "'a' * 1000",
+        "True + 1",
+        "1j * 1j",
+        "1 < 2",
+        "x = 3",
+        "__import__('os').getpid()",
+        "sqrt.__globals__",
+        "(lambda: 1)()",
+        "1" * 1001,
+        "(" * 450 + "1" + ")" * 450,
+        "-" * 999 + "1",
+        "\0",
+    ],
+)
+def test_other_expressions_are_refused(expression: str) -> None:
+    with pytest.raises(ToolError):
+        calculate(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9 ** 9 ** 9 ** 9",
+        "10 ** 1000000",
+        "(10 ** 2000) ** 1000",
+        "*".join(["factorial(1000)"] * 50),
+        "(-3) ** 10000000",
+    ],
+)
+def test_huge_results_are_refused_at_once(expression: str) -> None:
+    with pytest.raises(ToolError):
+        calculate(expression)  # computed, it would be hours
+
+
+def test_the_tool() -> None:
+    tool = pickle.loads(pickle.dumps(Calculator()))
+    assert asyncio.run(tool({"expression": "6 * 7"})) == "42"
+    assert tool.schema["function"]["parameters"]["required"] == ["expression"]
+
+
+def run(code: str, **limits) -> str:
+    tool = pickle.loads(pickle.dumps(PythonTool(SandboxLimits(**limits))))
+    return asyncio.run(tool({"code": code}))
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_the_output_of_programs() -> None:
+    assert run("print(sum(range(10)))") == "45\n"
+    assert "printed nothing" in run("1 + 1")
+
+
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        ("print('so far'); 1 / 0", ["line 1", "ZeroDivisionError", "so far"]),
+        ("def f(:", ["SyntaxError"]),
+        ("import time; time.sleep(600)", ["2 s"]),
+        ("x = 'a' * (1 << 30)", ["256 MB", "MemoryError"]),
+        ("while True: print('x' * 100)", ["5000 bytes", "xxx"]),
+    ],
+)
+def test_failing_programs(code: str, parts: list[str]) -> None:
+    with pytest.raises(ToolError) as caught:
+        run(code, wall_s=2 if "sleep" in code else 60, memory_mb=256, output_bytes=5000)
+    assert all(each in str(caught.value) for each in parts)
+    assert len(str(caught.value)) < 10_000
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "birds.txt").write_text("The heron stands still.\n\nA swift never lands.\n")
+    (tmp_path / "deep" / "cities.md").write_text(
+        "# 城市\n\n北京是中国的首都。\n\n東京は日本の首都です。"
+    )
+    rows = [{"text": "Isotherms join places of one temperature."}, {"text": "Isobars: pressure."}]
+    write_rows(tmp_path / "maps.jsonl", *rows)
+    (tmp_path / "ignored.bin").write_text("heron heron heron")
+    return tmp_path
+
+
+def search(directory: Path, query: str, **arguments) -> str:
+    return asyncio.run(Retrieval(directory)({"query": query, **arguments}))
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("HERON", "[1] birds.txt\nThe heron stands still."),
+        ("which swift lands?", "[1] birds.txt\nA swift never lands."),
+        ("temperature", "[1] maps.jsonl:1\nIsotherms join places of one temperature."),
+        ("中国首都", "[1] deep/cities.md\n北京是中国的首都。"),
+        ("日本", "[1] deep/cities.md\n東京は日本の首都です。"),
+        ("quetzal", "No passage has any of these words."),
+        ("?!", "No passage has any of these words."),
+    ],
+)
+def test_found_passages(texts: Path, query: str, first: str) -> None:
+    assert search(texts, query).split("\n\n")[0] == first
+
+
+def test_as_many_as_asked_for(texts: Path) -> None:
+    assert search(texts, "首都", top_k=1).count("首都") == 1
+    assert search(texts, "首都").count("首都") == 2
+
+
+def test_it_pickles_by_its_directory_and_finds_the_same_elsewhere(texts: Path) -> None:
+    tool = Retrieval(texts)
+    here = asyncio.run(tool({"query": "the heron swift 首都"}))
+    packed = pickle.dumps(tool)
+    assert str(texts).encode() in packed and b"stands still" not in packed
+    code = f"""
+import asyncio, pickle, sys
+print(asyncio.run(pickle.loads({packed!r})({{"query": "the heron swift 首都"}})))
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-X", "utf8", "-c", code], capture_output=True)
+    assert done.stdout.decode().strip() == here, done.stderr.decode()
+
+
+def test_directories_without_text(tmp_path: Path) -> None:
+    with refuses(ConfigError, "env.tools"):
+        Retrieval(tmp_path / "none")
+    (tmp_path / "a.txt").touch()
+    with refuses(ConfigError, "env.tools"):
+        Retrieval(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["{", '{"texts": "a"}', '{"text": 1}', "[]"])
+def test_invalid_rows_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
+    with refuses(DataError, None, names="a.jsonl:2:"):
+        search(tmp_path, "a")
