@@ -250,9 +250,9 @@ class Ledger:
         self.faults.arrived(group_id)
         self._arrived += 1
         self._consecutive_set_aside = 0
-        constant = constant_reward is not None and self._settings.most_replaced
-        if constant:
-            fields["constant_reward"] = constant_reward
+        constant = constant_reward if self._settings.most_replaced else None
+        if constant is not None:
+            fields["constant_reward"] = constant
         replicas = {*scored_by, *self.provenance.rewarded_by(group_id)}
         if replicas:
             fields["by"] = sorted(replicas)
@@ -260,8 +260,8 @@ class Ledger:
         if not self.provenance.record_delivery(group_id, replicas):
             moved = replicas & self.provenance.moved
             self._rescore([group_id], resample=not moved.isdisjoint(self.provenance.rewarding))
-        elif constant:
-            self._constant[group_id] = constant_reward
+        elif constant is not None:
+            self._constant[group_id] = constant
         self._meter()
         return True
 

@@ -29,7 +29,7 @@ from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_types import CanaryAnswer, Kept, LedgerSettings, QueueStatus, adopted
 from cluster.queue.step_rule import View
 from distill.errors import DataError
-from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
+from distill.records import CONSTANT_REWARD, Lease, OnStale, StepGroups, TrainedGroups
 from tests.full_disk import files_of_at_most
 from tests.ledger_twins import ScoresTwin, next_step, usable
 from tests.refusals import refuses
@@ -70,7 +70,9 @@ class ModelledRun:
         self.journal = Journal(self.path)
         self.per_step, self.max_staleness = chance.randint(1, 3), chance.choice([0, 1, 1, 2, 2, 3])
         self.window = self.choose_window(chance)
-        self.on_stale = chance.choice(["wait", "train_late", "restart", "restart", "restart"])
+        self.on_stale: OnStale = chance.choice(
+            ["wait", "train_late", "restart", "restart", "restart"]
+        )
         self.restart_after = chance.choice([0.0, 1.0])
         self.most_replaced = chance.choice([0, chance.randint(1, 4)])
         self.fast = chance.randint(2, 4)
@@ -387,7 +389,7 @@ class ModelledRun:
         scored = self.scores.answer(number, good, gap, rode)
         ids = sorted(scored & self.held - taken)
         bad = {self.scores.first_version_of(scored), self.version + 1 if scored & taken else None}
-        first_bad = min(bad - {None}, default=None)
+        first_bad = min((version for version in bad if version is not None), default=None)
         ids = self.rescore(ids, number in self.scores.rewarding)
         proven = self.scores.proven(self.version)
         assert self.ledger.canary(number, good, gap=gap, rode=rode) == CanaryAnswer(

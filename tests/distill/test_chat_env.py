@@ -398,9 +398,11 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
 
 @pytest.mark.parametrize("name, value", [("condense_to", 15), ("condenser_tokens", 481)])
 def test_the_chunks_of_a_condensing_model_have_a_least_size(name: str, value: int) -> None:
-    chosen = {"condenser": "model", "max_tokens": 100, "condense_to": 30} | {name: value}
+    chosen: dict[str, Any] = {"condense_to": 30, name: value}
     with refuses(ConfigError, f"env.{name}"):
-        Echoes(**chosen)(None, setting(TOKENIZER, max_new_tokens=20))
+        Echoes(condenser="model", max_tokens=100, **chosen)(
+            None, setting(TOKENIZER, max_new_tokens=20)
+        )
 
 
 def test_fixed_messages_longer_than_the_budget() -> None:
