@@ -46,10 +46,13 @@ def value_of_text(text: str, parsed: object, name: str, schema: Mapping[str, Any
     """Value of the argument `name`: either `text`, or `parsed`, which `text` encodes as JSON.
 
     The schema decides. If it accepts both, the value is `parsed`, provided that the schema
-    restricts the type at all. If it accepts neither, the value is `parsed` for an object or array
-    and else `text`, which makes the error more informative.
+    restricts the type at all and `parsed` is no text itself: templates write texts without quotes,
+    so quotes are part of the text. If it accepts neither, the value is `parsed` for an object or
+    array and else `text`, which makes the error more informative.
     """
     if _accepts(name, text, schema):
+        if isinstance(parsed, str):
+            return text
         tells_types = not all(_accepts(name, sample, schema) for sample in _SAMPLES)
         return parsed if tells_types and _accepts(name, parsed, schema) else text
     return parsed if isinstance(parsed, dict | list) or _accepts(name, parsed, schema) else text

@@ -4,7 +4,7 @@ import json
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distill.chat.template import chat_text
@@ -342,6 +342,7 @@ _ARGUMENTS = st.fixed_dictionaries(
     words=st.sampled_from(["", "Let me see.", "One (1):\n\n- two"]),
     arguments=st.lists(_ARGUMENTS, min_size=1, max_size=2),
 )
+@example(words="", arguments=[{"s": '"quoted"'}])
 def test_calls_are_parsed_back(family: str, words: str, arguments: list[dict[str, Any]]) -> None:
     if family in ("llama", "gpt-oss"):  # one call a turn
         arguments = arguments[:1]
