@@ -1,6 +1,6 @@
 """Slow twins of the ledger's parts, as the docstrings of these parts define them.
 
-They are the step rule (cluster/queue/step_rule.py), the choice of kept groups (adoption.py), and
+They are the step rule (cluster/queue/step_rule.py), the choice of kept groups (`adopted`), and
 which scores are proven (provenance.py, scoring.py).
 """
 
