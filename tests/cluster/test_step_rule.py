@@ -5,7 +5,7 @@ test_ledger.py compares the ledger's steps with the twin after any events.
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cluster.queue.journal import Journal
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_types import Kept, LedgerSettings, adopted
 from cluster.queue.step_rule import Choice, StepRule, View
-from distill.records import CONSTANT_REWARD, TrainedGroups
+from distill.records import CONSTANT_REWARD, Lease, StepGroups, TrainedGroups
 from tests.ledger_twins import next_step, oldest, usable
 
 
@@ -122,6 +122,62 @@ def test_the_audit_finds_a_group_that_was_replaced_without_cause(tmp_path: Path)
     [problem] = found.problems
     assert "contradicts the lines before it" in problem
     assert any("2 skipped" in line for line in found.lines())
+
+
+def test_a_hanging_group_restarts_up_to_a_bound_and_is_then_awaited(tmp_path: Path) -> None:
+    """The deliveries of its earlier leases are dropped."""
+    now, path = 0.0, tmp_path / "ledger.jsonl"
+    rules: dict[str, Any] = {"on_stale": "restart", "max_restarts": 2,
+                             "restart_after": 4.0}  # fmt: skip
+    settings = LedgerSettings(
+        groups_per_step=1, max_staleness=1, total_groups=9, lease_s=1e9, **rules
+    )
+    journal = Journal(path)
+    journal.record("start", run="r", epoch=1, settings=asdict(settings), watermark=0, set_aside={})
+    ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: now, record=journal.record)
+    [slow] = ledger.lease("a", 1)
+    trained, restarted_at = TrainedGroups(), list[int]()
+    leases = [slow]
+
+    def step(one: Lease, version: int) -> StepGroups:
+        nonlocal trained
+        assert ledger.deliver(one)
+        taken = ledger.take(trained)
+        assert taken is not None
+        trained = taken.after(trained)
+        ledger.publish(version, trained)
+        return taken
+
+    for version in range(4):
+        [other] = ledger.lease("b", 1)
+        now += 10
+        assert ledger.overdue() == []  # nothing is finished that could be trained without it
+        if version == 0:
+            step(other, version + 1)
+            continue
+        assert ledger.deliver(other) and ledger.take(trained) is None
+        assert ledger.overdue() == [], "no longer in progress than others"
+        now += 35
+        overdue = ledger.overdue()
+        if version == 3:
+            assert overdue == [] and ledger.missing() == [0]  # it is waited for
+            last = step(leases[-1], version + 1)
+            assert last.group_ids == [0] and (last.start_max, last.restarts) == (1, 2)
+            break
+        assert overdue == [0]
+        ledger.restart_groups(overdue)
+        restarted_at.append(version)
+        assert not ledger.deliver(leases[-1], "a"), "a delivery of an earlier lease"
+        leases += ledger.lease("c", 1)
+        assert leases[-1] == Lease(group_id=0, attempt=len(leases), epoch=1)
+        taken = ledger.take(trained)
+        assert taken is not None and (taken.start_max or 0) <= 1
+        trained = taken.after(trained)
+        ledger.publish(version + 1, trained)
+    assert restarted_at == [1, 2]
+    found = audit(path)
+    assert found.problems == [] and found.duplicates == 2
+    assert sum(found.re_leases.values()) == 2
 
 
 def test_a_group_is_overdue_after_twice_the_usual_time_in_steps_of_many_groups() -> None:
