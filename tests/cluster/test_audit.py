@@ -18,7 +18,6 @@ from cluster.inspect.audit import Audit, AuditConfig, audit, main, print_audit
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
 from cluster.queue.ledger import Ledger
 from cluster.queue.ledger_types import LedgerSettings
-from cluster.queue.scoring import read_scoring
 from distill.errors import ConfigError, DataError
 from distill.records import Lease, TrainedGroups
 from learner.checkpoint import CheckpointStore
@@ -482,28 +481,12 @@ def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         audit(path)
 
 
-def scored_by_one(path: Path, trained: TrainedGroups | None = None) -> Run:
-    """Record the first step of a job, with one scorer and no canary."""
-    run = Run(path, trained=trained)
+def test_the_audit_finds_missing_and_invented_canaries(path: Path) -> None:
+    run = Run(path)
     run.ledger.scorer(0, who="teacher engine 0")
     for one in run.ledger.lease("a", 2):
         run.ledger.deliver(one, "a", scored_by=[0])
-    run.step(1 + len(run.trained) // 2)
-    return run
-
-
-def test_groups_of_a_killed_job_without_a_last_canary_stay_unproven(path: Path) -> None:
-    again = scored_by_one(path, scored_by_one(path).trained)
-    again.ledger.ask([0])
-    again.ledger.canary(0, True, gap=0.0, rode=True)
-    scoring = read_scoring(path)
-    assert scoring is not None and not scoring.holds and not scoring.bad
-    assert scoring.gaps == {"teacher engine 0": [1]}
-    assert "step 1: groups of teacher engine 0" in scoring.verdict()
-
-
-def test_the_audit_finds_missing_and_invented_canaries(path: Path) -> None:
-    run = scored_by_one(path)
+    run.step(1)
     run.ledger.ask([0])
     run.ledger.canary(0, True, gap=0.0, rode=True)
     run.journal.close()
