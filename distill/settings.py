@@ -21,7 +21,7 @@ from copy import copy
 from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 import chz
 from chz.field import Field
@@ -98,6 +98,14 @@ def kind_of(section: Field) -> type:
     """Class of the section that a field contains."""
     kind: Any = section._default_factory
     return kind
+
+
+def class_in(field: Field) -> type | None:
+    """Class of the objects in a mapping, such as `teachers`; None for a field of another type."""
+    if get_origin(field.x_type) is not Mapping:
+        return None
+    kind = get_args(field.x_type)[1]
+    return kind if chz.is_chz(kind) else None
 
 
 @cache

@@ -15,12 +15,12 @@ from actors.envs.judge_env import Judged
 from cluster.config.env import BUILT_IN
 from cluster.config.help import default_text, rules_text, type_text
 from cluster.config.recipes import CONFIGS
-from cluster.config.teachers import TeacherConfig
 from cluster.run_files.metric_table import METRICS
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
     Section,
+    class_in,
     declarer_of,
     fields_of,
     flagged,
@@ -87,7 +87,6 @@ class _Row:
 
 def settings_page() -> str:
     """Text of docs/settings.md."""
-    several = [name for name, kind in CONFIGS.items() if "teachers" in fields_of(kind)]
     environments = {env.__name__: env for env in (*BUILT_IN, Judged)}
     short = [f"`{name}` (`{path}`)" for name, path in short_names(CONFIGS["opd"]).items()]
     lines = [_SETTINGS_HEAD.replace("{short}", ", ".join(short))]
@@ -97,9 +96,6 @@ def settings_page() -> str:
         for part, rows in tables.items():
             if getattr(part, "section", None) == section:
                 lines += _table(part, rows, list(CONFIGS))
-    lines += ["## Several teachers\n"]
-    for part, rows in _tables(dict.fromkeys(several, TeacherConfig), "teachers.NAME.").items():
-        lines += _table(part, rows, list(CONFIGS))
     lines += ["## Environments\n"]
     for part, rows in _tables(environments, "env.").items():
         lines += _table(part, rows, list(environments))
@@ -119,18 +115,31 @@ def metrics_page() -> str:
 
 
 def _tables(kinds: Mapping[str, type], prefix: str) -> dict[type, list[_Row]]:
-    """Rows of the settings of all `kinds`, by the class that declares them."""
+    """Rows of the settings of all `kinds`, by the class that declares them.
+
+    A mapping of objects, such as `teachers`, is in the table of the objects' class.
+    """
     found: dict[type, dict[tuple[str, str], _Row]] = {}
     for owner, kind in kinds.items():
         bold, may_change = flagged(kind, ESSENTIAL), flagged(kind, MAY_CHANGE)
-        for name, each in fields_of(kind).items():
-            rows = found.setdefault(declarer_of(kind, name), {})
+        for name, each, part in _fields(kind):
+            rows = found.setdefault(part, {})
             row = rows.setdefault(
                 (name, each._doc), _Row(prefix + name, each, name in bold, name in may_change)
             )
             row.owners.append(owner)
             row.defaults.setdefault(default_text(each), []).append(owner)
     return {part: list(rows.values()) for part, rows in found.items()}
+
+
+def _fields(kind: type) -> Iterator[tuple[str, Field, type]]:
+    """Path and field of every setting of `kind`, and the class whose table has it."""
+    for name, each in fields_of(kind).items():
+        element = class_in(each)
+        yield name, each, element or declarer_of(kind, name)
+        if element is not None:
+            for inner, field_within in fields_of(element).items():
+                yield f"{name}.NAME.{inner}", field_within, element
 
 
 def _table(part: type, rows: list[_Row], owners: list[str]) -> Iterator[str]:

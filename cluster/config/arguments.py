@@ -25,7 +25,15 @@ from cluster.config.files import CONFIG, SETTINGS_FILES, by_name, read_settings,
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
-from distill.settings import fields_of, is_section, meant_by, other_names, short_names, shown_fields
+from distill.settings import (
+    class_in,
+    fields_of,
+    is_section,
+    meant_by,
+    other_names,
+    short_names,
+    shown_fields,
+)
 
 Config = TypeVar("Config")
 HELP, VERSION = "--help", "--version"
@@ -254,34 +262,43 @@ def _names(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
 
 def _checked_element(field: Field, key: str, value: Any, rest: Sequence[str]) -> Any:
     """Check `NAME=value` or `NAME.setting=value` in a mapping. chz checks other objects."""
-    plain = get_origin(field.x_type) is Mapping and not chz.is_chz(get_args(field.x_type)[1])
+    mapping, of_objects = get_origin(field.x_type) is Mapping, class_in(field)
+    plain = mapping and of_objects is None
     if _choices(field.x_type) or (plain and len(rest) > 1):
         raise ConfigError(
             f"{key}={text_of(value)}: {key.rpartition('.')[0]} has no settings of its own"
         )
-    if get_origin(field.x_type) is not Mapping:
+    if not mapping:
         return value
     of = get_args(field.x_type)[1]
     if len(rest) == 1 and (isinstance(value, of) or (plain and isinstance(value, Castable))):
         return value
-    if plain:
+    if of_objects is None:
         raise ConfigError(f"{key}={text_of(value)} is not {_NAMES.get(of, of)}")
-    within = chz.chz_fields(of)
-    if len(rest) != 2 or not rest[0] or rest[1] not in within:
+    if len(rest) != 2 or not rest[0]:
+        path = key.removesuffix(f".{'.'.join(rest)}")
+        raise ConfigError(f"{key}={text_of(value)}: write {_element_of(field, path)}")
+    within = chz.chz_fields(of_objects)
+    if rest[1] not in within:
         raise ConfigError(
-            f"{key}={text_of(value)}: no such setting of {field.logical_name}.{rest[0]}; "
-            f"{known_names(rest[-1], within)}"
+            f"{key}={text_of(value)}: no such setting of {key.removesuffix(f'.{rest[1]}')}; "
+            f"{known_names(rest[1], within)}"
         )
     return _checked_value(within[rest[1]], key, value)
+
+
+def _element_of(field: Field, path: str) -> str:
+    """Form of an argument that sets one value in the mapping at `path`."""
+    of_objects = class_in(field)
+    setting = "" if of_objects is None else f".{next(iter(chz.chz_fields(of_objects)))}"
+    return f"{path}.NAME{setting}=VALUE"
 
 
 def _checked_value(field: Field, key: str, value: Any) -> Any:
     choices = _choices(field.x_type)
     if get_origin(field.x_type) is Mapping:
-        of = get_args(field.x_type)[1]
-        within = f".{next(iter(chz.chz_fields(of)))}" if chz.is_chz(of) else ""
         raise ConfigError(
-            f"{key}={text_of(value)} is not a mapping; write {key}.NAME{within}=VALUE"
+            f"{key}={text_of(value)} is not a mapping; write {_element_of(field, key)}"
         )
     if kind := (field.metadata or {}).get("path"):
         check_path(key, kind, text_of(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -16,6 +17,7 @@ from distill.rules import rules_of
 from distill.settings import (
     ESSENTIAL,
     Section,
+    class_in,
     fields_of,
     flagged,
     is_section,
@@ -75,7 +77,9 @@ def help_text(kind: type, given: Mapping[str, Any], word: str = "") -> str:
     if any(map(is_section, chz.chz_fields(kind).values())):
         lines += _OF_SECTIONS
     if not any(parts.values()):
-        lines += ["", f"No setting or section has {word!r} in its name."]
+        near = get_close_matches(word, {part for path in fields for part in path.split(".")}, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        lines += ["", f"No setting or section has {word!r} in its name{meant}"]
     for title, paths in parts.items():
         if paths:
             lines += ["", f"{title}:"]
@@ -146,6 +150,9 @@ def _explained(names: str, field: Field, given: Any) -> Iterator[str]:
     )
     for inner, each in settings_within(field, given).items():
         yield from _explained(f"{names}.{inner}", each, None)
+    if (kind := class_in(field)) is not None:
+        for inner, each in shown_fields(kind).items():
+            yield from _explained(f"{names}.NAME.{inner}", each, None)
 
 
 def _optional(field: Field) -> bool:

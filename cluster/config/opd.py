@@ -15,7 +15,11 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.teachers import TeacherSettings, hosted, teacher_setting
 from distill.errors import ConfigError
 from distill.objective.settings import AUTO, OpdObjective
+from distill.rewards.model_reward import REWARD_MODEL
 from distill.settings import section_field
+
+# Names by which environments query the models of a run that are not teachers.
+_OTHER_MODELS = (OWN, "reference", REWARD_MODEL)
 
 
 @chz.chz
@@ -54,6 +58,12 @@ def _check_teachers(run: OpdConfig) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
             raise ConfigError(
                 f"teachers.{name}: a name has letters, digits, _ and - only", field="teachers"
+            )
+        if name in _OTHER_MODELS:
+            raise ConfigError(
+                f"teachers.{name}: environments query another model of the run by this name; give "
+                "the teacher another one",
+                field="teachers",
             )
         if each.model == OWN:
             raise ConfigError(

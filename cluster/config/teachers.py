@@ -72,6 +72,8 @@ class LocalTeacherSettings(ServerSettings):
 class TeacherConfig:
     """One of several teachers."""
 
+    section: ClassVar[Section] = Section.MODEL
+
     model: str = model_field(doc="checkpoint, or http://host:port of a running SGLang server")
     weight: float = chz.field(default=1.0, doc="factor of kl_coef for this teacher")
     samples_from: str | None = chz.field(

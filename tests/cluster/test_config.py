@@ -276,13 +276,14 @@ def test_what_is_missing_is_named_by_its_short_name(
         (["env.max_turns=3"], "env.max_turns", "format_reward"),
         (["teachers.a.modle=m"], "teachers.a.modle", "'model'"),
         (["teachers.a.weight=all"], "teachers.a.weight", ""),
-        (["teachers.a=m"], "teachers.a", "head, model"),
+        (["teachers.a=m"], "teachers.a", "teachers.NAME.model="),
         (["checkpoint.evry=3"], "checkpoint.evry", "'checkpoint.every'"),
         (["checkpoint=3"], "checkpoint", "'checkpoint.every'"),
         (["...lr=abc"], "...lr", "--help"),
         (["steps=1_0_"], "steps", "1_0_"),
         (["config="], "config", ".yaml"),
         (["teachers=3"], "teachers", "teachers.NAME.model="),
+        (["teachers.model=m"], "teachers.model", "teachers.NAME.model="),
         (["teachers..model=3"], "teachers..model", ""),
         (["columns=3"], "data.columns", "data.columns.NAME="),
         (["columns.answer.x=3"], "data.columns.answer.x", ""),
@@ -351,6 +352,7 @@ def test_help_explains_essential_settings_and_names_the_sections(capsys) -> None
         ("supervision", {"verify.every"}, {"model.path", "learner.lr"}),
         ("lora", {"lora.rank", "lora.targets"}, {"model.path", "steps"}),
         ("student", {"model.path"}, {"steps"}),
+        ("teachers", {"teachers", "teachers.NAME.weight"}, {"model.path"}),
     ],
 )
 def test_help_explains_a_section_or_a_name(
@@ -361,10 +363,10 @@ def test_help_explains_a_section_or_a_name(
     assert there <= found and not not_there & found
 
 
-def test_help_for_an_unknown_name_lists_the_sections(capsys) -> None:
-    assert main(["recipe=opd", "--help", "nonsense"]) == 0
+def test_help_for_an_unknown_name_lists_the_sections_and_the_nearest_name(capsys) -> None:
+    assert main(["recipe=opd", "--help", "chekpoint"]) == 0
     shown = capsys.readouterr().out
-    assert "'nonsense'" in shown and not named(shown) and all(title in shown for title in Section)
+    assert "'checkpoint'" in shown and not named(shown) and all(title in shown for title in Section)
 
 
 @pytest.mark.parametrize(

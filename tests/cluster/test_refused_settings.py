@@ -73,7 +73,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("opd", {"sft_steps": 1, "teacher": None,
              "teachers": {"a": {"model": "t", "samples_from": "http://h:1/v1"}}},
      "teachers.a.samples_from", ""),
-    ("opd", {"teacher": None, "teachers": {"a/b": {"model": "t"}}}, "teachers", "teachers.a/b"),
+    *(("opd", {"teacher": None, "teachers": {name: {"model": "t"}}}, "teachers", f"teachers.{name}")
+      for name in ("a/b", "policy", "reference", "reward_model")),
     *(("opd", {"teacher": None, "teachers": {"a": {"model": "t", "weight": weight}}},
        "teachers.a.weight", "") for weight in (0.0, math.inf)),
     ("opd", {"teacher": None, "teachers": {"a": {"model": "policy"}}}, "teachers.a.model", ""),
