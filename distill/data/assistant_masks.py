@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from distill.chat.continuation import added_tokens, served_continuation
+from distill.chat.continuation import EncodedChat, added_tokens, served_continuation
 from distill.chat.messages import is_trained
 from distill.chat.responses import thinking_marks
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.errors import DataError
+from distill.stops import hits
 from distill.types import BoolArray, TokenArray, Tokenizer
 
 
@@ -54,10 +55,11 @@ def conversation_chains(
             "there is no assistant turn to train; only assistant messages without `weight: 0` and "
             "`train: false` are trained"
         )
-    text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
-    whole_T = encode_chat(tokenizer, text)
-    known = {text: whole_T}
-    turns = [_turn(tokenizer, messages, i, stop_ids, tools, known) for i in trained]
+    whole = EncodedChat.of(
+        tokenizer, chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
+    )
+    whole_T = whole.tokens_T
+    turns = [_turn(tokenizer, messages, i, stop_ids, tools, whole) for i in trained]
     last_T = turns[-1].tokens_T
     if np.array_equal(last_T[: len(whole_T)], whole_T):
         whole_T = last_T  # may also have the stop token that a template writes after the last turn
@@ -93,14 +95,14 @@ def _turn(
     i: int,
     stop_ids: Collection[int],
     tools: Sequence[Mapping[str, Any]] | None,
-    known: Mapping[str, TokenArray],
+    whole: EncodedChat,
 ) -> MaskedTokens:
     """Render assistant turn i as served: the context that the model gets, then its answer.
 
     Only the answer is trained, up to its stop token.
 
     Args:
-        known: texts whose tokens are known.
+        whole: all messages.
     """
     if i == 0:
         raise DataError("messages[0] is an assistant message with nothing before it; drop it")
@@ -108,18 +110,19 @@ def _turn(
     check_stops(tokenizer, content, stop_ids, f"messages[{i}], the assistant's,", "messages")
     added = added_tokens(tokenizer)
     prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
-    upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)
+    upto = whole.text
+    if i + 1 < len(messages):
+        upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)
     if not upto.startswith(prefix) or upto == prefix:
         upto = _with_thinking(tokenizer, prefix, upto, content, i)
-    prefix_T, tokens_T = encode_chat(tokenizer, prefix), known.get(upto)
-    tokens_T = encode_chat(tokenizer, upto) if tokens_T is None else tokens_T
+    prefix_T, tokens_T = whole.encode(prefix), whole.encode(upto)
     if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):
         # A token spans the boundary. A served model continues the unchanged prefix instead.
         rest = upto[len(prefix) :]
         answer_T = served_continuation(tokenizer, prefix_T, rest, added=added)
         answer_T = encode_chat(tokenizer, rest) if answer_T is None else answer_T
         tokens_T = np.concatenate([prefix_T, answer_T])
-    is_stop_T = np.isin(tokens_T[len(prefix_T) :], list(stop_ids))
+    is_stop_T = hits(tokens_T[len(prefix_T) :], stop_ids)
     spoken = int(np.argmax(is_stop_T)) + 1 if is_stop_T.any() else len(is_stop_T)
     if not is_stop_T.any():
         # A turn of GLM models ends with the mark of the next role, which a served model generates.

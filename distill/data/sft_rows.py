@@ -160,7 +160,7 @@ def supervised_row(chain: MaskedTokens, source: str) -> TrainingRow:
         tokens_T=chain.tokens_T,
         loss_mask_T=chain.loss_mask_T,
         advantages_T=chain.loss_mask_T.astype(np.float32),
-        behaviour_logprobs_T=np.zeros(len(chain.tokens_T), np.float32),
+        behaviour_logprobs_T=np.broadcast_to(np.float32(0), len(chain.tokens_T)),  # no memory
         temperature=SFT_TEMPERATURE,
         source=source,
     )

@@ -107,6 +107,21 @@ def test_a_template_with_generation_marks(chatty: PreTrainedTokenizerBase) -> No
     assert chain.loss_mask_T.tolist() == [bool(mask) for mask in marked["assistant_masks"]]
 
 
+def test_a_text_is_encoded_once_however_many_turns_follow(
+    chatty: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = 0, type(chatty).__call__
+
+    def counting(self: PreTrainedTokenizerBase, text: str, **options: Any) -> Any:
+        nonlocal encoded
+        encoded += len(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(chatty), "__call__", counting)
+    [chain] = chains_of(chatty, say(*["some words"] * 60))
+    assert encoded < 2 * len(chain.tokens_T)  # a token is a character or a mark
+
+
 def test_dropped_thinking_is_trained_where_it_is_seen(chatty: PreTrainedTokenizerBase) -> None:
     chatty.chat_template = FORGETFUL
     messages = say("hi", "<think>hm</think>ho", "and?", "<think>er</think>no")

@@ -22,8 +22,8 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.chat.continuation import added_text
-from distill.chat.template import render_messages, render_text
+from distill.chat.continuation import EncodedChat, added_text
+from distill.chat.template import encode_chat, render_messages, render_text
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
 from distill.data.written_answers import written_sample
@@ -182,6 +182,38 @@ def test_the_trained_text_is_the_written_one(name: str, prompt: str, completion:
     assert chain.tokens_T[~chain.loss_mask_T].tolist() == prompt_T.tolist()
     whole = _decoded(encoder, chain.tokens_T.tolist()[:-1])
     assert whole == _decoded(encoder, prompt_T.tolist()) + completion
+
+
+_MARKS = [
+    AddedToken("<u>", normalized=False),
+    AddedToken("<u>4", normalized=False),
+    AddedToken("<r>", normalized=False, rstrip=True),
+    AddedToken("<l>", normalized=False, lstrip=True),
+    AddedToken("<w>", normalized=False, single_word=True),
+    AddedToken("<n>", normalized=True),
+]
+_CHATS = st.lists(
+    st.sampled_from([str(mark) for mark in _MARKS] + ["4", " ", "\n", "the answer", " is", "é"]),
+    max_size=8,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", [*_EXACT, *_LOSSY])
+@settings(max_examples=40)
+@given(begin=_CHATS, rest=_CHATS, other=_CHATS)
+def test_a_chat_that_begins_like_another_has_the_tokens_of_its_own_text(
+    name: str, begin: str, rest: str, other: str
+) -> None:
+    tokenizer = _with_marks(name)
+    chat = EncodedChat.of(tokenizer, begin + rest)
+    assert chat.encode(begin + other).tolist() == encode_chat(tokenizer, begin + other).tolist()
+
+
+@cache
+def _with_marks(name: str) -> PreTrainedTokenizerBase:
+    made = (_EXACT | _LOSSY)[name]()
+    made.add_tokens(_MARKS)
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 @pytest.mark.parametrize("name", [name for name in _EXACT if name != "byte level, space before"])
