@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain
 from typing import TypeVar
+
+from tqdm import tqdm
 
 from distill.data.row_files import located
 from distill.errors import DataError
@@ -40,6 +43,18 @@ class _Refused:
     error: TooLong
 
 
+def _progress(place: str, total: int) -> tqdm:
+    """Progress bar on standard error; it appears after 2 s, and seldom changes in a log."""
+    return tqdm(
+        desc=f"checking {place}",
+        total=total,
+        unit=" rows",
+        delay=2,
+        mininterval=0.5 if sys.stderr.isatty() else 30,
+        leave=False,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRows:
     """Treatment of rows that are too long: all are refused in one error, or dropped.
@@ -55,7 +70,7 @@ class LongRows:
     def converted(
         self,
         place: str,
-        rows: Iterable[tuple[int, Row]],
+        rows: Sequence[tuple[int, Row]],
         convert: Callable[[int, Row], Converted],
         *,
         threads: int = _THREADS,
@@ -80,19 +95,17 @@ class LongRows:
             except TooLong as error:
                 return _Refused(number, error.with_traceback(None))
 
+        # The first row alone: it fills caches.
+        batches = [rows[:1], *(rows[i : i + _AT_ONCE] for i in range(1, len(rows), _AT_ONCE))]
         made: list[Converted] = []
         refused: list[_Refused] = []
-        rest = iter(rows)
-        with ThreadPoolExecutor(threads) as pool:
-            # The first row alone: it fills caches.
-            results: Iterable[Converted | _Refused] = map(one, islice(rest, 1))
-            while batch := list(results):
-                for result in batch:
-                    if isinstance(result, _Refused):
-                        refused.append(result)
-                    else:
-                        made.append(result)
-                results = pool.map(one, islice(rest, _AT_ONCE))
+        with ThreadPoolExecutor(threads) as pool, _progress(place, len(rows)) as bar:
+            for result in chain.from_iterable(pool.map(one, batch) for batch in batches):
+                bar.update()
+                if isinstance(result, _Refused):
+                    refused.append(result)
+                else:
+                    made.append(result)
         if refused:
             self._settle(place, refused, len(made) + len(refused))
         return made

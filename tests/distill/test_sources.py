@@ -320,7 +320,7 @@ def test_a_source_of_long_rows_alone_is_refused() -> None:
 
 def test_many_rows_stay_in_order() -> None:
     numbers = range(1, 9999)
-    made = LongRows().converted("a.jsonl", ((n, n % 7) for n in numbers), lambda n, row: (n, row))
+    made = LongRows().converted("a.jsonl", [(n, n % 7) for n in numbers], lambda n, row: (n, row))
     assert made == [(n, n % 7) for n in numbers]
 
 
