@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from distill.chat.messages import REASONING, Message, is_trained, normal_message
+from distill.chat.responses import ThinkingMarks, thinking_marks
 from distill.chat.template import chat_text
 from distill.errors import DataError
 from distill.types import Tokenizer
@@ -34,7 +35,8 @@ def check_written(
 ) -> None:
     """Check that the chat template renders all parts of the messages, once for each shape.
 
-    Missing reasoning of an assistant message is an error if the message is trained, else a warning.
+    Missing reasoning of an assistant message is an error if the message is trained, else a warning;
+    so is reasoning within `content` if the template reads it from another field.
     Many templates leave out the reasoning of earlier turns, so it is enough that an assistant
     message is rendered completely when it is the last message.
 
@@ -70,13 +72,44 @@ def check_written(
                 logger.warning("%s, so the model does not see it", what)
             else:
                 raise DataError(f"{what}; {_REMEDY}", field=part)
+        if _begins_with_thinking(message) and (name := _other_field(tokenizer)):
+            what = f"the chat template renders the thinking in `content` of messages[{i}], role "
+            what += f"'assistant', as a part of the answer; give it in `{name}`"
+            if trained[i]:
+                raise DataError(what, field="content")
+            logger.warning("%s", what)
     shapes.add(shape)
 
 
 def _shape(message: Message) -> tuple[object, ...]:
     content, calls = message.get("content"), message.get("tool_calls", ())
     filled = bool(content.strip()) if isinstance(content, str) else bool(content)
-    return (message["role"], filled, len(calls), frozenset(message))
+    thinks = _begins_with_thinking(message)
+    return (message["role"], filled, thinks, len(calls), frozenset(message))
+
+
+def _begins_with_thinking(message: Message) -> bool:
+    """True for an assistant message whose content begins with <think>...</think>."""
+    marks, content = ThinkingMarks(), message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return False
+    return content.lstrip().startswith(marks.opens) and marks.closes in content
+
+
+def _other_field(tokenizer: Tokenizer) -> str | None:
+    """Field from which the template renders thinking; None if it does so from `content`."""
+    marks = thinking_marks(tokenizer)
+    if marks.field is None:
+        return None
+    turn: Message = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nanswer"}
+    text = chat_text(
+        tokenizer,
+        [{"role": "user", "content": "question"}, turn],
+        tools=None,
+        add_generation_prompt=False,
+    )
+    between = text.partition("thought")[2].partition("answer")[0]
+    return None if between.count(marks.closes) == text.count(marks.closes) == 1 else marks.field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

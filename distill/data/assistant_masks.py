@@ -150,6 +150,7 @@ def _with_thinking(tokenizer: Tokenizer, prefix: str, upto: str, content: str, i
         DataError: the prompt begins no thinking, or the turn has none.
     """
     marks = thinking_marks(tokenizer)
+    switch = "enable_thinking" in str(tokenizer.chat_template)
     if opening := marks.opening(prefix):
         _, closed, answer = content.rpartition(marks.closes)
         answer = answer.strip()
@@ -162,13 +163,14 @@ def _with_thinking(tokenizer: Tokenizer, prefix: str, upto: str, content: str, i
             f"messages[{i}], the assistant's, has no thinking before an answer; give it "
             f"{marks.opens}...{marks.closes} before the answer, in `content`, or switch thinking "
             "off with chat_template=FILE"
-            f"{off if 'enable_thinking' in str(tokenizer.chat_template) else ''}",
+            f"{off if switch else ''}",
             field="messages",
         )
+    on = ", switch thinking on with chat_template_kwargs='{\"enable_thinking\": true}'"
     raise DataError(
         f"the chat template does not continue its generation prompt {prefix[-40:]!r} with "
         f"messages[{i}], the assistant's, so its tokens cannot be determined; use a template "
-        "that does, or give `prompt` and `completion` as strings"
+        f"that does{on if switch else ''}, or give `prompt` and `completion` as strings"
     )
 
 

@@ -135,6 +135,32 @@ def test_content_that_the_template_drops_is_refused(
         check_written(tokenizer_of(template), messages, tools=tools, context=1)
 
 
+# As Qwen3.8's, which writes thinking twice, and gpt-oss's, whose marks are others.
+_TWICE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+_CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.thinking %}<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|channel|>final<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [_TWICE, _CHANNELS])
+def test_thinking_that_the_template_renders_as_the_answer_is_refused(
+    template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = {**SAY, "content": "<think>\nhm\n</think>\n\n3"}
+    with refuses(DataError, "content"):
+        check_written(tokenizer_of(template), [ASK, inside], context=0)
+    check_written(tokenizer_of(template), [ASK, inside, ASK])
+    assert "`content`" in caplog.text
+    check_written(tokenizer_of(template), [ASK, {**SAY, "reasoning_content": "hm"}], context=0)
+    check_written(tokenizer_of("qwen3"), [ASK, inside], context=0)
+
+
 def test_reasoning_that_is_context_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     thought = {**SAY, "reasoning_content": "hm"}
     with caplog.at_level(logging.WARNING):
