@@ -167,7 +167,7 @@ class StepReplay:
 
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
         """Build the learner's loop on the kept groups, with pushes that do nothing."""
-        from cluster.hosts.learner_actor import policy_loop
+        from cluster.hosts.learner_actor import PolicyTraining
         from cluster.run_files.run_directory import RunDirectory
         from cluster.store.replay_log import KeptGroupSource
         from distill.models.loading import resolve_device
@@ -176,7 +176,7 @@ class StepReplay:
         device = resolve_device(config.cluster.device)
         config = changed(config, device=device, out=scratch, keep="none", trace_step=None)
         learner_config = config.policy_learner(start, self._inputs.stops)
-        return policy_loop(
+        return PolicyTraining(
             config=config,
             learner_config=learner_config,
             inputs=self._inputs,
@@ -185,7 +185,7 @@ class StepReplay:
             ),
             directory=RunDirectory(config),
             resume_from=start,
-        )
+        ).loop()
 
     def _compare(self, step: int, loop: Any, *, final: bool = False) -> None:
         """Raise RunFailed if gradient or weights after `step` differ from those of the run."""

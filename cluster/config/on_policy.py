@@ -401,14 +401,16 @@ class RolloutConfig(KeepSettings, EnvSettings, CommonConfig):
     def _compares_all(self) -> bool:
         return self.objective.estimator == "full" and not self.only_keeps
 
-    def policy_learner(self, resume_from: Checkpoint | None, stops: StopTokens) -> LearnerConfig:
+    def policy_learner(
+        self, resume_from: Checkpoint | None, stops: StopTokens, longest_rows: int = 0
+    ) -> LearnerConfig:
         """Settings of the student's learner, which starts from the model or from a checkpoint."""
         made = self.learner_config(
             resume_from=resume_from,
             updates_per_step=self.objective.num_substeps,
             stops=stops,
         )
-        return chz.replace(made, shadow=self.teacher_rule)
+        return chz.replace(made, shadow=self.teacher_rule, longest_rows=longest_rows)
 
     @property
     def engines_sleep(self) -> bool:

@@ -24,13 +24,13 @@ from cluster.handles.node import node_address
 from cluster.hosts.actors import deferred, early_setting_on_gpus, local_node_options, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.group_recorder import GroupRecorder
-from cluster.hosts.learner_actor import group_writer, publishers_to, teacher_weights
-from cluster.hosts.learners import (
-    LEADER_GROUPS,
-    LearnerActors,
-    LearnerStart,
-    policy_learners,
+from cluster.hosts.learner_actor import (
+    PolicyTraining,
+    group_writer,
+    publishers_to,
+    teacher_weights,
 )
+from cluster.hosts.learners import LEADER_GROUPS, LearnerActors, make_learners
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.engines import by_turns
 from cluster.placement.places import Places, lacking_in
@@ -67,6 +67,7 @@ from distill.handshake.comparison import looser_dtype
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.records import TrainedGroups
 from distill.rewards.length import LengthRules
+from learner.checkpoint import Checkpoint
 
 # A separate thread for heartbeats, which a long call would delay.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
@@ -330,7 +331,8 @@ class RolloutCast:
 
     def learners(
         self,
-        start: LearnerStart,
+        resume_from: Checkpoint | None,
+        attempt: int,
         queue: GroupQueue,
         policies: Mapping[str, Any],
         teachers: Mapping[str, Any],
@@ -338,12 +340,13 @@ class RolloutCast:
         """Create the learner's workers; with rollout_only=True the recorder that replaces them.
 
         Args:
+            attempt: number of their starts before this one.
             policies, teachers: policy engines, and engines of a following teacher, that receive
                 weights.
         """
         config, device = self.config, self.config.cluster.device
         if config.only_keeps:
-            return self._recorder(start, queue)
+            return self._recorder(resume_from, attempt, queue)
         probe_every, prove_every = config.verify.of_pushes(device)
         push = PushSettings(
             choice=config.weights.transport,
@@ -360,7 +363,8 @@ class RolloutCast:
             timeout_s=config.cluster.no_progress_s,
             parallel=parallelism(config.policy.server_flags),
         )
-        learner_config = config.policy_learner(start.resume_from, self.inputs.stops)
+        inputs = self.inputs
+        learner_config = config.policy_learner(resume_from, inputs.stops, inputs.longest_row)
         if device.startswith("cuda") and config.engines_sleep:
             learner_config = by_turns(learner_config, config)
         if config.learner_takes_turns:
@@ -369,23 +373,27 @@ class RolloutCast:
                 str(self.directory.turn(rank // gpus)) for rank in range(config.learner.workers)
             ]
             learner_config = chz.replace(learner_config, gpu_turns=turns)
-        return policy_learners(
-            config,
-            learner_config,
-            self.inputs,
-            start,
+        training = PolicyTraining(
+            config=config,
+            learner_config=learner_config,
+            inputs=inputs.of_learner,
             source=queue,
+            directory=self.directory,
+            resume_from=resume_from,
             publishers=partial(publishers_to, config, policies, teachers, queue, push),
         )
+        return make_learners(training, self.placement, attempt)
 
-    def _recorder(self, start: LearnerStart, queue: GroupQueue) -> LearnerActors:
+    def _recorder(
+        self, resume_from: Checkpoint | None, attempt: int, queue: GroupQueue
+    ) -> LearnerActors:
         config, directory = self.config, self.directory
         recorder = self._make(
             GroupRecorder,
             self._local_options()
             | {
                 "concurrency_groups": LEADER_GROUPS,
-                "name": self._name(RECORDER, 0, start.attempt),
+                "name": self._name(RECORDER, 0, attempt),
             },
             config,
             queue=queue,
@@ -393,7 +401,7 @@ class RolloutCast:
             keep=group_writer(config, directory),
             teacher_weights=teacher_weights(config),
             stop_event=self.inputs.stops.event,
-            resume_from=start.resume_from,
+            resume_from=resume_from,
         )
         return LearnerActors(leader=recorder, followers=[], meeting_point=None)
 

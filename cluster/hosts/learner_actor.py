@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -63,15 +63,14 @@ _TURN_WAITS = 10
 
 # Makes the publishers of a learner's weights: to policy engines, and to a teacher's if it follows.
 Publishers = Callable[[Learner], tuple[Publisher, Publisher | None]]
-TrainingLoop = PolicyLoop | SupervisedLoop
 
 
 class LearnerActor:
-    """Hosts a training loop in an actor, which calls `build`."""
+    """Hosts a training loop in an actor, which builds it."""
 
-    def __init__(self, build: Callable[..., TrainingLoop], membership: Membership | None) -> None:
+    def __init__(self, training: Training, membership: Membership | None) -> None:
         self._followers = None if membership is None else membership.followers
-        self._loop = build(membership=membership)
+        self._loop = training.loop(membership)
 
     def progress(self) -> WorkDone:
         """Heartbeat; call it in `HEALTH_GROUP`. Raises: as `ActorFollowers.check`."""
@@ -195,60 +194,72 @@ def publishers_to(
     return policy, teacher
 
 
-def policy_loop(
-    *,
-    config: RolloutConfig,
-    learner_config: LearnerConfig,
-    inputs: LearnerInputs,
-    source: GroupSource,
-    directory: RunDirectory,
-    resume_from: Checkpoint | None,
-    publishers: Publishers | None = None,
-    membership: Membership | None = None,
-) -> PolicyLoop:
-    """Build the loop of an opd or rl run, for any source of groups, where it will run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTraining:
+    """Training of an opd or rl run on groups of any source. The actor that hosts it builds it.
 
-    Args:
+    Attributes:
         publishers: makes the publishers of the policy's and of the teacher's weights; None: nothing
             is pushed.
     """
-    keep = group_writer(config, directory)
-    keep.rewind(resume_from.step if resume_from else 0)
-    group = WorkerGroup(membership, resolve_device(learner_config.device))
-    losses = policy_losses(config, inputs.stops, group)
-    learner = Learner(learner_config, directory.dumps, losses=losses, group=group)
-    supervised = None
-    if inputs.sft_rows_D:
-        stream = RowStream(
-            inputs.sft_rows_D, batch_size=SFT_BATCH_SIZE, seed=config.seed, parts=inputs.sft_parts
+
+    config: RolloutConfig
+    learner_config: LearnerConfig
+    inputs: LearnerInputs
+    source: GroupSource
+    directory: RunDirectory
+    resume_from: Checkpoint | None
+    publishers: Publishers | None = None
+
+    @property
+    def losses(self) -> Callable[[WorkerGroup], Sequence[LossFunction]]:
+        """Builds the losses, on every worker."""
+        return partial(policy_losses, self.config, self.inputs.stops)
+
+    def loop(self, membership: Membership | None = None) -> PolicyLoop:
+        """Build the loop, on the leader."""
+        config, inputs, directory = self.config, self.inputs, self.directory
+        keep = group_writer(config, directory)
+        keep.rewind(self.resume_from.step if self.resume_from else 0)
+        group = WorkerGroup(membership, resolve_device(self.learner_config.device))
+        losses = self.losses(group)
+        learner = Learner(self.learner_config, directory.dumps, losses=losses, group=group)
+        supervised = None
+        if inputs.sft_rows_D:
+            stream = RowStream(
+                inputs.sft_rows_D,
+                batch_size=SFT_BATCH_SIZE,
+                seed=config.seed,
+                parts=inputs.sft_parts,
+            )
+            supervised = SupervisedMix(stream=stream, coef=config.sft.coef or SFT_COEF)
+        publisher, teacher_publisher = push_nowhere, None
+        if self.publishers is not None:
+            publisher, teacher_publisher = self.publishers(learner)
+        peek = None  # with max_staleness=0 the next step's groups start only after this step
+        if isinstance(self.source, GroupQueue) and config.queue.max_staleness:
+            peek = self.source.peek
+        return PolicyLoop(
+            learner=learner,
+            tokenizer=inputs.tokenizer,
+            source=self.source,
+            publish=publisher,
+            sleep=_gpus_taken(config, learner, publisher),
+            store=directory.store,
+            loss=policy_loss_of(losses),
+            teacher_weights=teacher_weights(config),
+            supervised=supervised,
+            # The engines' dtype: rounding before the push gives the same weights in half the bytes.
+            push_dtype=getattr(torch, config.engine.dtype_on(config.cluster.device)),
+            pushes_adapter=config.weights.transport == "adapter",
+            teach=teacher_publisher,
+            trace=Tracing(step=config.learner.trace_step, path=directory.trace),
+            keep=keep,
+            record=ReplayLog(directory.path, config.whole_steps) if config.whole_steps else None,
+            peek=peek,
+            base_is_reference=config.base_is_reference,
+            resume_from=self.resume_from,
         )
-        supervised = SupervisedMix(stream=stream, coef=config.sft.coef or SFT_COEF)
-    loss = policy_loss_of(losses)
-    publisher, teacher_publisher = publishers(learner) if publishers else (push_nowhere, None)
-    peek = None  # with max_staleness=0 the next step's groups start only after this step
-    if isinstance(source, GroupQueue) and config.queue.max_staleness:
-        peek = source.peek
-    return PolicyLoop(
-        learner=learner,
-        tokenizer=inputs.tokenizer,
-        source=source,
-        publish=publisher,
-        sleep=_gpus_taken(config, learner, publisher),
-        store=directory.store,
-        loss=loss,
-        teacher_weights=teacher_weights(config),
-        supervised=supervised,
-        # The engines' dtype: rounding before the push gives the same weights in half the bytes.
-        push_dtype=getattr(torch, config.engine.dtype_on(config.cluster.device)),
-        pushes_adapter=config.weights.transport == "adapter",
-        teach=teacher_publisher,
-        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
-        keep=keep,
-        record=ReplayLog(directory.path, config.whole_steps) if config.whole_steps else None,
-        peek=peek,
-        base_is_reference=config.base_is_reference,
-        resume_from=resume_from,
-    )
 
 
 def _gpus_taken(
@@ -305,7 +316,7 @@ def policy_losses(
     return loss, TeacherSamplesLoss(normalisation=objective.normalisation), mixed_loss
 
 
-def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
+def supervised_losses(config: SupervisedConfig, _: WorkerGroup) -> tuple[LossFunction, ...]:
     """Losses of an sft, dpo or reward_model run."""
     if isinstance(config, DpoConfig):
         return (PreferenceLoss(beta=config.objective.beta, sft_coef=config.objective.sft_coef),)
@@ -328,48 +339,59 @@ def reference_logprobs(
     return partial(learner.reference_logprobs, config.model.reference or config.model.path)
 
 
-def build_supervised_loop(
-    *,
-    config: SupervisedConfig,
-    learner_config: LearnerConfig,
-    inputs: SupervisedInputs,
-    directory: RunDirectory,
-    resume_from: Checkpoint | None,
-    membership: Membership | None,
-) -> SupervisedLoop:
-    """Build the loop of an sft, dpo or reward_model run; call it in the learner's actor."""
-    losses = supervised_losses(config)
-    group = WorkerGroup(membership, resolve_device(learner_config.device))
-    learner = Learner(learner_config, directory.dumps, losses=losses, group=group)
-    rows_D, held_out = inputs.rows_D, inputs.held_out
-    if isinstance(config, DpoConfig):
-        compute = reference_logprobs(
-            config, learner, learner_config, resumed=resume_from is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedTraining:
+    """Training of an sft, dpo or reward_model run. The actor that hosts it builds it."""
+
+    source: ClassVar[None] = None  # followers read no rollouts
+    config: SupervisedConfig
+    learner_config: LearnerConfig
+    inputs: SupervisedInputs
+    directory: RunDirectory
+    resume_from: Checkpoint | None
+
+    @property
+    def losses(self) -> Callable[[WorkerGroup], Sequence[LossFunction]]:
+        """Builds the losses, on every worker."""
+        return partial(supervised_losses, self.config)
+
+    def loop(self, membership: Membership | None = None) -> SupervisedLoop:
+        """Build the loop, on the leader."""
+        config, inputs, directory = self.config, self.inputs, self.directory
+        group = WorkerGroup(membership, resolve_device(self.learner_config.device))
+        losses = self.losses(group)
+        learner = Learner(self.learner_config, directory.dumps, losses=losses, group=group)
+        rows_D, held_out = inputs.rows_D, inputs.held_out
+        if isinstance(config, DpoConfig):
+            resumed = self.resume_from is not None
+            compute = reference_logprobs(config, learner, self.learner_config, resumed=resumed)
+            rows_D = with_reference(rows_D, directory.reference_scores("reference"), compute)
+            held_out = [
+                replace(
+                    source,
+                    rows_D=with_reference(
+                        source.rows_D, directory.reference_scores(f"validation-{i}"), compute
+                    ),
+                )
+                for i, source in enumerate(held_out)
+            ]
+            learner.drop_reference()
+        return SupervisedLoop(
+            learner=learner,
+            tokenizer=inputs.tokenizer,
+            stream=RowStream(
+                rows_D,
+                batch_size=config.data.batch_size,
+                seed=config.seed,
+                rows_per_unit=config.rows_per_unit,
+                parts=inputs.parts,
+            ),
+            held_out=held_out,
+            loss=losses[0],
+            store=directory.store,
+            trace=Tracing(step=config.learner.trace_step, path=directory.trace),
+            resume_from=self.resume_from,
         )
-        rows_D = with_reference(rows_D, directory.reference_scores("reference"), compute)
-        held_out = [
-            replace(
-                source,
-                rows_D=with_reference(
-                    source.rows_D, directory.reference_scores(f"validation-{i}"), compute
-                ),
-            )
-            for i, source in enumerate(held_out)
-        ]
-        learner.drop_reference()
-    return SupervisedLoop(
-        learner=learner,
-        tokenizer=inputs.tokenizer,
-        stream=RowStream(
-            rows_D,
-            batch_size=config.data.batch_size,
-            seed=config.seed,
-            rows_per_unit=config.rows_per_unit,
-            parts=inputs.parts,
-        ),
-        held_out=held_out,
-        loss=losses[0],
-        store=directory.store,
-        trace=Tracing(step=config.learner.trace_step, path=directory.trace),
-        resume_from=resume_from,
-    )
+
+
+Training: TypeAlias = PolicyTraining | SupervisedTraining

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import chz
@@ -21,12 +20,9 @@ from cluster.hosts.actors import maker
 from cluster.hosts.followers import FOLLOWER_GROUPS, ActorFollowers, LearnerFollower
 from cluster.hosts.learner_actor import (
     LearnerActor,
-    Publishers,
-    TrainingLoop,
-    build_supervised_loop,
-    policy_loop,
-    policy_losses,
-    supervised_losses,
+    PolicyTraining,
+    SupervisedTraining,
+    Training,
 )
 from cluster.placement.places import Places, lacking_in
 from cluster.placement.roles import LEARNER, RECORDER, learner_title
@@ -40,12 +36,8 @@ from cluster.supervision.supervise import (
 )
 from cluster.weights.collective import own_address
 from distill.pace import loading_s
-from distill.records import TrajectorySource
 from learner.checkpoint import Checkpoint
-from learner.config import LearnerConfig
-from learner.forward import LossFunction
-from learner.loop import GroupSource
-from learner.process_group import Membership, WorkerGroup, open_store
+from learner.process_group import Membership, open_store
 
 LEADER_GROUPS = {HEALTH_GROUP: 1, JOIN_GROUP: 1}
 # Size of a learner's checkpoint relative to a bfloat16 model: weights and two moments in float32.
@@ -68,103 +60,64 @@ class LearnerActors:
         return [self.leader, *self.followers]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerStart:
-    """A start of a run's learner.
-
-    Attributes:
-        resume_from: checkpoint to load; None at the start of a new run.
-        attempt: number of starts before this one.
-    """
-
-    directory: RunDirectory
-    placement: Places
-    resume_from: Checkpoint | None
-    attempt: int
-
-
 def kept_learners(
-    config: RolloutConfig, inputs: RolloutInputs, groups: KeptSteps, start: LearnerStart
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    kept: KeptSteps,
+    directory: RunDirectory,
+    places: Places,
+    resume_from: Checkpoint | None,
+    attempt: int,
 ) -> LearnerActors:
     """Create the learner's workers of a run on groups that another run has kept."""
-    first = start.resume_from.step if start.resume_from else 0
-    return policy_learners(
-        config,
-        config.policy_learner(start.resume_from, inputs.stops),
-        inputs,
-        start,
-        source=KeptGroupSource(groups, groups.steps[first:]),
-    )
-
-
-def policy_learners(
-    config: RolloutConfig,
-    learner_config: LearnerConfig,
-    inputs: RolloutInputs,
-    start: LearnerStart,
-    *,
-    source: GroupSource,
-    publishers: Publishers | None = None,
-) -> LearnerActors:
-    """Create the learner's workers of an opd or rl run, which train on groups of `source`."""
-    learner_config = chz.replace(learner_config, longest_rows=inputs.longest_row)
-    build = partial(
-        policy_loop,
+    first = resume_from.step if resume_from else 0
+    training = PolicyTraining(
         config=config,
-        learner_config=learner_config,
+        learner_config=config.policy_learner(resume_from, inputs.stops, inputs.longest_row),
         inputs=inputs.of_learner,
-        source=source,
-        publishers=publishers,
-        directory=start.directory,
-        resume_from=start.resume_from,
+        source=KeptGroupSource(kept, kept.steps[first:]),
+        directory=directory,
+        resume_from=resume_from,
     )
-    losses = partial(policy_losses, config, inputs.stops)
-    return make_learners(config, learner_config, build, losses, start, source)
+    return make_learners(training, places, attempt)
 
 
 def supervised_learners(
-    config: SupervisedConfig, inputs: SupervisedInputs, start: LearnerStart
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
+    directory: RunDirectory,
+    places: Places,
+    resume_from: Checkpoint | None,
+    attempt: int,
 ) -> LearnerActors:
     """Create the learner's workers of an sft, dpo or reward_model run."""
     learner_config = chz.replace(
-        config.learner_config(resume_from=start.resume_from, stops=inputs.stops),
+        config.learner_config(resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
         longest_rows=inputs.longest_rows(config.rows_per_unit),
     )
-    build = partial(
-        build_supervised_loop,
+    training = SupervisedTraining(
         config=config,
         learner_config=learner_config,
         inputs=inputs,
-        directory=start.directory,
-        resume_from=start.resume_from,
+        directory=directory,
+        resume_from=resume_from,
     )
-
-    def losses(_: WorkerGroup) -> Sequence[LossFunction]:
-        return supervised_losses(config)
-
-    return make_learners(config, learner_config, build, losses, start)
+    return make_learners(training, places, attempt)
 
 
-def make_learners(
-    config: CommonConfig,
-    learner_config: LearnerConfig,
-    build: Callable[..., TrainingLoop],
-    losses: Callable[[WorkerGroup], Sequence[LossFunction]],
-    start: LearnerStart,
-    source: TrajectorySource | None = None,
-) -> LearnerActors:
+def make_learners(training: Training, places: Places, attempt: int) -> LearnerActors:
     """Create the leader and the followers.
 
     Args:
-        build: builds the leader's loop from `membership`.
-        source: where followers read rollouts.
+        attempt: number of starts of the run's learner before this one.
     """
+    config = training.config
     make, timeout_s = maker(config), config.cluster.no_progress_s
 
     def options(rank: int, groups: Mapping[str, int]) -> dict[str, Any]:
-        name = start.directory.actor_name(f"{LEARNER}-{rank}-{start.attempt}")
-        return start.placement.options(LEARNER, rank) | {"concurrency_groups": groups, "name": name}
+        name = training.directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
+        return places.options(LEARNER, rank) | {"concurrency_groups": groups, "name": name}
 
     meeting_point, leads, followers = None, None, []
     if (workers := config.learner.workers) > 1:
@@ -180,13 +133,13 @@ def make_learners(
         )
         followers = [
             make(
-                LearnerFollower, options(rank, FOLLOWER_GROUPS), learner_config, losses,
-                replace(member, rank=rank), source,
+                LearnerFollower, options(rank, FOLLOWER_GROUPS), training.learner_config,
+                training.losses, replace(member, rank=rank), training.source,
             )
             for rank in range(1, workers)
         ]  # fmt: skip
         leads = replace(member, followers=ActorFollowers(actors=followers, timeout_s=timeout_s))
-    leader = make(LearnerActor, options(0, LEADER_GROUPS), build, leads)
+    leader = make(LearnerActor, options(0, LEADER_GROUPS), training, leads)
     return LearnerActors(leader=leader, followers=followers, meeting_point=meeting_point)
 
 

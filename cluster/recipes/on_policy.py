@@ -132,7 +132,7 @@ def _parts_on_kept(
 ) -> tuple[LearnerAlone, NoEvaluations]:
     """Parts of a run on kept steps, in their order; nothing is sampled, pushed or evaluated."""
     context.progress.hidden.add("staleness/max")  # versions are those of the run that sampled
-    make = partial(kept_learners, config, inputs, kept)
+    make = partial(kept_learners, config, inputs, kept, context.directory, places)
     learner = LearnerAlone(
         config, places, make, context.directory, context.signals, context.progress.note
     )

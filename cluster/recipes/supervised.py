@@ -114,7 +114,7 @@ def _checked(config: SupervisedConfig) -> _Checked:
 def _parts(
     config: SupervisedConfig, inputs: SupervisedInputs, context: RunContext, places: Places
 ) -> tuple[LearnerAlone, NoEvaluations]:
-    make = partial(supervised_learners, config, inputs)
+    make = partial(supervised_learners, config, inputs, context.directory, places)
     learner = LearnerAlone(
         config, places, make, context.directory, context.signals, context.progress.note
     )

@@ -27,7 +27,7 @@ from cluster.findings.flow import groups_not_kept
 from cluster.findings.rewards import groups_fail
 from cluster.handles import calls, errors
 from cluster.hosts.build import RolloutCast
-from cluster.hosts.learners import LearnerActors, LearnerStart
+from cluster.hosts.learners import LearnerActors
 from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import (
     EVALUATION,
@@ -141,9 +141,9 @@ class Fleet(LearnerAlone):
     def statuses(self) -> dict[str, WorkerStatus]:
         return self.workers.statuses
 
-    def _make_learners(self, start: LearnerStart) -> LearnerActors:
+    def _make_learners(self, resume_from: Checkpoint | None, attempt: int) -> LearnerActors:
         policies, teachers = self._pushed_to(POLICY), self._pushed_to(self._following)
-        return self._cast.learners(start, self.queue, policies, teachers)
+        return self._cast.learners(resume_from, attempt, self.queue, policies, teachers)
 
     def _pushed_to(self, role: str | None) -> dict[str, Any]:
         """Engines of the role that a new learner pushes weights to.

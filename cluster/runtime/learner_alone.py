@@ -14,7 +14,7 @@ from typing import Any
 from cluster.base.outcomes import LearnerLost
 from cluster.config.common import CommonConfig
 from cluster.handles.engine_pool import EnginePool
-from cluster.hosts.learners import LearnerActors, LearnerStart, learner_spec
+from cluster.hosts.learners import LearnerActors, learner_spec
 from cluster.placement.places import Places
 from cluster.placement.roles import LEARNER
 from cluster.run_files.run_directory import RunDirectory
@@ -25,13 +25,17 @@ from learner.checkpoint import Checkpoint
 
 
 class LearnerAlone:
-    """Lifecycle of a learner; the loss of one of its workers is the loss of all."""
+    """Lifecycle of a learner; the loss of one of its workers is the loss of all.
+
+    Args:
+        make: creates the workers, from a checkpoint to load and the number of starts before.
+    """
 
     def __init__(
         self,
         config: CommonConfig,
         places: Places,
-        make: Callable[[LearnerStart], LearnerActors],
+        make: Callable[[Checkpoint | None, int], LearnerActors],
         directory: RunDirectory,
         signals: Signals,
         print_line: Callable[[str], None],
@@ -96,13 +100,7 @@ class LearnerAlone:
 
     def _create_learner(self, checkpoint: Checkpoint | None) -> None:
         """Create the learner's workers, without waiting for their start."""
-        start = LearnerStart(
-            directory=self._directory,
-            placement=self._placement,
-            resume_from=checkpoint,
-            attempt=self._attempt,
-        )
-        self._learners = self._make(start)
+        self._learners = self._make(checkpoint, self._attempt)
         for index, actor in enumerate(self._learners.all):
             self.supervisor.adopt(self._learner_spec, index, actor, self._attempt)
         self._attempt += 1
