@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from distill.data.normal_rows import normal_row
 from distill.errors import DataError
@@ -34,20 +34,30 @@ Rows = list[tuple[int, dict[str, Any]]]
 
 
 def read_rows(path: str) -> Rows:
+    """Read all rows of a file, as `file_rows` does.
+
+    Raises:
+        DataError: see `file_rows`; or the file has no rows.
+    """
+    rows = file_rows(path)
+    if not rows:
+        remedy = "; write one JSON object per line" if suffix_of(path) not in _READERS else ""
+        raise DataError(f"{path} has no rows{remedy}")
+    return rows
+
+
+def file_rows(path: str) -> Rows:
     """Read all rows of a file in the format of its suffix, as pairs (number from 1, object).
 
     The number of a JSONL or CSV row is that of its first line; blank lines are counted and left
     out. Rows are in normal form (`distill.data.normal_rows`).
 
     Raises:
-        DataError: there is no such file, it has no rows, or it has an item that is not a row.
+        DataError: there is no such file, or it has an item that is not a row.
     """
     require_file(path)
     suffix = suffix_of(path)
     rows = _READERS.get(suffix, _json_rows)(path)
-    if not rows:
-        remedy = "; write one JSON object per line" if suffix not in _READERS else ""
-        raise DataError(f"{path} has no rows{remedy}")
     from_arrow = suffix in _ARROW
     return [(number, normal_row(row, from_arrow=from_arrow)) for number, row in rows]
 
@@ -88,6 +98,11 @@ def _text_of(path: str) -> str:
         raise DataError(f"cannot read {path!r}: {error}") from error
 
 
+def _lines(text: str, newline: str | None) -> TextIO:
+    """Lines of a text. A StringIO would take four bytes per character."""
+    return io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline=newline)
+
+
 def _unpacked_zstd(content: bytes) -> bytes:
     require_library("pyarrow", "reading *.zst", "pyarrow")
     import pyarrow
@@ -101,7 +116,7 @@ def _json_rows(path: str) -> Rows:
     if text.lstrip()[:1] == "[":
         return _array_rows(path, text)
     rows: Rows = []
-    for number, line in enumerate(io.StringIO(text, newline=None), start=1):
+    for number, line in enumerate(_lines(text, newline=None), start=1):
         if not line.strip():
             continue
         try:
@@ -160,7 +175,7 @@ def _table_rows(path: str, delimiter: str) -> Rows:
     """Rows of a CSV table whose first row has the names of the columns."""
     text = _text_of(path)
     with _long_cells():
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines(text, newline=""), delimiter=delimiter, strict=True)
         try:
             return list(_named(path, _numbered(reader)))
         except csv.Error as error:

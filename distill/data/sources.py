@@ -23,7 +23,7 @@ from glob import glob
 from math import gcd, lcm
 from pathlib import Path
 
-from distill.data.row_files import SUFFIXES, Rows, read_rows, require_file, suffix_of
+from distill.data.row_files import SUFFIXES, Rows, file_rows, require_file, suffix_of
 from distill.errors import ConfigError, DataError
 from distill.lookup import listed
 
@@ -128,11 +128,13 @@ def shard_rows(place: str) -> Rows:
     """Rows of all files of a directory or a pattern, numbered consecutively.
 
     Raises:
-        DataError: there are no such files, they are of several formats or splits, or one of them
-            cannot be read.
+        DataError: there are no such files, they are of several formats or splits, one of them
+            cannot be read, or none has rows.
     """
     paths = _matching_files(place) if _is_pattern(place) else _files_within(place)
-    rows = [row for path in paths for _, row in read_rows(path)]
+    rows = [row for path in paths for _, row in file_rows(path)]
+    if not rows:
+        raise DataError(f"no file of {place} has rows")
     return list(enumerate(rows, start=1))
 
 

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from distill.data.held_out import choose_held_out, hold_out
 from distill.data.order import MixedPart, MixedStream, PromptStream, part_of, shares
 from distill.data.row_files import read_rows
+from distill.data.sources import shard_rows
 from distill.errors import DataError
 from tests.refusals import refuses
 from tests.samples import training_row
@@ -33,6 +35,29 @@ def test_parquet_maps_are_objects(tmp_path: Path) -> None:
     rows = [{"bonuses": {"so": 0.5}}, {"bonuses": {"hm": -1.0, "well": 2.0}}]
     read = read_rows(write_parquet(tmp_path / "maps.parquet", rows, schema))
     assert [row for _, row in read] == rows
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_text_is_not_held_with_four_bytes_per_character(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"rows.{suffix}").write_text('"prompt"\n' * (suffix == "csv") + "\n" * 1_000_000)
+    tracemalloc.start()
+    try:
+        with refuses(DataError, None):
+            read_rows(str(tmp_path / f"rows.{suffix}"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4_000_000
+
+
+def test_shards_without_rows_are_passed_over(tmp_path: Path) -> None:
+    empty = pyarrow.schema({"prompt": pyarrow.string()})
+    write_parquet(tmp_path / "0.parquet", [], empty)
+    with refuses(DataError, None, names=tmp_path.name):
+        shard_rows(str(tmp_path))
+    write_parquet(tmp_path / "1.parquet", [{"prompt": "a"}])
+    write_parquet(tmp_path / "2.parquet", [], empty)
+    assert shard_rows(str(tmp_path)) == [(1, {"prompt": "a"})]
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet", "dir.parquet", "dir"])
