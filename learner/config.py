@@ -78,8 +78,7 @@ class LoraSettings:
         if self.targets is not None and not all(map(str.strip, self.targets.split(","))):
             raise ConfigError(
                 f"lora.targets={self.targets!r} holds an empty name; write q_proj,v_proj or "
-                f"{ALL_LINEAR}",
-                field="lora.targets",
+                f"{ALL_LINEAR}"
             )
 
     @property

@@ -120,8 +120,7 @@ def check_same_form(settings: LoraSettings, base: str, adapter: str) -> None:
         raise ConfigError(
             f"lora.targets={settings.targets} in {of} differs from the adapter of {adapter}: "
             f"{differs}; give the adapter's lora.targets= "
-            f"({', '.join(sorted(saved['target_modules']))})",
-            field="lora.targets",
+            f"({', '.join(sorted(saved['target_modules']))})"
         )
 
 
@@ -314,15 +313,13 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
             raise ConfigError(
                 f"lora.targets={settings.targets}: no Linear of {model.name_or_path!r} is "
-                f"named {target!r}; it has {', '.join(known)}",
-                field="lora.targets",
+                f"named {target!r}; it has {', '.join(known)}"
             )
     assert settings.rank is not None
     if settings.rank > (width := model.config.get_text_config().hidden_size):
         raise ConfigError(
             f"lora.rank={settings.rank} must be at most {width}, the width of "
-            f"{model.name_or_path!r}: no change of its matrices has a higher rank",
-            field="lora.rank",
+            f"{model.name_or_path!r}: no change of its matrices has a higher rank"
         )
     alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
     return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
@@ -375,14 +372,12 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
     if not (Path(path) / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise CheckpointError(
             f"lora.adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. "
-            "Load it with peft and save it again (safe_serialization=True)",
-            field="lora.adapter",
+            "Load it with peft and save it again (safe_serialization=True)"
         )
     if differs := _other_shape(lora, path):
         raise ConfigError(
             f"lora.adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {differs}. "
-            f"It was made for {made_for!r}; train that model, or leave it out",
-            field="lora.adapter",
+            f"It was made for {made_for!r}; train that model, or leave it out"
         )
 
 

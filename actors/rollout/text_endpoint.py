@@ -151,9 +151,7 @@ def check_url(setting: str, url: str, key_variable: str) -> None:
             field=setting,
         )
     if split_address(url) is None:
-        raise ConfigError(
-            f"{setting}={url} is not an address; write http://host:port/v1", field=setting
-        )
+        raise ConfigError(f"{setting}={url} is not an address; write http://host:port/v1")
 
 
 def read_key(variable: str) -> str:

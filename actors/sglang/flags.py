@@ -137,8 +137,7 @@ def parse_flags(text: str, setting: str = "server_flags") -> Flags:
             flags[name] = [value] if value else []
         elif name is None:
             raise ConfigError(
-                f"{setting}={text!r}: {word!r} does not belong to a flag; write --name",
-                field=setting,
+                f"{setting}={text!r}: {word!r} does not belong to a flag; write --name"
             )
         else:
             flags[name].append(word)
@@ -149,4 +148,4 @@ def _split(text: str, setting: str) -> Sequence[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"{setting}={text!r} cannot be read: {error}", field=setting) from error
+        raise ConfigError(f"{setting}={text!r} cannot be read: {error}") from error

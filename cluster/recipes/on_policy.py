@@ -317,8 +317,7 @@ def _check_scores(config: RolloutConfig, groups: Iterable[TrajectoryGroup]) -> N
                 f"objective.teacher_top_k={objective.teacher_top_k} with top_k_from="
                 f"{objective.top_k_from} compares {asked} tokens at each action; groups of "
                 f"train_from={config.train_from} have the teacher's log-probs of "
-                f"{top.ids_NK.shape[1]}: give the values of the run that kept them",
-                field="objective.teacher_top_k",
+                f"{top.ids_NK.shape[1]}: give the values of the run that kept them"
             )
 
 
@@ -347,22 +346,19 @@ def kept_steps(config: RolloutConfig, resume_from: Checkpoint | None) -> KeptSte
     if not kept.steps:
         raise ConfigError(
             f"train_from={config.train_from} has no kept steps (groups/step-*.arrow); give the "
-            "out= of a run with keep=N, or with rollout_only=True",
-            field="train_from",
+            "out= of a run with keep=N, or with rollout_only=True"
         )
     if config.steps > len(kept.steps):
         raise ConfigError(
             f"steps={config.steps} is more than the {len(kept.steps)} that "
-            f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most",
-            field="steps",
+            f"train_from={config.train_from} holds; give steps={len(kept.steps)} at most"
         )
     done, trained = resume_from.step if resume_from else 0, trained_in(resume_from)
     before = kept.steps[:done]
     if before and not all(group.group_id in trained for group in kept.groups(before[-1])):
         raise ConfigError(
             f"train_from={config.train_from} no longer keeps the {done} steps that this run has "
-            "trained on, because that run has continued. Choose another out=",
-            field="train_from",
+            "trained on, because that run has continued. Choose another out="
         )
     size = vocab_size(load_config(config.model.path))
     for step in kept.steps[done : config.steps]:

@@ -106,8 +106,7 @@ def find_fork(
         raise ConfigError(
             f"fork_from={config.fork_from} is a run of recipe={their.recipe}, but this is a run "
             f"of recipe={recipe}: only one of them has a reward model's head. "
-            + ("Choose another run" if their.recipe == "reward_model" else remedy),
-            field="fork_from",
+            + ("Choose another run" if their.recipe == "reward_model" else remedy)
         )
     model = config.model.path
     check_fork(checkpoint, model=model, tokenizer=tokenizer, lora=config.lora)

@@ -121,8 +121,7 @@ class KeptSteps:
         raise ConfigError(
             f"step={step} cannot be replayed: it, or a step between it and the checkpoint before "
             f"it, is not kept. {f'Steps that can: {can}' if can else 'No step can'}; a run with "
-            "keep=N keeps its newest N steps",
-            field="step",
+            "keep=N keeps its newest N steps"
         )
 
     def groups(self, step: int) -> list[TrajectoryGroup]:

@@ -61,8 +61,7 @@ class Columns:
             elif not own & found:
                 raise DataError(
                     f"{name}={column}: no row of {place} has this column; they have "
-                    f"{', '.join(sorted(found))}",
-                    field=name,
+                    f"{', '.join(sorted(found))}"
                 )
         if not given:
             return rows
@@ -157,8 +156,7 @@ def _found(pattern: re.Pattern[str], text: str) -> str:
     if not matches:
         raise DataError(
             f"answer_pattern={pattern.pattern!r} finds nothing in the answer, which ends in "
-            f"{text[-60:]!r}",
-            field="answer_pattern",
+            f"{text[-60:]!r}"
         )
     return str(matches[-1][min(1, pattern.groups)] or "").strip()
 

@@ -59,7 +59,7 @@ class FeedbackTemplate:
 
     def __post_init__(self) -> None:
         if why := self._wrong():
-            raise ConfigError(f"teacher.feedback={self.text!r}: {why}", field="teacher.feedback")
+            raise ConfigError(f"teacher.feedback={self.text!r}: {why}")
 
     def _wrong(self) -> str:
         """Fault of the template, and the remedy; empty if there is none."""

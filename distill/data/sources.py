@@ -75,15 +75,12 @@ def parse_sources(setting: str, value: str) -> list[Source]:
     if not all(part.strip() for part in parts):
         raise ConfigError(
             f"{setting}={value}: a source is empty; give files, directories, data sets of the hub "
-            "or module:function, separated by commas",
-            field=setting,
+            "or module:function, separated by commas"
         )
     weighted = [_weighted(setting, part.strip()) for part in parts]
     places = [place for place, _ in weighted]
     if repeated := [place for place, count in Counter(places).items() if count > 1]:
-        raise ConfigError(
-            f"{setting}={value} has {repeated[0]} twice; give it a larger weight", field=setting
-        )
+        raise ConfigError(f"{setting}={value} has {repeated[0]} twice; give it a larger weight")
     weights = _whole(setting, value, [weight for _, weight in weighted])
     return [
         Source(place=place, name=name, weight=weight)
@@ -235,8 +232,7 @@ def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
     if sum(whole) > _LONGEST_BLOCK:
         raise ConfigError(
             f"{setting}={value}: the weights are {':'.join(map(str, whole))} as whole numbers, "
-            f"and their sum exceeds {_LONGEST_BLOCK}; give rounder weights",
-            field=setting,
+            f"and their sum exceeds {_LONGEST_BLOCK}; give rounder weights"
         )
     return whole
 

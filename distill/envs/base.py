@@ -367,7 +367,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
         raise
     except Exception as error:  # a custom class may raise anything
         raise ConfigError(
-            f"env={type(env).__name__} cannot create its problems: {described(error)}", field="env"
+            f"env={type(env).__name__} cannot create its problems: {described(error)}"
         ) from error
 
 
@@ -498,7 +498,5 @@ def only_teacher(setting: EnvContext) -> str:
 def require_path(path: str | None, env: str) -> str:
     """Return the path of the file of problems; raise ConfigError if it is None."""
     if path is None:
-        raise ConfigError(
-            f"env={env} needs a file of problems; give prompts=FILE.jsonl", field="env"
-        )
+        raise ConfigError(f"env={env} needs a file of problems; give prompts=FILE.jsonl")
     return path

@@ -266,8 +266,7 @@ class ChatConfig(EnvConfig):
             if getattr(self, name) != default:
                 raise ConfigError(
                     f"env.{name}={getattr(self, name)} changes nothing: {type(self).__name__} has "
-                    "no tools; leave it out",
-                    field=f"env.{name}",
+                    "no tools; leave it out"
                 )
 
     def _limits(self, setting: EnvContext) -> ChatLimits:
@@ -275,8 +274,7 @@ class ChatConfig(EnvConfig):
         if not setting.max_new_tokens < longest <= setting.context_length:
             raise ConfigError(
                 f"env.max_tokens={longest} must be above max_new_tokens={setting.max_new_tokens}, "
-                f"the longest turn, and at most the models' context of {setting.context_length}",
-                field="env.max_tokens",
+                f"the longest turn, and at most the models' context of {setting.context_length}"
             )
         return ChatLimits(
             max_turns=self.max_turns,
@@ -295,8 +293,7 @@ class ChatConfig(EnvConfig):
         if not 0 < target <= longest - setting.max_new_tokens:
             raise ConfigError(
                 f"env.condense_to={target} must leave room for a turn of "
-                f"max_new_tokens={setting.max_new_tokens} in {longest} tokens; lower one of them",
-                field="env.condense_to",
+                f"max_new_tokens={setting.max_new_tokens} in {longest} tokens; lower one of them"
             )
         return Condensing(
             condenser=self._condenser(setting, target),
@@ -322,8 +319,7 @@ class ChatConfig(EnvConfig):
         if room < 2 * LEAST_CHUNK:
             raise ConfigError(
                 f"env.condenser_tokens={sampling.max_new_tokens} leaves no room for the "
-                f"text in the models' context of {setting.context_length}; lower it",
-                field="env.condenser_tokens",
+                f"text in the models' context of {setting.context_length}; lower it"
             )
         return partial(
             ModelCondenser,

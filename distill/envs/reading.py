@@ -264,8 +264,7 @@ class Reading(ChatEnvConfig):
             if (room := room or most) > most:
                 raise DataError(
                     f"env.part_tokens={room} is more than the {most} tokens that fit beside the "
-                    "question and a turn; lower it",
-                    field="env.part_tokens",
+                    "question and a turn; lower it"
                 )
         if not text.strip():
             raise DataError("`document` is blank; give a text", field="document")

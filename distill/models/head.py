@@ -28,8 +28,7 @@ def check_head(path: str, role: str) -> tuple[int, int]:
         raise ConfigError(
             f"{role}={path}: its head cannot be read by itself, because the checkpoint is "
             "quantised or has no safetensors files; give the original checkpoint, which has the "
-            "same head",
-            field=role,
+            "same head"
         )
     CheckpointValues(model, path)
     return vocab_size(model.config), head.in_features

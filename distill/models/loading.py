@@ -200,8 +200,7 @@ def check_served_ties(role: str, path: str) -> None:
         raise ConfigError(
             f"{role}={path}: config.json has tie_word_embeddings=true, but {head} differs from "
             "the embedding, which SGLang would use instead. Set "
-            '"tie_word_embeddings": false in that file, or use engine=embedded',
-            field=role,
+            '"tie_word_embeddings": false in that file, or use engine=embedded'
         )
 
 
@@ -222,9 +221,7 @@ def new_qwen3(
         ConfigError: the hidden size is not a multiple of 32, as kernels of servers require.
     """
     if hidden_size % 32:
-        raise ConfigError(
-            f"hidden_size={hidden_size} must be a multiple of 32", field="hidden_size"
-        )
+        raise ConfigError(f"hidden_size={hidden_size} must be a multiple of 32")
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -443,7 +440,5 @@ def resolve_device(device: str) -> str:
         try:
             torch.device(device)
         except RuntimeError:
-            raise ConfigError(
-                f"device={device} is unknown; use auto, cpu or cuda", field="device"
-            ) from None
+            raise ConfigError(f"device={device} is unknown; use auto, cpu or cuda") from None
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

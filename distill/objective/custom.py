@@ -53,20 +53,15 @@ def own_advantage(name: str) -> OwnAdvantage:
         try:
             made = [np.asarray(made_G, np.float32) for made_G in function(rewards_P)]
         except (Exception, SystemExit) as error:  # user code may raise anything
-            raise DataError(
-                f"baseline={name} raised {described(error)}", field="baseline"
-            ) from error
+            raise DataError(f"baseline={name} raised {described(error)}") from error
         wanted = [group.rewards_G.shape for group in rewards_P]
         if (shapes := [made_G.shape for made_G in made]) != wanted:
             raise DataError(
                 f"baseline={name} returned arrays of shapes {shapes}; it must return one array per "
-                f"group, of shapes {wanted}",
-                field="baseline",
+                f"group, of shapes {wanted}"
             )
         if not all(np.isfinite(made_G).all() for made_G in made):
-            raise DataError(
-                f"baseline={name} returned a number that is not finite", field="baseline"
-            )
+            raise DataError(f"baseline={name} returned a number that is not finite")
         return made
 
     return advantages

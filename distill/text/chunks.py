@@ -82,7 +82,7 @@ def chunk_text(text: str, *, tokenizer: Tokenizer, max_tokens: int) -> list[Chun
             encode the text.
     """
     if max_tokens < 1:
-        raise DataError(f"max_tokens={max_tokens} must be at least 1", field="max_tokens")
+        raise DataError(f"max_tokens={max_tokens} must be at least 1")
     count_tokens(tokenizer, text)  # raises DataError, which the splitter would not
     splitter = _splitter_class().from_callback(_size(tokenizer, max_tokens), max_tokens)
     spans = _split(splitter, text, _windows(text, _WINDOW * max_tokens))
@@ -180,7 +180,6 @@ def _chunk(text: str, span: tuple[int, int], tokenizer: Tokenizer, max_tokens: i
     if num_tokens > max_tokens:
         raise DataError(
             f"max_tokens={max_tokens} is less than the {num_tokens} tokens of "
-            f"{text[start:stop][:40]!r}; give at least that many",
-            field="max_tokens",
+            f"{text[start:stop][:40]!r}; give at least that many"
         )
     return Chunk(text=text[start:stop], start=start, stop=stop, num_tokens=num_tokens)

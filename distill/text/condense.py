@@ -316,8 +316,7 @@ async def condense_history(
             f"max_tokens={max_tokens} is less than the {fixed} tokens that cannot be condensed: a "
             f"system prompt of {_content_tokens(tokenizer, head)}, the last {len(tail)} messages "
             f"with {_content_tokens(tokenizer, tail)}, and the text of the template; give more "
-            "tokens, a shorter system prompt, or a smaller keep_last",
-            field="max_tokens",
+            "tokens, a shorter system prompt, or a smaller keep_last"
         )
     budget, summary, listed = max_tokens - fixed, "", ""
     if keep_blocks is not None and middle:
@@ -332,8 +331,7 @@ async def condense_history(
         except DataError as error:
             raise TooLongToCondense(
                 f"max_tokens={max_tokens} is less than the {fixed} tokens that cannot be "
-                f"condensed, plus a summary of the rest ({error})",
-                field="max_tokens",
+                f"condensed, plus a summary of the rest ({error})"
             ) from error
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
     condensed = [*head, _summary_message(summary + listed), *tail]

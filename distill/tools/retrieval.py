@@ -49,7 +49,7 @@ class Retrieval(Tool):
         elif not any(path.stat().st_size for path in _files(Path(directory))):
             why = "it has no texts; add *.txt, *.md or *.jsonl files (rows with `text`)"
         if why:
-            raise ConfigError(f"env.tools=retrieval:{directory}: {why}", field="env.tools")
+            raise ConfigError(f"env.tools=retrieval:{directory}: {why}")
 
     @property
     def name(self) -> str:

@@ -141,8 +141,7 @@ def _begin(name: str, players: int, seed: int) -> Any:
     if name not in known:
         raise ConfigError(
             f"env.game={name} is not a game of textarena {library.__version__}; "
-            f"{known_names(name, known)}",
-            field="env.game",
+            f"{known_names(name, known)}"
         )
     try:
         return _made(library, name, players, seed)
@@ -150,15 +149,13 @@ def _begin(name: str, players: int, seed: int) -> Any:
         takes = _players(library, name, seed)
         if takes:
             raise ConfigError(
-                f"env.game={name} is a game for {takes}, not for {players}; choose one for two",
-                field="env.game",
+                f"env.game={name} is a game for {takes}, not for {players}; choose one for two"
             ) from error
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
             f"env.game={name} cannot be played here: {why}. Word games need "
             "`python -m nltk.downloader words averaged_perceptron_tagger_eng`, some games a newer "
-            "Python or a judge on OpenRouter; provide it, or choose another game",
-            field="env.game",
+            "Python or a judge on OpenRouter; provide it, or choose another game"
         ) from error
 
 
@@ -205,8 +202,7 @@ class RandomMover:
         if not game.moves:
             raise DataError(
                 "env.opponent=random: the game lists no moves to choose from at this point; "
-                "give env.opponent=self env.eval_opponent=self",
-                field="env.opponent",
+                "give env.opponent=self env.eval_opponent=self"
             )
         return str(self._rng.choice(game.moves))
 
@@ -227,8 +223,7 @@ class TextArena(TwoPlayerConfig):
         if not self.rules:
             raise ConfigError(
                 "env.rules=False changes nothing here: the game's own first observation states its "
-                "rules; leave it out",
-                field="env.rules",
+                "rules; leave it out"
             )
 
     @chz.validate
@@ -238,8 +233,7 @@ class TextArena(TwoPlayerConfig):
             if getattr(self, name) == "random" and not listed:
                 raise ConfigError(
                     f"env.{name}=random: {self.game} does not list its moves, so only the "
-                    f"policy can play it; give env.{name}=self",
-                    field=f"env.{name}",
+                    f"policy can play it; give env.{name}=self"
                 )
 
     def players(self) -> Mapping[str, Callable[[int], Player]]:

@@ -355,8 +355,7 @@ class TwoPlayerConfig(ChatConfig):
             given, known = getattr(self, name), [*models, *self.players()]
             if given not in known:
                 raise ConfigError(
-                    f"env.{name}={given} is not a player of this game; {known_names(given, known)}",
-                    field=f"env.{name}",
+                    f"env.{name}={given} is not a player of this game; {known_names(given, known)}"
                 )
 
     @abstractmethod
