@@ -359,7 +359,6 @@ class Inside:
 @dataclass(kw_only=True)
 class LookingEnv(ScriptedEnv):
     inside: Inside
-    starts: bool = True
 
     async def initial_observation(self) -> TokenArray:
         self.inside.look("observation")
@@ -385,8 +384,7 @@ class LookingBuilder(ScriptedBuilder):
         return [0.0]
 
 
-@pytest.mark.parametrize("starts", [True, False])
-def test_user_code_runs_inside_the_context_and_sampling_outside(starts: bool) -> None:
+def test_user_code_runs_inside_the_context_and_sampling_outside() -> None:
     inside = Inside()
 
     class LookingEngine(CountingEngine):
@@ -394,7 +392,7 @@ def test_user_code_runs_inside_the_context_and_sampling_outside(starts: bool) ->
             inside.look("sample")
             return await super().generate(request)
 
-    env = LookingEnv([ids(5), ids(5, 40, 50, 6)], inside=inside, starts=starts)
+    env = LookingEnv([ids(5), ids(5, 40, 50, 6)], inside=inside)
     made = rollout_group(
         LookingEngine(), LookingBuilder(envs=[env], inside=inside), SAMPLING, group_id=3, seed=0,
         user_code=inside,
