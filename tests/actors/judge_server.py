@@ -2,14 +2,13 @@
 
 import asyncio
 import re
-import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
 
-from tests.waiting import DEADLINE_S
+from tests.actors.serving import serving_in_a_thread
 
 API_KEY = "the-judge's-key"
 MODEL = "tiny-judge"
@@ -87,33 +86,6 @@ class ScriptedJudge:
 def running_judge() -> Iterator[ScriptedJudge]:
     """Server of a scripted judge."""
     judge = ScriptedJudge()
-    with serving(judge.handle) as judge.url:
+    with serving_in_a_thread(judge.handle) as address:
+        judge.url = f"{address}/v1"
         yield judge
-
-
-@contextmanager
-def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Iterator[str]:
-    """Address of a server in its own thread, so that clients may start and end event loops.
-
-    It listens on the loopback address; `handle` answers all requests.
-    """
-    loop = asyncio.new_event_loop()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(DEADLINE_S)
-        loop.close()

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.actors.serving import serving
+
 API_KEY = "the-key"
 VOCAB_SIZE = 50
 
@@ -96,15 +98,5 @@ class MisbehavingServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        try:
+        async with serving(self.handle) as self.url:
             yield
-        finally:
-            await runner.cleanup()

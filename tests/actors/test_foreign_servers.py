@@ -12,7 +12,7 @@ from actors.rollout.text_endpoint import AnswerLimits, EndpointAddress, text_end
 from actors.sglang.client import SglangClient
 from distill.errors import EngineError
 from distill.sampling import TrainSampling
-from tests.actors.judge_server import serving
+from tests.actors.serving import serving_in_a_thread
 
 
 class Server:
@@ -39,7 +39,8 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for module in (actors.sglang.client, actors.rollout.text_endpoint):
         monkeypatch.setattr(module, "LARGEST_ANSWER", 1 << 20)
     made = Server(request.param)
-    with serving(made.handle) as made.url:
+    with serving_in_a_thread(made.handle) as address:
+        made.url = f"{address}/v1"
         yield made
 
 

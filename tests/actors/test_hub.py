@@ -4,14 +4,11 @@ import hashlib
 import itertools
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +16,7 @@ from actors.hub import fetch_missing, missing_bytes, size_on_hub
 from cluster.config.early_checks import require_hub
 from distill.errors import CheckpointError
 from distill.models.loading import tensor_shapes
+from tests.actors.serving import serving_in_a_thread
 from tests.tiny import tiny_model_dir
 
 _COMMIT = "a" * 40
@@ -33,7 +31,12 @@ class Hub:
         self.files = {file.name: file.read_bytes() for file in directory.iterdir()}
         self.asked: list[tuple[str, str]] = []
         self.gone: set[str] = set()
-        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.asked.append((request.method, request.path))
+        data = self.answer(request.path)
+        headers = {"X-Repo-Commit": _COMMIT, "ETag": f'"{_etag(data or b"")}"'}
+        return web.Response(status=404 if data is None else 200, body=data, headers=headers)
 
     def answer(self, path: str) -> bytes | None:
         """Body of the path, or None for 404."""
@@ -59,40 +62,6 @@ def _etag(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
 
 
-@contextmanager
-def serving(hub: Hub) -> Iterator[Hub]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def _answer(self, *, body: bool) -> None:
-            path = urlsplit(self.path).path
-            hub.asked.append((self.command, path))
-            data = hub.answer(path)
-            self.send_response(404 if data is None else 200)
-            self.send_header("Content-Length", str(len(data or b"")))
-            self.send_header("X-Repo-Commit", _COMMIT)
-            self.send_header("ETag", f'"{_etag(data or b"")}"')
-            self.end_headers()
-            if body:
-                self.wfile.write(data or b"")
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint of two shards, with files that nothing reads."""
@@ -114,13 +83,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The hub in place of HF_ENDPOINT, and an empty cache."""
-    with serving(Hub(model)) as served:
-        place = f"{served.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+    hub = Hub(model)
+    with serving_in_a_thread(hub.handle) as url:
+        place = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        yield served
+        yield hub
 
 
 def test_only_needed_files_are_fetched_and_only_once(served: Hub, model: Path) -> None:

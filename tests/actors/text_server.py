@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.actors.judge_server import serving
+from tests.actors.serving import serving_in_a_thread
 
 API_KEY = "the-endpoint's-key"
 MODEL = "tiny-writer"
@@ -84,5 +84,6 @@ def _response(answer: Says, *, chat: bool) -> web.Response:
 @contextmanager
 def running_text_server() -> Iterator[TextServer]:
     server = TextServer()
-    with serving(server.handle) as server.url:
+    with serving_in_a_thread(server.handle) as address:
+        server.url = f"{address}/v1"
         yield server
