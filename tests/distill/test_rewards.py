@@ -325,7 +325,7 @@ def test_matches(response: str, pattern: str, reward: float) -> None:
 
 async def test_endless_backtracking_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemas use Python's `re`, which holds the interpreter lock."""
-    monkeypatch.setattr("distill.rewards.formats.CHILD_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("distill.rewards.formats.CHILD_TIMEOUT_S", 1.0)
     ticks = []
 
     async def tick() -> None:

@@ -221,7 +221,7 @@ if __name__ == "__main__":
     "isolation", ["namespaces", pytest.param("process", marks=pytest.mark.slow)]
 )
 def test_the_time_limit(isolation) -> None:
-    result = run("import time; time.sleep(600)", wall_s=2, isolation=isolation)
+    result = run("import time; time.sleep(600)", wall_s=0.5, isolation=isolation)
     assert (result.outcome, result.exit_code) == ("time", None)
     busy = "print('so far', flush=True)\nwhile True: pass"
     result = run(busy, cpu_s=1, wall_s=60, isolation=isolation)
@@ -300,7 +300,7 @@ def test_no_orphans(isolation, then: str) -> None:
     mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
     late = "sleep" in then
     source = ORPHAN.format(mark=mark, then=then)
-    result = run(source, wall_s=3 if late else 60, isolation=isolation)
+    result = run(source, wall_s=1 if late else 60, isolation=isolation)
     assert result.stdout == "started\n" or late, result.stderr
     assert not alive(mark)
 

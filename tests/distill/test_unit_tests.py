@@ -37,7 +37,7 @@ TESTS = "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]\n"
     ],
 )
 def test_programs(response: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = SandboxLimits(wall_s=3 if "sleep" in response else 60)
+    limits = SandboxLimits(wall_s=0.5 if "sleep" in response else 60)
     monkeypatch.setattr("distill.rewards.unit_tests.LIMITS", limits)
     assert unit_tests(response, TESTS) == reward
 
