@@ -20,16 +20,18 @@ import logging
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
+    contextmanager,
     nullcontext,
 )
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import Scorer, Scorers, States, TeacherSampler, teacher_of
@@ -43,6 +45,7 @@ from distill.group_share import EVERY_GROUP, NO_TEACHER_SAMPLES, GroupShare, Tea
 from distill.objective.sums import meta_of
 from distill.records import Lease, TrajectoryGroupMeta
 from distill.rewards.length import LengthRules
+from distill.rewards.model_reward import REWARD_MODEL
 from distill.sampling import TrainSampling
 from distill.types import Segment, TrajectoryGroup
 
@@ -51,8 +54,8 @@ logger = logging.getLogger(__name__)
 # Time in seconds for the environments of a cancelled group to close.
 _CLOSE_S = 60.0
 
-# Stage of a group: running its environment (or waiting for an endpoint), sampling by the policy
-# engine, scoring or sampling by the teacher's engine, or delivery to the queue.
+# Stage of a group: running its environment (or waiting for an endpoint or the reward model),
+# sampling by the policy engine, scoring or sampling by another engine, or delivery to the queue.
 Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 
@@ -87,7 +90,7 @@ class ActiveGroup:
 
     Attributes:
         stage: current stage, entered at `since` (`time.monotonic`).
-        waits_for_sampler: number of pending sampling calls.
+        waits_for: number of pending calls of models, by the stage of their group meanwhile.
         problem: description of the group's problem.
         in_user_code: number of the group's members that run an environment's or a reward's code.
         reported: True if the group has been reported to the sink as running such code.
@@ -98,7 +101,7 @@ class ActiveGroup:
     task: asyncio.Task[None] | None = None
     stage: Stage = "environment"
     since: float = field(default_factory=time.monotonic)
-    waits_for_sampler: int = 0
+    waits_for: Counter[Stage] = field(default_factory=Counter)
     problem: str = ""
     in_user_code: int = 0
     reported: bool = False
@@ -106,6 +109,19 @@ class ActiveGroup:
 
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
+
+    @contextmanager
+    def waiting(self, stage: Stage) -> Iterator[None]:
+        """Context of a call of a model. The group is in `stage` until its last such call ends."""
+        self.waits_for[stage] += 1
+        self.enter(stage)
+        try:
+            yield
+        finally:
+            self.waits_for[stage] -= 1
+            if not self.waits_for[stage]:
+                pending = list(+self.waits_for)
+                self.enter(pending[0] if pending else "environment")
 
     def cancel(self) -> None:
         """Cancel the group's task.
@@ -287,10 +303,8 @@ class RolloutWorker:
         scorers = self._scorers(active.lease.group_id, builder.teacher)
         async with task_group() as tasks:
             scorer = Scorer(tasks, scorers)
-            policy = _Sampled(
-                self.policy, active, "sampling",
-                top_k=self.policy_top_k, experts=self.routed_experts,
-            )  # fmt: skip
+            asked = {"top_k": self.policy_top_k, "experts": self.routed_experts}
+            policy = _Awaited(self.policy, active, "sampling", asked)
             group = await self._rollout(policy, active, builder, scorer.ended)
             sampled = time.perf_counter()
             active.enter("scoring")
@@ -320,7 +334,7 @@ class RolloutWorker:
         started = time.perf_counter()
         teacher = self._teacher_sampler(active, builder)
         stage: Stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
-        sampler = _Sampled(teacher, active, stage)
+        sampler = _Awaited(teacher, active, stage)
         group = teacher.mark_sampled(await self._rollout(sampler, active, builder))
         return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 
@@ -350,11 +364,19 @@ class RolloutWorker:
             self.sampling,
             group_id=active.lease.group_id,
             seed=self.seed,
-            models=self.models,
+            models={name: self._queried(active, name) for name in self.models},
             user_code=partial(self._user_code, active),
             ended=ended,
             lengths=self.lengths,
         )
+
+    def _queried(self, active: ActiveGroup, name: str) -> Any:
+        """Model that an environment of the group may query. A reward model is no sampler."""
+        model = self.models[name]
+        if name == REWARD_MODEL:
+            return model
+        stage: Stage = "sampling" if model is self.policy else "scoring"
+        return _Awaited(model, active, stage)
 
     def _user_code(self, group: ActiveGroup) -> AbstractAsyncContextManager[None]:
         """Context manager for calls of an environment's or a reward's code.
@@ -385,26 +407,17 @@ class RolloutWorker:
 
 
 @dataclass(slots=True, eq=False)
-class _Sampled:
-    """Wraps a sampler: sets the group's stage to `stage` while samples are pending.
+class _Awaited:
+    """Wraps a model: sets the group's stage to `stage` while samples are pending.
 
-    Each request also asks for the ids of the `top_k` likeliest tokens, and for routed `experts`.
+    `asked` are fields of each request, such as the number of likeliest tokens.
     """
 
-    sampler: SamplingModel
+    model: SamplingModel
     group: ActiveGroup
     stage: Stage
-    top_k: int = 0
-    experts: bool = False
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        self.group.waits_for_sampler += 1
-        self.group.enter(self.stage)
-        try:
-            return await self.sampler.generate(
-                replace(request, top_k=self.top_k, experts=self.experts)
-            )
-        finally:
-            self.group.waits_for_sampler -= 1
-            if not self.group.waits_for_sampler:
-                self.group.enter("environment")
+        with self.group.waiting(self.stage):
+            return await self.model.generate(replace(request, **self.asked))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rollout.worker import RolloutWorker
+from actors.rollout.worker import ActiveGroup, RolloutWorker
 from distill.columns import GroupColumns
 from distill.engine import GenerateRequest, Sample, SamplingModel, Score, ScoreRequest, ScoringModel
 from distill.envs.base import Env, EnvGroupBuilder, EnvStream, StepResult
@@ -415,6 +415,69 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Querying(OneTurn):
+    """Queries a model about each sample."""
+
+    model: SamplingModel
+
+    async def step(self, sample: Sample) -> StepResult:
+        request = GenerateRequest(
+            prompt_tokens_T=self.prompt_T, sampling=SAMPLING, num_samples=1, seed=0
+        )
+        await self.model.generate(request)
+        return await super().step(sample)
+
+
+@pytest.mark.parametrize(("queried", "stage"), [("opponent", "scoring"), ("teacher", "sampling")])
+async def test_an_environment_that_queries_a_model_waits_at_its_engine(
+    queried: str, stage: str
+) -> None:
+    """So a model that hangs is suspected in place of the worker; here the policy is the teacher."""
+
+    class Groups(Dataset):
+        def builder(self, group_id: int) -> EnvGroupBuilder:
+            return Queries(prompt_T=ids(3, 4, 5))
+
+    class Queries(Pairs):
+        def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
+            return [Querying(self.prompt_T, models[queried])] * 2
+
+    class Once(HangingPolicy):
+        """Answers the first request only."""
+
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            answered.append(request)
+            if len(answered) > 1:
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    answered = list[GenerateRequest]()
+    policy, sink = Once(0), Sink(groups=1, closes=False)
+    opponent = Once(0) if queried == "opponent" else POLICY
+    worker = RolloutWorker(
+        policy=policy, models={"opponent": opponent, "teacher": policy}, teachers={},
+        sink=sink, dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=1,
+    )  # fmt: skip
+    async with asyncio.timeout(DEADLINE_S):
+        running = asyncio.create_task(worker.run())
+        while len(answered) < 3:  # one for both members, and a query of each
+            assert not running.done() and not sink.failed
+            await asyncio.sleep(0)
+        assert [group.stage for group in worker.active] == [stage]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_group_is_in_the_stage_of_a_call_that_is_pending() -> None:
+    group = ActiveGroup(Lease(group_id=0, attempt=1, epoch=1))
+    with group.waiting("sampling"):
+        with group.waiting("scoring"), group.waiting("scoring"):
+            assert group.stage == "scoring"
+        assert group.stage == "sampling"
+    assert group.stage == "environment"
 
 
 async def test_groups_in_flight_are_listed_and_cancelled() -> None:
