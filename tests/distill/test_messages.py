@@ -61,7 +61,7 @@ ALL = {**TEMPLATES, "adds": ADDS, "interpolates": INTERPOLATES}
 
 
 def tokenizer_of(template: str) -> Any:
-    tokenizer = chat_tokenizer("qwen2.5")
+    tokenizer = deepcopy(chat_tokenizer("qwen2.5"))
     tokenizer.chat_template = ALL.get(template, template)
     return tokenizer
 
