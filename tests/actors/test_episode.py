@@ -46,14 +46,10 @@ class CountingEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         self.requests.append(request)
-        made = [sample(39 + len(self.requests), 50 + g) for g in range(request.num_samples)]
         return [
-            Sample(
-                tokens_T=one.tokens_T, logprobs_T=one.logprobs_T, versions_T=one.versions_T,
-                stop_reason=self._stop_reason,
-            )
-            for one in made
-        ]  # fmt: skip
+            replace(sample(39 + len(self.requests), 50 + g), stop_reason=self._stop_reason)
+            for g in range(request.num_samples)
+        ]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,35 +27,54 @@ SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=5)
 POLICY = PrefixEngine(0)
 
 
-@dataclass(frozen=True)
-class OneTurn(Env):
+@dataclass
+class Turns(Env):
+    """Turns after the same observation each; each pays its first token."""
+
     prompt_T: TokenArray
+    turns: int = field(default=1, kw_only=True)
 
     async def initial_observation(self) -> TokenArray:
         return self.prompt_T
 
     async def step(self, sample: Sample) -> StepResult:
-        return StepResult(reward=float(sample.tokens_T[0]))
+        self.turns -= 1
+        return StepResult(
+            reward=float(sample.tokens_T[0]), observation_T=self.prompt_T if self.turns else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs(EnvGroupBuilder):
-    """Two members with the same prompt."""
-
-    prompt_T: TokenArray
+class Group(EnvGroupBuilder):
+    envs: Sequence[Env]
 
     def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        return [OneTurn(self.prompt_T), OneTurn(self.prompt_T)]
+        return self.envs
+
+
+def pair(_group_id: int, prompt_T: TokenArray) -> Sequence[Env]:
+    """Two members with the same prompt."""
+    return [Turns(prompt_T), Turns(prompt_T)]
 
 
 class Dataset(EnvStream):
-    """Even groups name the teacher `even`, odd ones `odd`; problems follow from the group id."""
+    """Even groups name the teacher `even`, odd ones `odd`; problems follow from the group id.
 
-    def __init__(self) -> None:
-        pass
+    `envs` makes the members of a group, given its id and its prompt.
+    """
+
+    def __init__(
+        self,
+        envs: Callable[[int, TokenArray], Sequence[Env]] = pair,
+        teacher_tokens_T: TokenArray | None = None,
+    ) -> None:
+        self._envs, self._teacher_tokens_T = envs, teacher_tokens_T
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
-        return Pairs(prompt_T=ids(3, 4, 5 + group_id), teacher="odd" if group_id % 2 else "even")
+        return Group(
+            envs=self._envs(group_id, ids(3, 4, 5 + group_id)),
+            teacher="odd" if group_id % 2 else "even", teacher_tokens_T=self._teacher_tokens_T,
+        )  # fmt: skip
 
     def describe(self, group_id: int) -> str:
         return f"problem {group_id + 1}"
@@ -244,12 +263,9 @@ def test_where_the_learner_asks_a_copy_the_teacher_scores_a_share() -> None:
 def test_a_teacher_samples_after_its_own_context_in_every_turn() -> None:
     teacher = Sampling(1)
 
-    class Hinted(Dataset):
-        def builder(self, group_id: int) -> EnvGroupBuilder:
-            return LongerTurns(prompt_T=ids(3, 4, 5), teacher_tokens_T=ids(9, 8, 7, 6))
-
+    hinted = Dataset(lambda _, prompt_T: [Further(prompt_T)], teacher_tokens_T=ids(9, 8, 7, 6))
     [group] = run(
-        Sink(groups=1), teachers={"": teacher}, dataset=Hinted(), teacher_samples=by_teacher(1)
+        Sink(groups=1), teachers={"": teacher}, dataset=hinted, teacher_samples=by_teacher(1)
     ).values()
     [segment] = {s.tokens_T.tobytes(): s for s in group.segments()}.values()
     assert segment.tokens_T[:3].tolist() == [3, 4, 5], "the hint is trained after"
@@ -264,28 +280,6 @@ def test_a_token_that_the_student_does_not_have_fails_the_group() -> None:
     sink = Sink(groups=1)
     run(sink, teachers={"": PrefixEngine(1)}, teacher_samples=by_teacher(1, vocab_size=3))
     assert "a sample of the teacher" in sink.failed[0]
-
-
-@dataclass(frozen=True)
-class Turns(Env):
-    """Several turns, each after the same observation."""
-
-    prompt_T: TokenArray
-    turns: list[int]
-
-    async def initial_observation(self) -> TokenArray:
-        return self.prompt_T
-
-    async def step(self, sample: Sample) -> StepResult:
-        self.turns.pop()
-        return StepResult(reward=0.0, observation_T=self.prompt_T if self.turns else None)
-
-
-class OneAndTwo(Pairs):
-    """Members of one and of two turns."""
-
-    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        return [Turns(self.prompt_T, [0] * turns) for turns in (1, 2)]
 
 
 @dataclass(frozen=True)
@@ -305,11 +299,6 @@ class Further(Env):
         return StepResult(reward=0.0, observation_T=self.seen[0])
 
 
-class LongerTurns(Pairs):
-    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        return [Further(self.prompt_T)]
-
-
 def test_a_finished_member_is_scored_while_others_continue() -> None:
     teacher, first_scored = PrefixEngine(1), asyncio.Event()
 
@@ -326,12 +315,9 @@ def test_a_finished_member_is_scored_while_others_continue() -> None:
                 await first_scored.wait()
             return await super().generate(request)
 
-    class Groups(Dataset):
-        def builder(self, group_id: int) -> EnvGroupBuilder:
-            return OneAndTwo(prompt_T=ids(3, 4, 5))
-
+    one_and_two = Dataset(lambda _, prompt_T: [Turns(prompt_T, turns=turns) for turns in (1, 2)])
     [group] = run(
-        Sink(groups=1), policy=Waiting(0), teachers={"": Telling(1)}, dataset=Groups()
+        Sink(groups=1), policy=Waiting(0), teachers={"": Telling(1)}, dataset=one_and_two
     ).values()
     assert [len(member.segments) for member in group.trajectories_G] == [1, 2]
     expect_scored_by(teacher, group, "teacher_logprobs_T")
@@ -360,28 +346,18 @@ def test_a_failure_of_an_engine_is_logged_once_without_its_frames(
     assert "it has gone" in line and "\n" not in line
 
 
-class BadBonuses(OneTurn):
+class BadBonuses(Turns):
     async def step(self, sample: Sample) -> StepResult:
         return StepResult(bonuses_T=np.full(len(sample.tokens_T), np.nan, np.float32))
 
 
-class BadBonusesDataset(Dataset):
-    """Problem 2 pays NaN bonuses."""
-
-    def builder(self, group_id: int) -> EnvGroupBuilder:
-        kind = BadBonusPairs if group_id == 1 else Pairs
-        return kind(prompt_T=ids(3, 4, 5 + group_id))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadBonusPairs(Pairs):
-    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        return [BadBonuses(self.prompt_T), OneTurn(self.prompt_T)]
+def second_pays_nan(group_id: int, prompt_T: TokenArray) -> Sequence[Env]:
+    return [BadBonuses(prompt_T) if group_id == 1 else Turns(prompt_T), Turns(prompt_T)]
 
 
 def test_bad_data_of_an_environment_is_not_delivered() -> None:
     sink = Sink(groups=3)
-    run(sink, teachers={}, dataset=BadBonusesDataset())
+    run(sink, teachers={}, dataset=Dataset(second_pays_nan))
     assert {group.group_id for group in sink.done} == {0, 2} and sink.failed.keys() == {1}
     assert "bonuses_T" in sink.failed[1] and "problem 2" in sink.failed[1]
 
@@ -417,8 +393,8 @@ async def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class Querying(OneTurn):
+@dataclass
+class Querying(Turns):
     """Queries a model about each sample."""
 
     model: SamplingModel
@@ -439,11 +415,11 @@ async def test_an_environment_that_queries_a_model_waits_at_its_engine(
 
     class Groups(Dataset):
         def builder(self, group_id: int) -> EnvGroupBuilder:
-            return Queries(prompt_T=ids(3, 4, 5))
+            return Queries(envs=())
 
-    class Queries(Pairs):
+    class Queries(Group):
         def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-            return [Querying(self.prompt_T, models[queried])] * 2
+            return [Querying(ids(3, 4, 5), models[queried]) for _ in range(2)]
 
     class Once(HangingPolicy):
         """Answers the first request only."""
@@ -511,8 +487,8 @@ async def test_groups_in_flight_are_listed_and_cancelled() -> None:
     assert [group.group_id for group in sink.done] == [0] and not sink.failed
 
 
-@dataclass(frozen=True)
-class SlowToClose(OneTurn):
+@dataclass
+class SlowToClose(Turns):
     """Environment whose close waits for an event."""
 
     may: asyncio.Event
@@ -529,19 +505,12 @@ async def test_cancelled_groups_close_their_environments(group_id: int) -> None:
     """The driver repeats the order while the group is restarted elsewhere."""
     may, events = asyncio.Event(), list[str]()
 
-    class Closing(Pairs):
-        def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-            return [SlowToClose(self.prompt_T, may, events)]
-
-    class Groups(Dataset):
-        def builder(self, group_id: int) -> EnvGroupBuilder:
-            return Closing(prompt_T=ids(3, 4, 5 + group_id))
-
     try:
         async with asyncio.timeout(DEADLINE_S):
             worker = RolloutWorker(
                 policy=HangingPolicy(0), teachers={}, sink=Sink(groups=2, closes=False),
-                dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
+                dataset=Dataset(lambda _, prompt_T: [SlowToClose(prompt_T, may, events)]),
+                sampling=SAMPLING, seed=1, max_groups=2,
             )  # fmt: skip
             running = asyncio.create_task(worker.run())
             while events != ["closing"] or [g.stage for g in worker.active][-1] != "sampling":
@@ -595,8 +564,8 @@ async def test_a_drained_worker_finishes_its_groups() -> None:
     assert len(sink.done) == sink.leased < 100
 
 
-@dataclass(frozen=True)
-class Watched(OneTurn):
+@dataclass
+class Watched(Turns):
     """Record whether the group's problem has been reported, at each step."""
 
     group_id: int
@@ -618,16 +587,6 @@ class Watched(OneTurn):
         self.seen.append(self.sink.known.get(self.group_id) == f"problem {self.group_id + 1}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchedPairs(Pairs):
-    group_id: int
-    sink: DelayedSink
-    seen: list[bool]
-
-    def make_envs(self, models: Mapping[str, SamplingModel]) -> Sequence[Env]:
-        return [Watched(self.prompt_T, self.group_id, self.sink, self.seen) for _ in range(2)]
-
-
 class SlowPolicy(PrefixEngine):
     """Delay each request by its last token."""
 
@@ -640,13 +599,11 @@ class SlowPolicy(PrefixEngine):
 def test_a_group_is_reported_before_it_enters_its_environment() -> None:
     sink, seen = DelayedSink(groups=12), []
 
-    class Groups(Dataset):
-        def builder(self, group_id: int) -> EnvGroupBuilder:
-            seen.append(sink.known.get(group_id) == self.describe(group_id))
-            prompt_T = ids(3, 4, 5 + group_id)
-            return WatchedPairs(prompt_T=prompt_T, group_id=group_id, sink=sink, seen=seen)
+    def watched(group_id: int, prompt_T: TokenArray) -> Sequence[Env]:
+        seen.append(sink.known.get(group_id) == f"problem {group_id + 1}")
+        return [Watched(prompt_T, group_id, sink, seen) for _ in range(2)]
 
-    run(sink, teachers={}, policy=SlowPolicy(0), dataset=Groups(), max_groups=5)
+    run(sink, teachers={}, policy=SlowPolicy(0), dataset=Dataset(watched), max_groups=5)
     assert sorted(group.group_id for group in sink.done) == list(range(12))
     # of each group: its builder, two observations, and in two steps its id and one more looks
     assert seen == [True] * sum(1 + 2 + 2 * (i + 1) for i in range(12))
