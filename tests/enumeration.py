@@ -297,11 +297,16 @@ class World:
         """Gradient of `state_sum`."""
         return flat_gradient(self.state_sum(T, divergence), self.current)
 
-    def state_sum(self, T: float, divergence: StateDivergence) -> Tensor:
-        """Sum over states of the learner's divergence, by the sampling policy's probabilities."""
+    def state_sum(
+        self, T: float, divergence: StateDivergence, met_by: PreTrainedModel | None = None
+    ) -> Tensor:
+        """Sum over states of the learner's divergence, weighted by fixed state probabilities.
+
+        The state probabilities are those of the policy that samples, or of `met_by`.
+        """
         total = torch.zeros(())
         for context in contexts(self.stops):
-            met = token_logprobs(self.student, context, T).sum().exp().detach()
+            met = token_logprobs(met_by or self.student, context, T).sum().exp().detach()
             log_p_V = state_logprobs(self.current, context, T, self.stops)[-1]
             log_q_V = state_logprobs(self.teacher, context, T, self.stops)[-1]
             total = total + met * divergence(log_p_V, log_q_V)
@@ -433,6 +438,23 @@ class World:
             ]
         )
 
+    def naive_gradients_by_response(
+        self, token_loss: Callable[[Tensor, Tensor], Tensor], T: float
+    ) -> Tensor:
+        """Gradients (responses, parameters) of a loss of the tokens' (log p_T, log q_T)."""
+        return torch.stack(
+            [
+                flat_gradient(
+                    token_loss(
+                        token_logprobs(self.student, response, T),
+                        token_logprobs(self.teacher, response, T),
+                    ).sum(),
+                    self.student,
+                )
+                for response in responses()
+            ]
+        )
+
     def _loss(self, objective: ObjectiveConfig, forward: Forward, batch: Batch) -> Tensor:
         loss = PolicyObjectiveLoss(
             objective=objective, teachers=self._teachers, stop_event=self._event
@@ -462,3 +484,9 @@ def k3(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
 def mean_gradient(gradients_RW: Tensor, probability_R: Tensor) -> Tensor:
     """Expectation of (responses, parameters) under (responses,)."""
     return (probability_R @ gradients_RW.double()).float()
+
+
+def total_variance(gradients_RW: Tensor, probability_R: Tensor) -> float:
+    """Trace of the covariance of one sample's gradient."""
+    centred_RW = gradients_RW.double() - mean_gradient(gradients_RW, probability_R)
+    return (probability_R @ centred_RW.square().sum(dim=1)).item()
