@@ -300,7 +300,7 @@ def test_no_orphans(isolation, then: str) -> None:
     mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
     late = "sleep" in then
     source = ORPHAN.format(mark=mark, then=then)
-    result = run(source, wall_s=1 if late else 60, isolation=isolation)
+    result = run(source, wall_s=3 if late else 60, isolation=isolation)
     assert result.stdout == "started\n" or late, result.stderr
     assert not alive(mark)
 
