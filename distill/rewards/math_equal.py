@@ -39,7 +39,8 @@ def math_equal(response: str, answer: str) -> float:
     Equality is exact: 1/2, \frac12 and 0.5 are equal; so are (x+1)^2 and x^2+2x+1, and x > 3 and
     (3, \infty); 2^{-98} and 2^{-99} are not. The only exception: a decimal equals a number if their
     relative difference is below 1e-9, so 0.3333333333 equals 1/3, but 0.333 does not. 1 1/2 is
-    three halves. 50\% equals 0.5 and also 50. A comparison of more than 10 s counts as not equal.
+    three halves. 50\% equals 0.5 and also 50. A number in another base (1001_2) equals only itself,
+    and a word only the same word. A comparison of more than 10 s counts as not equal.
 
     Raises:
         DataError: there is no expression in the answer.

@@ -34,6 +34,14 @@ _SYMBOLS = str.maketrans(
 )
 _VULGAR = "\u00bc-\u00be\u2150-\u215e"
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
+# A number in another base than ten (1001_2) equals only itself, so it is read as a symbol.
+_BASED = re.compile(r"(?<![\w.])(\d+)_(?:\{(?!10\})(\w+)\}|(?!10(?!\d))(\d+))(?!\w)")
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWER = re.compile(
+    rf"(?<=[\d}}])\s*+(\\(?:text|mbox|mathrm)\s*+\{{)?\s*+({'|'.join(_POWERS)})s?(?![A-Za-z])"
+)
+# A word is text, and no product of its letters.
+_WORDS = re.compile(r"(?!(?i:infinity)$)(?:[A-Za-z]{4,}|[A-Z]{3})(?: (?!(?:and|or)\b)[A-Za-z]+)*")
 # Levels of roots within roots that are read.
 _ROOTS_WITHIN = 8
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
@@ -44,10 +52,12 @@ _REPEATING = re.compile(
     r"(?<!\d)(\d{0,999})\.(\d{0,999})\\(?:overline|bar|dot)\s*(?:\{(\d{1,999})\}|(\d))"
 )
 _EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w{]|\.\d)")
-# Expressions in plain text that math-verify does not recognise: 3√2, 1½, 2π, x², 1 1/2.
+# Expressions in plain text that math-verify does not recognise: 3√2, 1½, 2π, x², 1 1/2, 11_2, and
+# 2 million.
 _PLAIN = re.compile(
     rf"(?:-|(?<![\w.()]))[\w.()]*[√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}][\w.()+\-*/^√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}]*"
-    rf"|-?{_MIXED.pattern}"
+    rf"|-?{_MIXED.pattern}|-?{_BASED.pattern}"
+    rf"|-?(?<![\d,.])\d[\d,.]*+\s++(?:{'|'.join(_POWERS)})s?\b"
 )
 
 
@@ -105,6 +115,8 @@ def _boxed(content: str) -> str:
     # The end of a sentence, not the delimiter of \right. and not the space \, .
     kept = latex.rstrip(string.whitespace + ".,;")
     latex = latex[: len(kept) + kept.endswith(("\\", "\\right"))]
+    if _WORDS.fullmatch(latex):
+        latex = rf"\text{{{latex}}}"
     return rf"\boxed{{{latex}}}" if latex else ""
 
 
@@ -117,6 +129,8 @@ def _latex(text: str) -> str:
     for _ in range(_ROOTS_WITHIN):
         text = _ROOT.sub(_root, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text.translate(_SYMBOLS))
+    text = _BASED.sub(lambda found: f"b_{{{found[1]}base{found[2] or found[3]}}}", text)
+    text = _POWER.sub(lambda found: rf"\times 10^{{{_POWERS[found[2]]}}}{found[1] or ''}", text)
     return _exact_decimals(text)
 
 

@@ -40,6 +40,9 @@ EQUAL = [
     ("5.", "5"), (r"\frac12.", "0.5"), (r"(3,\infty).", "x>3"), ("5\N{EN DASH}3", "2"),
     ("\N{NON-BREAKING HYPHEN}3", "-3"), ("3·4", "12"), ("(0,∞)", r"(0,\infty)"),
     ("x∈(3,5)", "(3,5)"),
+    ("1001_2", "1001_{2}"), ("12_{10}", "12"), ("even", r"\text{even}"), ("abc", "bca"),
+    (r"2.5\text{ million}", "2500000"), ("1.5 million", "1500000"), ("infinity", r"\infty"),
+    (r"\frac12\text{ thousand}", "500"), ("infinitely many", r"\text{infinitely many}"),
 ]  # fmt: skip
 UNEQUAL = [
     (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), ("10^{-20}", r"2\cdot 10^{-20}"),
@@ -52,6 +55,9 @@ UNEQUAL = [
     (r"\begin{pmatrix}1\\3\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     (r"\frac{x}{2^{98}}", r"\frac{x}{2^{99}}"), (r"\text{yes}", r"\text{no}"), ("A", "B"),
     ("y=2x+1", "y=2x+2"), (r"-\infty", r"\infty"), ("", "18"),
+    ("1001_2", "1001_3"), ("1001_2", "1001"), ("12_{3}", "12"), ("x=11_2", "x=2"), ("-11_2", "-11"),
+    ("listen", "silent"), ("listen up", "silent up"), ("ABC", "ACB"),
+    (r"2.5\text{ million}", "2.5"),
 ]  # fmt: skip
 
 
@@ -95,6 +101,9 @@ def test_equality_is_exact_but_for_decimals() -> None:
         ),
         ("The answer is √(√(√(256))).", "2", 1),
         (r"\boxed{5\, .}", "5", 1),
+        ("The answer is 1001_2.", "1001", 0),
+        ("The answer is 2.5 million.", "2.5", 0),
+        ("The answer is 2.5 million.", "2500000", 1),
         ("The answer is 3.2e8.", "320000000", 1),
         ("x² + 1 is $x^2+1$", "x^2+1", 1),
         ("The answer is \N{MINUS SIGN}3.", "-3", 1),
