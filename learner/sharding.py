@@ -65,10 +65,13 @@ class Root(nn.Module):
     def sum_gradients(self, now: bool) -> None:
         """Sum gradients within a replica in the next backward passes, or accumulate whole ones.
 
-        Whole gradients are float32, like the sums. The next sum includes them.
+        Whole gradients are float32, like the sums. The next sum includes them. Vision layers are
+        left out: a pass over text never gathers their weights, and FSDP cannot accumulate the
+        gradients of such a unit.
         """
-        assert isinstance(self, FSDPModule), "the root is not sharded"
-        self.set_requires_gradient_sync(now)
+        for module in (self, *self.model.get_decoder().modules()):
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(now, recurse=False)
 
 
 def shard(
