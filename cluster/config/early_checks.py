@@ -69,9 +69,10 @@ def check_path(name: str, kind: str, text: str) -> None:
         kind: `path` in the metadata of the setting's field.
 
     Raises:
-        ConfigError: the path is too long, has a NUL, or has a ~ or $NAME that no shell replaced.
+        ConfigError: the path is too long, has a NUL, is a URL, has a ~ or $NAME that no shell
+            replaced, or its links form a loop.
     """
-    if kind == "function":
+    if kind == "function" or (kind in ("model", "head") and is_url(text)):
         return
     for path in text.split(",") if kind == "rows" else [text]:
         if why := _no_path(path):
@@ -81,6 +82,8 @@ def check_path(name: str, kind: str, text: str) -> None:
 
 def _no_path(text: str) -> str:
     """Reason why a text is not a valid path; empty if it is, also if there is no such file."""
+    if _URL.match(text):  # as a path, it would be a local directory named s3:
+        return "URLs are not supported; give a path on storage that all nodes share and mount"
     try:
         os.stat(text)
     except ValueError as error:
@@ -88,6 +91,8 @@ def _no_path(text: str) -> str:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return "it is too long"
+        if error.errno == errno.ELOOP:
+            return "its symbolic links form a loop; remove the link, or give another path"
         if _OF_A_SHELL.match(text):
             return "~ and $NAME are expanded only by a shell; write the full path"
     return ""
@@ -316,6 +321,7 @@ _FITTING: dict[str, Callable[[Path, Any], None]] = {
 _OF_THE_START = ("run", "adapter")
 # A home directory at the start of a path, or an environment variable anywhere in it.
 _OF_A_SHELL = re.compile(r"~|.*\$\{?\w")
+_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 # Number of characters that messages show of a long path.
 _SHOWN = 80
 # Files up to this size are read by the early checks, which takes less than 0.1 s.

@@ -290,6 +290,9 @@ def test_what_is_missing_is_named_by_its_short_name(
         (["out=~/runs"], "out", "~/runs"),
         (["prompts=a.jsonl,$DATA/b.jsonl"], "data.source", "$DATA/b.jsonl"),
         (["out=" + "x" * 300], "out", "too long"),
+        (["out=s3://bucket/run"], "out", "s3://bucket/run"),
+        (["prompts=a.jsonl,file:///b.jsonl"], "data.source", "file:///b.jsonl"),
+        (["student=gs://bucket/model"], "model.path", "gs://bucket/model"),
         (["env.format=" + "(" * 5000], "env.format", "((..."),
     ],
 )

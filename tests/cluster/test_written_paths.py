@@ -1,4 +1,4 @@
-"""No command writes into a job's upload, which Ray removes."""
+"""No command writes into a job's upload, which Ray removes, or to a path that is none."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +50,24 @@ def test_no_command_writes_into_a_job_s_upload(
         assert command([*others, f"{setting}={path}"]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {setting}={path}") and "upload" in error
+
+
+@pytest.mark.usefixtures("hub_cache")
+@pytest.mark.parametrize("path", ["s3://bucket/made.jsonl", "loop/made.jsonl"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_command_writes_to_a_url_or_through_a_loop_of_links(
+    writer: Writer,
+    path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, setting, others = writer
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert command([*others, f"{setting}={path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {setting}={path} ") and error.count("\n") == 1
 
 
 def test_a_report_s_own_page_is_not_written_into_the_upload(
