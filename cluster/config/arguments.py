@@ -237,6 +237,7 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     elsewhere = next((_MEANT[end] for end in ends if end in _MEANT), [])
     near = [name for name in (*elsewhere, *ends[1:]) if meant_by(kind, name)][:1]
+    near = _elements_near(fields, parts) or near
     near = near or [path for path in fields if path.startswith(f"{key}.")]
     near = near or get_close_matches(key, list(_names(kind, given)), n=1)
     # Search the docs of settings, for names in other libraries such as learning_rate.
@@ -244,6 +245,15 @@ def _nearest(key: str, kind: type, given: Mapping[str, Any]) -> str:
         words = key.replace("_", " ")
         near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} all lists them"
+
+
+def _elements_near(fields: Mapping[str, Field], parts: Sequence[str]) -> list[str]:
+    """Settings of an element of a mapping with a similar name: teachers.a.model for teacher.a."""
+    return [
+        ".".join((name, *parts[1:]))
+        for name in get_close_matches(parts[0], fields, n=1)
+        if len(parts) == 3 and (of := class_in(fields[name])) and parts[2] in chz.chz_fields(of)
+    ]
 
 
 def _within(kind: type, name: str, given: Mapping[str, Any]) -> Collection[str]:

@@ -275,6 +275,7 @@ def test_what_is_missing_is_named_by_its_short_name(
         (["env=ToolUse", "env.max_turn=3"], "env.max_turn", "'env.max_turns'"),
         (["env.max_turns=3"], "env.max_turns", "format_reward"),
         (["teachers.a.modle=m"], "teachers.a.modle", "'model'"),
+        (["teacher.a.model=m"], "teacher.a.model", "'teachers.a.model'"),
         (["teachers.a.weight=all"], "teachers.a.weight", ""),
         (["teachers.a=m"], "teachers.a", "teachers.NAME.model="),
         (["checkpoint.evry=3"], "checkpoint.evry", "'checkpoint.every'"),
