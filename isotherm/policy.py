@@ -18,6 +18,7 @@ import torch
 
 from cluster.config.arguments import built
 from cluster.config.files import by_name
+from cluster.run_files.fork import check_fork
 from cluster.weights.publisher import Publisher
 from cluster.weights.transport import PushSettings
 from distill.data.example_encoder import ExampleEncoder
@@ -279,17 +280,22 @@ class Policy(Samples):
         gradient is dropped.
 
         Raises:
-            CheckpointError: there is no state in the directory, or no state of this model.
+            CheckpointError: there is no intact state in the directory.
+            ConfigError: the state is of another model or another kind of adapter. The policy is
+                unchanged.
         """
         found = CheckpointStore(directory, keep=1).latest()
         if found is None:
             raise CheckpointError(
                 f"{directory} holds no saved state (step-N directories); save_state writes them"
             )
-        learner = Learner(self._config.resumed(found), self._dump_dir)
-        learner.load_trainer_state(found.path)
-        self.learner, self.steps = learner, found.step
+        config = self._config
+        check_fork(found, model=config.model, tokenizer=self.tokenizer, lora=config.lora)
         self._accumulated.clear()
+        del self.learner  # two learners may not fit into memory
+        self.learner = Learner(config.resumed(found), self._dump_dir)
+        self.learner.load_trainer_state(found.path)
+        self.steps = found.step
         self.sampler.next_seed = found.delivery.get("next_seed", self.sampler.next_seed)
         self.push()
         return found

@@ -217,15 +217,15 @@ def check_fork(
     if lora.trains_adapter and not adapter.is_dir():
         raise ConfigError(
             f"{checkpoint.path} is a fully trained model, but lora.rank={lora.rank} would train "
-            f"an adapter on model={model}, without its weights. Leave out the adapter, or give "
-            f"model={saved} in place of fork_from=",
+            f"an adapter on model={model}, without its weights. Leave out the adapter, or start "
+            f"from model={saved} instead",
             field="lora.rank",
         )
     if adapter.is_dir() and not lora.trains_adapter:
         raise ConfigError(
             f"{checkpoint.path} holds an adapter, but lora.rank= is not given: give that run's "
-            f"lora.rank=, or, to train all weights, model={saved} (the adapter merged) in place "
-            "of fork_from=",
+            f"lora.rank=, or, to train all weights, start from model={saved} (the adapter merged) "
+            "instead",
             field="lora.rank",
         )
     if lora.trains_adapter:

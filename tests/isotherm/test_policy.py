@@ -1,6 +1,7 @@
 """A policy trained by hand has the numbers of a run: steps, samples and files."""
 
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,13 @@ from transformers import AutoModelForCausalLM
 import isotherm
 from distill.objective.batching import TrainingRow
 from distill.tokenizer import load_tokenizer
+from isotherm import policy as policy_module
 from isotherm.losses import Loss
+from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.learner.conftest import assert_same, gradients_of
 from tests.naive import naive_logprobs
+from tests.refusals import refuses
 from tests.samples import TEMPERATURE, demonstration, training_row
 from tests.weights import gather_all
 
@@ -51,9 +55,9 @@ LOSSES: dict[str, Loss] = {
 def new_policy(tiny_pair: TinyPair) -> Iterator[Callable[..., isotherm.Policy]]:
     made: list[isotherm.Policy] = []
 
-    def new(**settings: Any) -> isotherm.Policy:
+    def new(model: str = tiny_pair.student, **settings: Any) -> isotherm.Policy:
         defaults = {"lr": 1e-2, "max_grad_norm": 1e9, "token_budget": 64, "device": "cpu"}
-        made.append(isotherm.Policy(tiny_pair.student, **defaults | settings))
+        made.append(isotherm.Policy(model, **defaults | settings))
         return made[-1]
 
     yield new
@@ -225,6 +229,39 @@ def test_a_restored_state_continues_bit_for_bit(
     assert_same(dict(theirs), dict(merged), 1e-5)
     with pytest.raises(isotherm.CheckpointError):
         other.load_state(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["model", "adapter"])
+def test_a_state_of_another_model_is_refused_and_changes_nothing(
+    new_policy: Callable[..., isotherm.Policy], tiny_pair: TinyPair, tmp_path: Path, other: str
+) -> None:
+    settings = {"model": tiny_pair.teacher} if other == "model" else {"lora_rank": 2}
+    new_policy(**settings).save_state(tmp_path)
+    policy = new_policy()
+    before = weights_of(policy)
+    policy.forward_backward(ROWS, "ppo")
+    with refuses(isotherm.ConfigError, "model.path" if other == "model" else "lora.rank"):
+        policy.load_state(tmp_path)
+    assert_same(weights_of(policy), before, 0)
+    assert policy.optim_step()["train/grad_norm"] > 0
+
+
+def test_a_state_is_loaded_after_the_old_weights_are_freed(
+    new_policy: Callable[..., isotherm.Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = new_policy()
+    policy.forward_backward(ROWS, "ppo")
+    policy.save_state(tmp_path)
+    old = [weakref.ref(parameter) for parameter in policy.learner.model.parameters()]
+    held: list[int] = []
+
+    def load(*arguments: Any) -> Learner:
+        held.append(sum(each() is not None for each in old))
+        return Learner(*arguments)
+
+    monkeypatch.setattr(policy_module, "Learner", load)
+    policy.load_state(tmp_path)
+    assert held == [0]
 
 
 def test_transformers_loads_it(new_policy: Callable[..., isotherm.Policy], tmp_path: Path) -> None:
