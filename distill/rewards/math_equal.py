@@ -40,7 +40,8 @@ def math_equal(response: str, answer: str) -> float:
     (3, \infty); 2^{-98} and 2^{-99} are not. The only exception: a decimal equals a number if their
     relative difference is below 1e-9, so 0.3333333333 equals 1/3, but 0.333 does not. 1 1/2 is
     three halves. 50\% equals 0.5 and also 50. A number in another base (1001_2) equals only itself,
-    and a word only the same word. A comparison of more than 10 s counts as not equal.
+    and a word only the same word; of a choice with its text, (A) 5, the letter is compared. A
+    comparison of more than 10 s counts as not equal.
 
     Raises:
         DataError: there is no expression in the answer.
@@ -106,8 +107,11 @@ def _parse(text: str) -> list[Any]:
 
 
 def _solutions(parsed: Any) -> Any:
-    """Convert "x < 2 or x > 3", which math-verify parses as two relations, to a set."""
-    from sympy import FiniteSet, Or
+    """Convert "x < 2 or x > 3", which math-verify parses as two relations, to a set.
+
+    Unions and intersections are evaluated.
+    """
+    from sympy import FiniteSet, Intersection, Or, Union
     from sympy.core.relational import Relational
 
     if isinstance(parsed, FiniteSet) and parsed.args:
@@ -115,6 +119,8 @@ def _solutions(parsed: Any) -> Any:
         inequalities = [isinstance(each, Relational) and not each.is_Equality for each in relations]
         if all(inequalities) and len(parsed.free_symbols) == 1:
             return Or(*relations).as_set()
+    if isinstance(parsed, Intersection | Union):
+        return parsed.doit()
     return parsed
 
 
@@ -126,6 +132,7 @@ def _same_number(a: Any, b: Any, *_: int) -> bool:
     if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
         pairs = zip(a.flat(), b.flat(), strict=False)
         return a.shape == b.shape and all(_same_number(*p) or _same_term(*p) for p in pairs)
+    a, b = _imaginary(a), _imaginary(b)
     if a.free_symbols or b.free_symbols:
         return False
     if _equal(a.doit(), b.doit()):
@@ -134,6 +141,14 @@ def _same_number(a: Any, b: Any, *_: int) -> bool:
     if percents.count(None) != 1:
         return False
     return _equal(percents[0] or a, percents[1] or b)
+
+
+def _imaginary(term: Any) -> Any:
+    """Replace the symbol i, as math-verify reads the imaginary unit."""
+    from sympy import I
+
+    units = {each: I for each in term.free_symbols if each.name == "i"}
+    return term.subs(units) if units else term
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -165,6 +180,7 @@ def _same_term(a: Any, b: Any) -> bool:
     """True if the difference of two terms is 0, whatever their symbols are; decimals are exact."""
     from sympy import MatrixBase, expand, nsimplify, simplify
 
+    a, b = _imaginary(a), _imaginary(b)
     if isinstance(a, MatrixBase) or not (a.free_symbols or b.free_symbols):
         return False  # `_same_number` has decided these
     difference = nsimplify(a.doit() - b.doit(), rational=True)

@@ -36,6 +36,31 @@ _VULGAR = "\u00bc-\u00be\u2150-\u215e"
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 # A number in another base than ten (1001_2) equals only itself, so it is read as a symbol.
 _BASED = re.compile(r"(?<![\w.])(\d+)_(?:\{(?!10\})(\w+)\}|(?!10(?!\d))(\d+))(?!\w)")
+_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*+\^\s*+(?:\d|\{\d+\}))?\s*+(?:\\left\s*+)?[({]?\s*+-?)"
+    r"(\d+(?:\.\d+)?)\s*+\^\s*+(?:\\circ|\{\s*+\\circ\s*+\})"
+)
+# Notations that math-verify does not read, and those that it does.
+_NOTATIONS = (
+    (re.compile(r"\\(?:nice|s)frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<=\d)\s*+[xX]\s*+(?=10\s*+\^)"), r"\\times "),
+    # The real root of a negative number, not the principal one.
+    (re.compile(r"\\sqrt\s*+\[(\d*[13579])\]\s*+\{\s*+-\s*+(\d+)\}"), r"(-\\sqrt[\1]{\2})"),
+    (_DEGREES, r"\1\\frac{\2\\pi}{180}"),
+)
+# A percentage with a fraction, of which math-verify would drop the whole part: 33\frac13\%.
+_PERCENT = re.compile(
+    r"(?<![\d.])(?:(\d{1,999})\s*+)?\\[dtc]?frac\s*+"
+    r"(?:(\d)\s*+(\d)|\{(\d{1,999})\}\s*+\{(\d{1,999})\})\s*+(?=\\?%)"
+)
+# The letter of a choice before its text, which names no other choice: (A) 5.
+_CHOICE = re.compile(
+    r"(?:\\(?:text|textbf|mathbf|mathrm)\s*+\{)?\(([A-J])\)\}?(?:\s|~|\\[ ,;:]|\\quad)"
+    r"(?=[^A-Z]*\d)[^A-Z]*+"
+)
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWER = re.compile(
     rf"(?<=[\d}}])\s*+(\\(?:text|mbox|mathrm)\s*+\{{)?\s*+({'|'.join(_POWERS)})s?(?![A-Za-z])"
@@ -115,6 +140,8 @@ def _boxed(content: str) -> str:
     # The end of a sentence, not the delimiter of \right. and not the space \, .
     kept = latex.rstrip(string.whitespace + ".,;")
     latex = latex[: len(kept) + kept.endswith(("\\", "\\right"))]
+    if choice := _CHOICE.fullmatch(latex):
+        latex = choice[1]
     if _WORDS.fullmatch(latex):
         latex = rf"\text{{{latex}}}"
     return rf"\boxed{{{latex}}}" if latex else ""
@@ -129,6 +156,9 @@ def _latex(text: str) -> str:
     for _ in range(_ROOTS_WITHIN):
         text = _ROOT.sub(_root, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text.translate(_SYMBOLS))
+    for notation, latex in _NOTATIONS:
+        text = notation.sub(latex, text)
+    text = _PERCENT.sub(_improper, text)
     text = _BASED.sub(lambda found: f"b_{{{found[1]}base{found[2] or found[3]}}}", text)
     text = _POWER.sub(lambda found: rf"\times 10^{{{_POWERS[found[2]]}}}{found[1] or ''}", text)
     return _exact_decimals(text)
@@ -145,6 +175,13 @@ def _vulgar(found: re.Match[str]) -> str:
 def _superscript(found: re.Match[str]) -> str:
     digits = unicodedata.normalize("NFKC", found[0]).replace("\N{MINUS SIGN}", "-")
     return f"^{{{digits}}}"
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, top, bottom = (
+        int(each or 0) for each in (found[1], found[2] or found[4], found[3] or found[5])
+    )
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
 def _root(found: re.Match[str]) -> str:

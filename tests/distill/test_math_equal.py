@@ -43,6 +43,13 @@ EQUAL = [
     ("1001_2", "1001_{2}"), ("12_{10}", "12"), ("even", r"\text{even}"), ("abc", "bca"),
     (r"2.5\text{ million}", "2500000"), ("1.5 million", "1500000"), ("infinity", r"\infty"),
     (r"\frac12\text{ thousand}", "500"), ("infinitely many", r"\text{infinitely many}"),
+    (r"\sin 30^\circ", r"\frac12"), (r"\sin^2(15°)", r"\frac{2-\sqrt3}{4}"),
+    (r"\cos(-60^{\circ})", "0.5"), (r"90\degree", "90"), (r"(1,4)\cap(2,5)", "(2,4)"),
+    ("(1,5)", r"(1,4)\cup(2,5)"), (r"(1,2)\cap(3,4)", r"\varnothing"), ("i^2", "-1"),
+    (r"e^{i\pi}", "-1"), (r"\frac{1}{i}", "-i"), (r"\sum_{i=1}^{10} i", "55"), ("(A) 5", "A"),
+    (r"\textbf{(A)}\ \frac12", "A"), (r"\frac12\%", r"0.5\%"), (r"33\frac13\%", r"\frac13"),
+    (r"33\frac{1}{3}\%", r"\frac{100}{3}\%"), ("2pi", r"2\pi"), ("3.2 x 10^8", "320000000"),
+    (r"\nicefrac{1}{2}", r"\frac12"), (r"\sqrt[3]{-8}", "-2"), (r"2\sqrt[3]{-8}", "-4"),
 ]  # fmt: skip
 UNEQUAL = [
     (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), ("10^{-20}", r"2\cdot 10^{-20}"),
@@ -57,7 +64,9 @@ UNEQUAL = [
     ("y=2x+1", "y=2x+2"), (r"-\infty", r"\infty"), ("", "18"),
     ("1001_2", "1001_3"), ("1001_2", "1001"), ("12_{3}", "12"), ("x=11_2", "x=2"), ("-11_2", "-11"),
     ("listen", "silent"), ("listen up", "silent up"), ("ABC", "ACB"),
-    (r"2.5\text{ million}", "2.5"),
+    (r"2.5\text{ million}", "2.5"), (r"33\frac{1}{3}\%", r"\frac{1}{3}\%"),
+    (r"\sin 30^\circ", r"\sin 30"), ("(A) or (B) 5", "A"), ("(A) 5", "B"), ("i", "-i"),
+    (r"(1,4)\cap(2,5)", "(1,5)"), (r"A\cup B", r"A\cap B"), (r"\sqrt[3]{-8}", "2"),
 ]  # fmt: skip
 
 
