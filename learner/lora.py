@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
+from distill.lookup import known_names
 from distill.models.loading import meta_causal_lm, reading, tensor_shapes
 from distill.weights.adapter import AdapterForm
 from learner.config import ALL_LINEAR, LoraSettings
@@ -313,7 +314,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
             raise ConfigError(
                 f"lora.targets={settings.targets}: no Linear of {model.name_or_path!r} is "
-                f"named {target!r}; it has {', '.join(known)}"
+                f"named {target!r}; {known_names(target, known)}"
             )
     assert settings.rank is not None
     if settings.rank > (width := model.config.get_text_config().hidden_size):

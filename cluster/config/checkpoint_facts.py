@@ -148,24 +148,6 @@ def check_stop_tokens(directory: Path, stop_tokens: str) -> None:
         )
 
 
-def check_targets(directory: Path, targets: str) -> None:
-    """Raise ConfigError for a layer that the checkpoint does not have.
-
-    Checkpoints with experts are not checked: their layers have other names in memory.
-    """
-    names = _tensor_names(directory)
-    layers = {name.split(".")[-2] for name in names if "." in name}
-    if not layers or any(".experts." in name for name in names):
-        return
-    for target in map(str.strip, targets.split(",")):
-        if target.rpartition(".")[2] not in layers:
-            raise ConfigError(
-                f"lora.targets={targets}: {directory} has no layer {target!r}; "
-                f"{known_names(target, sorted(layers))}",
-                value=targets,
-            )
-
-
 def _text_config(directory: Path) -> dict[str, Any]:
     config = _json(directory / "config.json")
     return {**config, **config.get("text_config", {})}
@@ -174,18 +156,6 @@ def _text_config(directory: Path) -> dict[str, Any]:
 def _special_tokens(directory: Path) -> Iterator[str]:
     for token in _json(directory / "tokenizer.json").get("added_tokens", ()):
         yield token["content"]
-
-
-def _tensor_names(directory: Path) -> list[str]:
-    """Names of the tensors in safetensors files; empty if there are no such files."""
-    index, whole = (directory / f"model.safetensors{end}" for end in (".index.json", ""))
-    if index.is_file():
-        return list(_json(index).get("weight_map", ()))
-    try:
-        with safe_open(whole, framework="numpy") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError):  # loading the model raises the error
-        return []
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from cluster.config.checkpoint_facts import (
     check_length,
     check_readable,
     check_stop_tokens,
-    check_targets,
     check_vocabulary_files,
     check_weights,
 )
@@ -315,7 +314,6 @@ _CHECKS: dict[str, Callable[[str, str], None]] = {
 _FITTING: dict[str, Callable[[Path, Any], None]] = {
     "sampling.max_new_tokens": check_length,
     "model.stop_tokens": check_stop_tokens,
-    "lora.targets": check_targets,
 }
 # Kinds of paths that a run reads only at its first start, not when it is resumed.
 _OF_THE_START = ("run", "adapter")

@@ -173,8 +173,7 @@ def test_other_wrong_names_are_refused_by_their_setting(given: str, field: str, 
         ("max_new_tokens=128", "sampling.max_new_tokens"),
         ("stop_tokens=<eos>,<|im_end|>", "model.stop_tokens"),
         ("stop_tokens=160", "model.stop_tokens"),
-        ("lora.rank=4 lora.targets=q_proj,qproj", "lora.targets"),
-        ("stop_tokens=<eos>,63 lora.rank=4 lora.targets=self_attn.q_proj", None),
+        ("stop_tokens=<eos>,63 lora.rank=4 lora.targets=all-linear", None),
     ],
 )
 def test_settings_that_do_not_fit_the_model_s_files_are_refused(
