@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from distill.errors import CheckpointError
-from distill.lookup import path_meant
+from distill.lookup import listed, path_meant
 
 
 def trained_model(path: str) -> str:
@@ -57,7 +57,7 @@ def check_model_path(path: str) -> None:
         if not (directory / "config.json").is_file():
             raise CheckpointError(
                 f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
-                + run_remedy(path)
+                + checkpoints_within(path)
             )
     elif directory.is_symlink() and not directory.exists():
         raise CheckpointError(
@@ -73,7 +73,7 @@ def check_model_path(path: str) -> None:
         )
 
 
-def run_remedy(path: str) -> str:
-    """Remedy that names the trained model if `path` is the directory of a run; else ""."""
-    final = Path(path) / "final"
-    return f". It is a run's directory, whose trained model is {final}" if final.is_dir() else ""
+def checkpoints_within(path: str) -> str:
+    """Remedy that names the checkpoints in the directory, such as a run's final/; else ""."""
+    inner = [str(file.parent) for file in sorted(Path(path).glob("*/config.json"))]
+    return f". Give a checkpoint in it: {listed(inner)}" if inner else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from distill.errors import CheckpointError, ConfigError, first_line
-from distill.model_paths import run_remedy
+from distill.model_paths import checkpoints_within
 from distill.types import Tokenizer
 
 
@@ -25,7 +25,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a corrupt file raises json errors, OSError, ValueError, KeyError
         raise CheckpointError(
-            f"cannot load a tokenizer from {path!r}: {first_line(error)}{run_remedy(path)}"
+            f"cannot load a tokenizer from {path!r}: {first_line(error)}{checkpoints_within(path)}"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers creates an empty tokenizer of the model's kind if the files are missing

@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 from distill.errors import CheckpointError, ConfigError, first_line
 from distill.lookup import path_meant
 from distill.main_memory import require_main_memory
-from distill.model_paths import check_model_path, run_remedy
+from distill.model_paths import check_model_path, checkpoints_within
 from distill.types import Tokenizer
 from distill.weights.model_weights import TensorLayout
 
@@ -58,7 +58,7 @@ def load_config(path: str) -> Any:
         raise CheckpointError(
             f"cannot read a model config from {path!r}: {first_line(error).rstrip('.')}. Give a "
             f"Hugging Face checkpoint directory, or a hub name this machine can reach"
-            f"{run_remedy(path)}{path_meant(path, '*/')}"
+            f"{checkpoints_within(path)}{path_meant(path, '*/')}"
         ) from error
 
 

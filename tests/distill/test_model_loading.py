@@ -200,6 +200,13 @@ def test_a_link_to_nowhere_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.Mo
     check_model_path("organisation/student")  # of the hub
 
 
+def test_a_checkpoint_within_the_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "config.json").touch()
+    with pytest.raises(CheckpointError, match=str(tmp_path / "inner")):
+        check_model_path(str(tmp_path))
+
+
 @pytest.mark.parametrize("path", ["qwen", "./qwen", "a/b/c", "~/qwen"])
 def test_other_names_are_directories(path: str) -> None:
     with pytest.raises(CheckpointError):
