@@ -945,6 +945,19 @@ def test_a_lost_group_that_the_taken_step_replaces_is_not_sampled_again() -> Non
     assert ledger.status().pending == [] and ledger.take() == taken
 
 
+def test_a_group_that_was_scored_and_kept_again_outlives_the_queue() -> None:
+    ledger = new(groups_per_step=1, total_groups=1)
+    for scorer in (0, 1):
+        ledger.scorer(scorer)
+        [one] = ledger.lease("a", 1)
+        assert ledger.deliver(one, "a", None, [scorer])
+        ledger.keep({0: one.attempt})
+        if scorer == 0:
+            assert ledger.canary(0, good=False).to_rescore == (0,)
+    ledger.recover([0])
+    assert ledger.status().pending == []
+
+
 def test_a_taken_step_counts_as_trained_though_the_queue_lost_it_and_set_a_group_aside() -> None:
     ledger = new(max_failures=1)
     for one in ledger.lease("a", 9):
