@@ -1,7 +1,7 @@
 """Checks of the files, models and functions that settings name, before torch is imported.
 
 The metadata of a setting's field declares what the setting names: `model_field`, HEAD, WRITTEN,
-WRITTEN_DIRECTORY, RUN, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` and ADAPTER.
+WRITTEN_DIRECTORY, RUN, READ, `cluster.config.rows.ROWS`, `distill.settings.FUNCTION` and ADAPTER.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ OWN = "policy"
 WRITTEN: Final[dict[str, Any]] = {"path": "written"}
 WRITTEN_DIRECTORY: Final[dict[str, Any]] = {"path": "written directory"}
 RUN: Final[dict[str, Any]] = {"path": "run"}
+# A directory whose contents the command itself checks, such as a run that may still begin.
+READ: Final[dict[str, Any]] = {"path": "read"}
 _MODEL: Final[dict[str, Any]] = {"path": "model"}
 # A checkpoint of which only a part of the weights is read.
 HEAD: Final[dict[str, Any]] = {"path": "head"}
@@ -110,7 +112,7 @@ def check_early(config: Any, *, elsewhere: bool = False) -> None:
     for name, kind, value in _paths(config):
         if not value.strip():
             raise ConfigError(f"{name}= is empty; give a value, or leave it out")
-        if not (resumes and kind in _OF_THE_START):
+        if kind in _CHECKS and not (resumes and kind in _OF_THE_START):
             _CHECKS[kind](name, value)
     _check_against_files(config)
     if (row_readers := getattr(config, "row_readers", None)) is not None:

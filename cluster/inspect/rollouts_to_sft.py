@@ -24,7 +24,7 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
-from cluster.config.early_checks import WRITTEN
+from cluster.config.early_checks import READ, WRITTEN
 from cluster.inspect.report.run_files import RunFiles, read_run, run_tokenizer, why_no_rollouts
 from cluster.jsonl_log import write_rows
 from cluster.store.kept_groups import KeptGroup
@@ -39,7 +39,7 @@ from distill.types import Tokenizer, Trajectory
 class RolloutsToSftConfig:
     """Convert a run's kept rollouts to rows for recipe=sft."""
 
-    out: str = chz.field(doc="directory of the run")
+    out: str = chz.field(doc="directory of the run", metadata=READ)
     data: str = setting(
         JSONL,
         doc="JSONL file to write; an existing file is replaced",

@@ -70,6 +70,16 @@ def test_no_command_writes_to_a_url_or_through_a_loop_of_links(
     assert error.startswith(f"error: {setting}={path} ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("given", ["out=loop", "out=. against=loop", "out=s3://bucket/run"])
+def test_a_report_reads_no_url_or_loop_of_links(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert report.main(given.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {given.split()[-1]} ")
+
+
 def test_a_report_s_own_page_is_not_written_into_the_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

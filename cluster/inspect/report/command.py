@@ -24,7 +24,7 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
-from cluster.config.early_checks import WRITTEN
+from cluster.config.early_checks import READ, WRITTEN
 from cluster.config.job_upload import refuse_upload
 from cluster.inspect.report.compare import compared_data
 from cluster.inspect.report.data import report_data
@@ -39,11 +39,12 @@ from distill.rules import at_least, at_most, not_with, setting
 class ReportConfig:
     """Write or serve the report of a run, finished or not."""
 
-    out: str = chz.field(doc="directory of the run")
+    out: str = chz.field(doc="directory of the run", metadata=READ)
     against: str | None = chz.field(
         default=None,
         doc="directory of another run to compare with: shows its curves and evaluations next to "
         "this run's, and the settings that differ",
+        metadata=READ,
     )
     html: str | None = setting(
         not_with("serve", why="a served page is not written to a file"),
